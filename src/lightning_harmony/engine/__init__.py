@@ -1,0 +1,1 @@
+"""Doing: lanes, interception, swapping and updates. torch, no Lightning."""

@@ -1,0 +1,13 @@
+"""Errors, named by whose fault they are."""
+
+
+class UnsupportedModelError(ValueError):
+    """The model does something that cannot be trained exactly while its weights are swapped."""
+
+
+class CapacityError(RuntimeError):
+    """The machine is too small: the message says by how many bytes, for which layer, and what to change."""
+
+
+class PlanError(RuntimeError):
+    """A plan broke its own rules: a fault of this package, not of the user."""
