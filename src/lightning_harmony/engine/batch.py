@@ -1,0 +1,276 @@
+"""Batches into microbatches, and the outputs of microbatches back into one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+#: Enough microbatches to keep a few devices busy, few enough that each still fills one.
+DEFAULT_NUM_MICROBATCHES = 4
+
+
+def microbatch_sizes(batch_size: int, *, num_microbatches: int | None, microbatch_size: int | None) -> tuple[int, ...]:
+    """Say how many samples each microbatch of a batch gets.
+
+    Args:
+        batch_size: Samples in the batch.
+        num_microbatches: How many microbatches; they are as equal as possible, the larger ones first.
+        microbatch_size: Samples in each microbatch; the last one takes the rest.
+
+    Returns:
+        The sizes in order. They add up to ``batch_size``, and there is at least one.
+
+    Raises:
+        ValueError: If both are given, either is less than one, or the batch has too few samples.
+    """
+    if num_microbatches is not None and microbatch_size is not None:
+        raise ValueError("Give `num_microbatches` or `microbatch_size`, not both.")
+    if microbatch_size is not None:
+        return _sizes_of(batch_size, microbatch_size)
+    if num_microbatches is None:
+        return _equal_sizes(batch_size, min(DEFAULT_NUM_MICROBATCHES, max(batch_size, 1)))
+    if num_microbatches > batch_size:
+        raise ValueError(
+            f"A batch of {batch_size} samples cannot be split into {num_microbatches} microbatches. Pass a smaller "
+            "`HarmonyStrategy(num_microbatches=...)` or use a larger batch (`drop_last=True` in the DataLoader, "
+            "if this is the short last batch of an epoch)."
+        )
+    return _equal_sizes(batch_size, num_microbatches)
+
+
+def split_batch(batch: Any, batch_size: int, sizes: Sequence[int]) -> list[Any]:
+    """Split a batch into microbatches.
+
+    Tensors and arrays with ``batch_size`` rows are cut into views, lists of ``batch_size`` other things are sliced, at
+    any depth of mappings, sequences, namedtuples and dataclasses. Everything else goes unchanged into each microbatch.
+
+    Args:
+        batch: What the dataloader yielded.
+        batch_size: Samples in the batch.
+        sizes: Samples in each microbatch.
+
+    Returns:
+        One batch for each size, of the structure of ``batch``; ``[batch]`` itself if there is only one.
+
+    Raises:
+        ValueError: If the batch holds a ``PackedSequence``, whose rows are time steps of many samples.
+    """
+    assert sum(sizes) == batch_size, f"microbatches of {tuple(sizes)} do not make a batch of {batch_size}"
+    if len(sizes) == 1:
+        return [batch]
+    return _split(
+        batch, batch_size, [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    )
+
+
+def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Merge what the step returned for each microbatch into what it would have returned for the whole batch.
+
+    Per-sample values are concatenated, floating-point scalars averaged by samples, at any depth of mappings, sequences,
+    namedtuples and dataclasses; of anything else the last microbatch's value is kept. So it is of the entry ``"loss"``
+    of a returned mapping: whoever knows how the loss is reduced replaces it.
+
+    Args:
+        outputs: What each microbatch's step returned.
+        sizes: Samples in each microbatch.
+
+    Returns:
+        The merged output, still attached to the graphs of its parts; None if every output is None.
+
+    Raises:
+        ValueError: If the step returned None for some microbatches only, or tensors that do not fit together.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    _refuse_partly_none(outputs)
+    if isinstance(outputs[-1], Mapping) and _same_structure(outputs):
+        return _merge_mappings(outputs, sizes)
+    return _merge(outputs, sizes)
+
+
+def _equal_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
+    if num_microbatches < 1:
+        raise ValueError(f"`num_microbatches` must be at least 1, not {num_microbatches}.")
+    size, num_larger = divmod(batch_size, num_microbatches)
+    return (size + 1,) * num_larger + (size,) * (num_microbatches - num_larger)
+
+
+def _sizes_of(batch_size: int, microbatch_size: int) -> tuple[int, ...]:
+    if microbatch_size < 1:
+        raise ValueError(f"`microbatch_size` must be at least 1, not {microbatch_size}.")
+    num_full, rest = divmod(batch_size, microbatch_size)
+    return (microbatch_size,) * num_full + ((rest,) if rest else ()) or (0,)
+
+
+def _split(value: Any, batch_size: int, slices: Sequence[slice]) -> list[Any]:
+    if isinstance(value, PackedSequence):
+        raise ValueError(
+            "A PackedSequence cannot be split into microbatches. Put the padded tensor and the lengths into the batch "
+            "and pack them in the step, or pass `HarmonyStrategy(num_microbatches=1)`."
+        )
+    if _has_rows(value, batch_size) or _is_per_sample(value, batch_size):
+        return [value[part] for part in slices]
+    children = _children(value)
+    if children is None:
+        return [value] * len(slices)
+    parts = [_split(child, batch_size, slices) for child in children]
+    return [_rebuild(value, [part[index] for part in parts]) for index in range(len(slices))]
+
+
+def _merge(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    if _all_have_rows(values, sizes):
+        return _concatenate(values)
+    if all(_is_floating_scalar(value) for value in values):
+        return _weighted_mean(values, sizes)
+    if all(_is_per_sample(value, size) for value, size in zip(values, sizes, strict=True)):
+        return type(values[-1])(chain.from_iterable(values))
+    if not _same_structure(values):
+        return values[-1]
+    return _rebuild(values[-1], [_merge(column, sizes) for column in _columns(values)])
+
+
+def _merge_mappings(values: Sequence[Mapping[Any, Any]], sizes: Sequence[int]) -> Any:
+    merged = [
+        column[-1] if key == "loss" else _merge(column, sizes)
+        for key, column in zip(values[-1], _columns(values), strict=True)
+    ]
+    return _rebuild(values[-1], merged)
+
+
+def _refuse_partly_none(outputs: Sequence[Any]) -> None:
+    empty = [str(number) for number, output in enumerate(outputs, start=1) if output is None]
+    if 0 < len(empty) < len(outputs):
+        raise ValueError(
+            f"The step returned None for microbatches {', '.join(empty)} of {len(outputs)} and a value for the others. "
+            "A batch is trained as a whole or skipped as a whole, so no single output stands for this one. Decide by "
+            "what all microbatches share, or pass `HarmonyStrategy(num_microbatches=1)`."
+        )
+
+
+def _has_rows(value: Any, num_rows: int) -> bool:
+    # By shape, not by type: NumPy arrays, data frames and tensor dictionaries slice like tensors.
+    shape = getattr(value, "shape", None)
+    return isinstance(shape, tuple) and len(shape) > 0 and shape[0] == num_rows and hasattr(value, "__getitem__")
+
+
+def _all_have_rows(values: Sequence[Any], sizes: Sequence[int]) -> bool:
+    return all(_is_tensor(value) and _has_rows(value, size) for value, size in zip(values, sizes, strict=True))
+
+
+def _is_ndarray(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # whoever made an array has imported it; we need not
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or _is_ndarray(value)
+
+
+def _is_per_sample(value: Any, num_samples: int) -> bool:
+    """Tell a list with one entry a sample from a container of a few tensors."""
+    if isinstance(value, list) and len(value) == num_samples:
+        return not any(_is_tensor(item) for item in value)
+    # The default collate function makes a tuple of the samples' strings. Other tuples are records: (height, width).
+    return type(value) is tuple and len(value) == num_samples and all(isinstance(item, str | bytes) for item in value)
+
+
+def _is_floating_scalar(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point())
+
+
+def _concatenate(values: Sequence[Any]) -> Any:
+    if len({tuple(value.shape[1:]) for value in values}) > 1:
+        shapes = ", ".join(str(tuple(value.shape)) for value in values)
+        raise ValueError(
+            f"The step returned tensors of shapes {shapes} for the microbatches of one batch, which do not make one "
+            "tensor. Pad them to one shape in the step, or pass `HarmonyStrategy(num_microbatches=1)`."
+        )
+    if all(isinstance(value, Tensor) for value in values):
+        return torch.cat(list(values))
+    return sys.modules["numpy"].concatenate(values)
+
+
+def _weighted_mean(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    # In double precision, so that the mean of equal values is that very value in any narrower type.
+    total = sum(sizes)
+    if isinstance(values[-1], Tensor):
+        parts = [torch.as_tensor(value).double() * size for value, size in zip(values, sizes, strict=True)]
+        return (sum(parts[1:], start=parts[0]) / total).to(values[-1].dtype)
+    return sum(float(value) * size for value, size in zip(values, sizes, strict=True)) / total
+
+
+def _is_dataclass_instance(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _field_names(value: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+
+def _children(value: Any) -> list[Any] | None:
+    """List what a container holds, or return None for anything else."""
+    if isinstance(value, Mapping):
+        return [value[key] for key in value]
+    if isinstance(value, list | tuple):
+        return list(value)
+    if _is_dataclass_instance(value):
+        return [getattr(value, name) for name in _field_names(value)]
+    return None
+
+
+def _columns(containers: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Group the children of containers of one structure by their places."""
+    return list(zip(*(_children(container) or () for container in containers), strict=True))
+
+
+def _same_structure(values: Sequence[Any]) -> bool:
+    last = values[-1]
+    if any(type(value) is not type(last) for value in values):
+        return False
+    if isinstance(last, Mapping):
+        return all(list(value) == list(last) for value in values)
+    if isinstance(last, list | tuple):
+        return all(len(value) == len(last) for value in values)
+    return _is_dataclass_instance(last) and all(_field_names(value) == _field_names(last) for value in values)
+
+
+def _rebuild(container: Any, children: Sequence[Any]) -> Any:
+    """Make a container like the given one that holds these children."""
+    if isinstance(container, Mapping):
+        return _rebuild_mapping(container, dict(zip(container, children, strict=True)))
+    if isinstance(container, tuple) and hasattr(container, "_make"):
+        return container._make(children)
+    if isinstance(container, list | tuple):
+        return type(container)(children)
+    return _rebuild_dataclass(container, children)
+
+
+def _rebuild_mapping(container: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if isinstance(container, MutableMapping):
+        # A copy keeps what its constructor may not take: a default factory, a tokenizer's encodings.
+        filled = copy.copy(container)
+        for key, value in items.items():  # one by one, as Hugging Face's outputs refuse update()
+            filled[key] = value
+        return filled
+    constructor: Any = type(container)
+    try:
+        rebuilt = constructor(items)
+    except TypeError:
+        return items
+    return rebuilt if list(rebuilt) == list(items) else items  # its constructor may take something else
+
+
+def _rebuild_dataclass(container: Any, children: Sequence[Any]) -> Any:
+    # A copy, not replace(): that calls __post_init__ again and refuses fields that are not arguments.
+    rebuilt = copy.copy(container)
+    for name, child in zip(_field_names(container), children, strict=True):
+        object.__setattr__(rebuilt, name, child)  # past the guard of frozen ones
+    return rebuilt

@@ -1,0 +1,287 @@
+"""Devices with a capacity: a CUDA device, or a virtual one in host memory with real copies and real limits."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_harmony.engine.stream import CudaEvent, CudaStream, Event, Happened, HostStream, Stream
+
+
+class DeviceOutOfMemoryError(torch.OutOfMemoryError):
+    """An allocation would exceed the capacity of a virtual device."""
+
+    def __init__(self, short_bytes: int) -> None:
+        super().__init__(f"virtual device out of memory: {short_bytes} bytes short")
+        self.short_bytes = short_bytes
+
+
+class Device(ABC):
+    """Where packs run: its memory, its capacity and its streams.
+
+    Attributes:
+        torch_device: where its tensors live.
+        capacity_bytes: what may be allocated on it; None for no limit.
+        swap_in: the stream of host-to-device copies. Separate, so that a copy runs under compute.
+        swap_out: the stream of device-to-host copies: both directions of the bus work at once.
+    """
+
+    torch_device: torch.device
+    capacity_bytes: int | None
+    swap_in: Stream
+    swap_out: Stream
+
+    def __init__(self, torch_device: torch.device, capacity_bytes: int | None) -> None:
+        self.torch_device = torch_device
+        self.capacity_bytes = capacity_bytes
+        self._kept: deque[tuple[Event, Tensor]] = deque()
+
+    @abstractmethod
+    def empty(self, num_bytes: int) -> Tensor:
+        """A flat uint8 buffer, to be filled by `swap_in`."""
+
+    @abstractmethod
+    def scratch(self, num_bytes: int) -> Tensor:
+        """A flat uint8 buffer, to be filled by compute."""
+
+    @abstractmethod
+    def allocated_bytes(self) -> int:
+        """What is allocated now."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """The most that was allocated since the device was opened."""
+
+    @abstractmethod
+    def watch_peak(self) -> Callable[[], int]:
+        """Start to watch a peak; calling the result gives the most that was allocated since."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """The event of all that the caller has computed so far on this device."""
+
+    @abstractmethod
+    def free(self, buffer: Tensor, uses: Sequence[Event]) -> None:
+        """Called before the last reference to a buffer from `empty` goes: its memory is reused only after ``uses``."""
+
+    @abstractmethod
+    def computing(self) -> AbstractContextManager[None]:
+        """The context of all code that computes on this device."""
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """A flat uint8 buffer on the host that this device copies from and to at full speed."""
+        return _flat(num_bytes, torch.device("cpu"))
+
+    def register_host(self, buffer: Tensor) -> Callable[[], None]:
+        """Make an existing host buffer fast to copy; calling the result undoes it."""
+        return lambda: None
+
+    def keep_until(self, event: Event, buffer: Tensor) -> None:
+        """Keep a buffer from `scratch` alive until a copy of it is done."""
+        self._kept.append((event, buffer))
+
+    def retire(self, *, wait: bool = False) -> bool:
+        """Let go of kept buffers whose copy is done; with ``wait``, of the oldest in any case.
+
+        Returns:
+            Whether there was one to let go.
+        """
+        retired = False
+        while self._kept and (wait or self._kept[0][0].done()):
+            event, _ = self._kept.popleft()
+            event.synchronize()
+            wait, retired = False, True
+        return retired
+
+    def room_for(self, num_bytes: int) -> bool:
+        """Whether ``num_bytes`` more stay within the capacity."""
+        return self.capacity_bytes is None or self.allocated_bytes() + num_bytes <= self.capacity_bytes
+
+    def close(self) -> None:
+        """Finish all copies and release the streams."""
+        self.swap_in.close()
+        self.swap_out.close()
+
+
+class CudaDevice(Device):
+    """One GPU."""
+
+    def __init__(self, torch_device: torch.device, capacity_bytes: int | None) -> None:
+        super().__init__(torch_device, capacity_bytes)
+        self.swap_in = CudaStream(torch_device)
+        self.swap_out = CudaStream(torch_device)
+        self._peak_bytes = 0
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Allocate in the pool of the swap-in stream, so that the copies into it need no further event."""
+        buffer: list[Tensor] = []
+        self.swap_in.submit(
+            lambda: buffer.append(_flat(num_bytes, self.torch_device))
+        )
+        return buffer[0]
+
+    def scratch(self, num_bytes: int) -> Tensor:
+        """Allocate in the pool of the compute stream."""
+        return _flat(num_bytes, self.torch_device)
+
+    def allocated_bytes(self) -> int:
+        """What torch's allocator has handed out."""
+        return torch.cuda.memory_allocated(self.torch_device)
+
+    def peak_bytes(self) -> int:
+        """The most that torch's allocator has handed out."""
+        return max(self._peak_bytes, torch.cuda.max_memory_allocated(self.torch_device))
+
+    def watch_peak(self) -> Callable[[], int]:
+        """Watch through the allocator's own peak, which has to be reset for it."""
+        self._peak_bytes = self.peak_bytes()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        return lambda: torch.cuda.max_memory_allocated(self.torch_device)
+
+    def record(self) -> Event:
+        """An event on the current stream."""
+        return CudaEvent(torch.cuda.current_stream(self.torch_device))
+
+    def free(self, buffer: Tensor, uses: Sequence[Event]) -> None:
+        """Order later copies, which may reuse the memory, after its uses."""
+        self.swap_in.submit(lambda: None, after=uses)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Make this device current."""
+        with torch.cuda.device(self.torch_device):
+            yield
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """A registered buffer of exact size: torch's pinned allocator rounds up to powers of two."""
+        buffer = _flat(num_bytes, torch.device("cpu"))
+        weakref.finalize(buffer.untyped_storage(), self.register_host(buffer))
+        return buffer
+
+    def register_host(self, buffer: Tensor) -> Callable[[], None]:
+        """Page-lock the buffer."""
+        if buffer.numel() == 0:
+            return lambda: None
+        runtime = torch.cuda.cudart()
+        address = buffer.data_ptr()
+        status = int(runtime.cudaHostRegister(address, buffer.numel(), 0))
+        if status != 0:
+            raise RuntimeError(f"cudaHostRegister failed with status {status} for {buffer.numel()} bytes of host memory")
+        return lambda: runtime.cudaHostUnregister(address)
+
+
+class VirtualDevice(Device):
+    """A device in host memory: every storage that is allocated on it counts against its capacity."""
+
+    def __init__(self, capacity_bytes: int | None) -> None:
+        super().__init__(torch.device("cpu"), capacity_bytes)
+        self.swap_in = HostStream("swap-in")
+        self.swap_out = HostStream("swap-out")
+        self._live: dict[int, int] = {}
+        self._allocated_bytes = 0
+        self._peak_bytes = 0
+        self._watched_bytes = 0
+        # Storages end in whatever thread drops the last reference.
+        self._lock = threading.RLock()
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Allocate and count."""
+        buffer = _flat(num_bytes, torch.device("cpu"))
+        self.count(buffer)
+        return buffer
+
+    scratch = empty
+
+    def count(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor that was made on this device.
+
+        Raises:
+            DeviceOutOfMemoryError: if it doesn't fit.
+        """
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        num_bytes = storage.nbytes()
+        with self._lock:
+            if key in self._live:
+                return
+            self._live[key] = num_bytes
+            self._allocated_bytes += num_bytes
+            weakref.finalize(storage, self._forget, key).atexit = False
+            if self.capacity_bytes is not None and self._allocated_bytes > self.capacity_bytes:
+                raise DeviceOutOfMemoryError(self._allocated_bytes - self.capacity_bytes)
+            self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
+            self._watched_bytes = max(self._watched_bytes, self._allocated_bytes)
+
+    def _forget(self, key: int) -> None:
+        with self._lock:
+            self._allocated_bytes -= self._live.pop(key)
+
+    def allocated_bytes(self) -> int:
+        """The bytes of all storages alive."""
+        return self._allocated_bytes
+
+    def peak_bytes(self) -> int:
+        """The most bytes that were alive together."""
+        return self._peak_bytes
+
+    def watch_peak(self) -> Callable[[], int]:
+        """Watch from what is allocated now."""
+        self._watched_bytes = self._allocated_bytes
+        return lambda: self._watched_bytes
+
+    def record(self) -> Event:
+        """The host computes in the calling thread: what it has computed has happened."""
+        return Happened()
+
+    def free(self, buffer: Tensor, uses: Sequence[Event]) -> None:
+        """Nothing to do: a copy that is under way holds a reference of its own."""
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Count whatever is allocated."""
+        with _Meter(self):
+            yield
+
+
+class _Meter(TorchDispatchMode):
+    """Counts the storages of all results on a virtual device."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self._device.count(result)
+        elif result is not None:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._device.count(leaf)
+        return result
+
+
+def _flat(num_bytes: int, device: torch.device) -> Tensor:
+    # Buffers are used again: one made in inference mode could never be written outside of it.
+    with torch.inference_mode(False):
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def free_host_bytes() -> int | None:
+    """Host memory that can still be taken without swapping to disk; None where the system doesn't tell."""
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+    except OSError:
+        return None
+    return int(fields["MemAvailable"].split()[0]) * 1024

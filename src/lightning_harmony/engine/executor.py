@@ -1,0 +1,606 @@
+"""The executor: grants lanes pack by pack, and sees to it that what they ask for resides on the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_harmony.engine.decompose import Layer
+from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.glue import Glue
+from lightning_harmony.engine.host_store import HostPool, HostStore
+from lightning_harmony.engine.intercept import InterceptedForward
+from lightning_harmony.engine.lane import Lane, LanePool, current_lane
+from lightning_harmony.engine.layer import BufferKey, SwappedLayer, buffers_of, move_buffers, places_of
+from lightning_harmony.engine.report import Traffic
+from lightning_harmony.engine.rng import RandomStreams
+from lightning_harmony.engine.stash import LaneStash, Stash, Stashed
+from lightning_harmony.engine.swap import Residency, SwappedPack, Swapper
+from lightning_harmony.engine.update import Updater
+from lightning_harmony.engine.verify import verify_layer
+from lightning_harmony.errors import CapacityError, UnsupportedModelError
+from lightning_harmony.plan.cost import LayerCost
+from lightning_harmony.plan.memory_size import format_bytes
+from lightning_harmony.plan.packing import fill_capacity
+from lightning_harmony.plan.plan import Plan, merge_calls, visits_of
+from lightning_harmony.plan.task import Phase, Task
+
+# How many packs beyond the running one are fetched ahead, where there is room.
+LOOKAHEAD = 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a parked lane asks for: its turn in a pack, or, with no pack, the gradient of its loss."""
+
+    phase: Phase
+    pack: int | None
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one lane runs.
+
+    Attributes:
+        step: the user's step on this microbatch; returns its loss, None if there is nothing to differentiate.
+        weight: the loss's share in the loss of the batch.
+        seed: of its random stream; None to go on with the caller's.
+    """
+
+    step: Callable[[], Tensor | None]
+    weight: float
+    seed: int | None
+
+
+@dataclass
+class LaneProgress:
+    """How far a lane has come in its step."""
+
+    lane: Lane
+    microbatch: Microbatch
+    stash: LaneStash
+    task: tuple[Phase, int] | None = None
+    position: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
+    uses: Counter[int] = field(default_factory=Counter)
+    tokens: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    calls: list[int] = field(default_factory=list)
+    differentiating: bool = False
+
+
+class Executor:
+    """Runs the steps of a model whose layers are swapped.
+
+    A step is `forward`, then `backward` with the gradient of its loss, or `abandon`. Outside of steps, layers are swapped
+    in for one call at a time.
+
+    Args:
+        model: the module whose layers are intercepted from now until `close`.
+        layers: those layers, as `find_layers` returns them.
+        device: where they run.
+
+    Raises:
+        CapacityError: if a layer's weights and gradients exceed the capacity.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[Layer], device: Device) -> None:
+        self.device = device
+        self.cuda_devices = [device.torch_device.index] if isinstance(device.torch_device.index, int) else []
+        self.traffic = Traffic()
+        self.reentrant = False
+        self.on_switch: Callable[[int], None] | None = None
+        self._model = model
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._layers = [
+            SwappedLayer(index, layer.name, layer.module, list(layer.module.parameters()))
+            for index, layer in enumerate(layers)
+        ]
+        self._num_owners = Counter(p for layer in self._layers for p in layer.parameters)
+        self._refuse_too_large()
+        self._glue_layers: dict[nn.Parameter, SwappedLayer] = {}
+        in_order = dict.fromkeys([p for layer in self._layers for p in layer.parameters] + list(model.parameters()))
+        self.store = HostStore(list(in_order), device)
+        self.pool = HostPool(device.host_buffer)
+        self.updater = Updater(self.pool)
+        self._swapper = Swapper(device, self.store, self.pool, self.traffic, lambda p: self._num_owners[p] > 1)
+        self._stash = Stash(device, self.pool, self.traffic)
+        self._glue = Glue(places_of(model, list(in_order)), device.torch_device, self)
+        self._lanes = LanePool()
+        self._progress: dict[Lane, LaneProgress] = {}
+        self._random = RandomStreams([], [])
+        self._packs: list[SwappedPack] = []
+        self._pack_of: dict[int, SwappedPack] = {}
+        self._work: dict[tuple[int, Phase], int] = {}
+        self._pending: Counter[int] = Counter()
+        self._delivered: set[int] = set()
+        self._verified: set[int] = set()
+        self._measured_elements = -1
+        self._measuring = True
+        self._recorded = False
+        self._predicted: float | None = None
+        self._fuses = True
+        self.plan = Plan((), ())
+        self._arrange([[layer] for layer in self._layers], list(range(len(self._layers))))
+        self._running: list[LaneProgress] = []
+        self._num_elements = 0
+        self._in_backward = False
+        self._factor = 1.0
+        self._upstream = torch.ones(())
+        self._glue_buffers = self._move_glue_buffers()
+        self._intercepted = [InterceptedForward(layer, self) for layer in self._layers]
+
+    def _refuse_too_large(self) -> None:
+        capacity = self.device.capacity_bytes
+        for layer in self._layers if capacity is not None else []:
+            weights = sum(p.numel() * p.element_size() for p in layer.parameters)
+            gradients = sum(p.numel() * p.element_size() for p in layer.parameters if p.requires_grad)
+            short = weights + gradients - (capacity or 0)
+            if short > 0:
+                raise CapacityError(
+                    f"layer {layer.name!r} needs {format_bytes(weights)} for its weights and {format_bytes(gradients)} for "
+                    f"its gradients, {format_bytes(short)} more than the device's {format_bytes(capacity or 0)}: raise "
+                    "HarmonyStrategy(device_memory=...), or name smaller modules with HarmonyStrategy(layers=...)"
+                )
+
+    def _move_glue_buffers(self) -> list[BufferKey]:
+        """Buffers that no layer owns stay on the device throughout."""
+        owned = {key for layer in self._layers for key in layer.buffers}
+        keys = [key for key in buffers_of(self._model) if key not in owned]
+        move_buffers(keys, self.device.torch_device)
+        return keys
+
+    # ---- plan ----------------------------------------------------------------------------------------------------------
+
+    def _arrange(self, packs: Sequence[Sequence[SwappedLayer]], calls: Sequence[int]) -> None:
+        """Make packs of layers, with the plan that follows from the order of calls."""
+        self._packs = [SwappedPack(index, layers, self.store) for index, layers in enumerate(packs)]
+        self._pack_of = {layer.index: pack for pack in self._packs for layer in pack.layers}
+        names = tuple(tuple(layer.name for layer in pack.layers) for pack in self._packs)
+        self.plan = Plan(names, visits_of([self._pack_of[call].index for call in calls]))
+
+    def _plan_from_record(self, calls: list[int]) -> None:
+        """Pack the layers in the order in which the first step called them."""
+        order = list(dict.fromkeys(calls))
+        costs = [self._cost(self._layers[index]) for index in order]
+        packs = [
+            [self._layers[order[i]] for i in pack] for pack in fill_capacity(costs, self.device.capacity_bytes)
+        ]
+        uncalled = [[layer] for layer in self._layers if layer.index not in set(order)]
+        work = dict(self._work)
+        single = {layer.index: self._pack_of[layer.index].index for layer in self._layers}
+        self._arrange([*packs, *uncalled], calls)
+        self._work = {}
+        for pack in self._packs:
+            for phase in Phase:
+                several = [work.get((single[layer.index], phase), 0) for layer in pack.layers]
+                self._work[pack.index, phase] = max(several)
+
+    def _cost(self, layer: SwappedLayer) -> LayerCost:
+        pack = self._pack_of[layer.index]
+        forward, backward = (self._work.get((pack.index, phase), 0) for phase in Phase)
+        weights = pack.weight_bytes + pack.buffer_bytes
+        return LayerCost(layer.name, weights, pack.gradient_layout()[1], forward, backward)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether a first step has been recorded, and the plan follows from it."""
+        return self._recorded
+
+    # ---- the step ------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, microbatches: Sequence[Microbatch], *, num_elements: int, predicted_gradient: float | None
+    ) -> None:
+        """Run the user's step on all microbatches, up to their losses.
+
+        Args:
+            microbatches: one for each lane.
+            num_elements: elements of the largest microbatch. More than ever before are run with care, and measured.
+            predicted_gradient: the gradient of the batch's loss that `backward` will bring, if it is known. The last pack's
+                backward then follows each loss at once.
+        """
+        self.abandon()
+        self._predicted = predicted_gradient if self._fuses and self._recorded else None
+        self._measuring = num_elements > self._measured_elements
+        self._num_elements = num_elements
+        self._random = RandomStreams([microbatch.seed for microbatch in microbatches], self.cuda_devices)
+        self._pending.clear()
+        self.updater.reclaim()
+        self._in_backward = False
+        jobs = [lambda number=number: self._run_lane(number) for number in range(len(microbatches))]
+        lanes = self._lanes.lanes(jobs)
+        self._running = [
+            LaneProgress(lane, microbatch, LaneStash(self._stash)) for lane, microbatch in zip(lanes, microbatches, strict=True)
+        ]
+        self._progress = {progress.lane: progress for progress in self._running}
+        with self._unwinding_on_error(), self._glue.stand_ins():
+            self._drive(Phase.FORWARD)
+
+    def _run_lane(self, number: int) -> None:
+        progress = self._running[number]
+        with self.device.computing():
+            with self._glue.stashing():
+                loss = progress.microbatch.step()
+            if loss is None or not loss.requires_grad:
+                return
+            if self._predicted is None:
+                progress.lane.park(Request(Phase.BACKWARD, None))
+                upstream = self._upstream
+            else:
+                upstream = torch.tensor(self._predicted)
+            progress.differentiating = True
+            gradient = (upstream.to(loss.device) * progress.microbatch.weight).to(loss.dtype)
+            torch.autograd.backward(loss, gradient.expand_as(loss))
+
+    def backward(self, gradient: Tensor, optimizer: Optimizer | None) -> None:
+        """Run the backward of all microbatches, and the update of each pack behind it.
+
+        Args:
+            gradient: of the loss of the batch.
+            optimizer: the one to step just in time; None if gradients are only collected.
+        """
+        self._upstream = gradient.detach()
+        self._in_backward = True
+        self._delivered = set()
+        factor = self._check_prediction(gradient)
+        self.updater.begin(optimizer, [pack.parameters for pack in self._packs])
+        self._factor = factor
+        with self._unwinding_on_error():
+            self._deliver_final(self._packs)
+            with self._glue.stand_ins():
+                self._drive(Phase.BACKWARD)
+            self._deliver(pack for pack in self._packs if pack.index not in self._delivered)
+            self.updater.finish()
+        self._end()
+
+    def _check_prediction(self, gradient: Tensor) -> float:
+        """What gradients have to be multiplied with because another gradient was predicted. Then never predict again."""
+        if self._predicted is None:
+            return 1.0
+        actual = float(gradient)
+        if actual == self._predicted:
+            return 1.0
+        self._fuses = False
+        return actual / self._predicted
+
+    def _end(self) -> None:
+        """Nothing outlives a step on the device: its weights are stale after an update, whoever makes it."""
+        if self._measuring:
+            self._measured_elements = self._num_elements
+        calls = merge_calls([progress.calls for progress in self._running])
+        self._reset()
+        if not self._recorded and calls:
+            self._recorded = True
+            self._plan_from_record(calls)
+
+    def abandon(self) -> None:
+        """End a step whose backward never came."""
+        if self._progress:
+            self._lanes.abort()
+            self._reset()
+
+    def _reset(self) -> None:
+        self._progress, self._running = {}, []
+        self._random.switch_back()
+        self._stash.retire(wait=True)
+        for pack in self._packs:
+            pack.accumulators, pack.parked = {}, {}
+            self._swapper.evict(pack)
+        while self.device.retire(wait=True):
+            pass
+
+    @contextmanager
+    def _unwinding_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._lanes.abort()
+            self._stash.clear()
+            self._reset()
+            raise
+
+    # ---- granting ------------------------------------------------------------------------------------------------------
+
+    def _drive(self, until: Phase) -> None:
+        """Grant lanes, one at a time, until each has ended or waits for what comes after ``until``."""
+        while True:
+            ready = [progress for progress in self._running if self._may_run(progress, until)]
+            if not ready:
+                return
+            self._grant(min(ready, key=self._turn))
+
+    def _may_run(self, progress: LaneProgress, until: Phase) -> bool:
+        request = progress.lane.request
+        if progress.lane.finished:
+            return False
+        return until is Phase.BACKWARD or request is None or request.phase is Phase.FORWARD
+
+    def _turn(self, progress: LaneProgress) -> tuple[bool, int, int, int]:
+        """Forward before backward, then by place in the plan: the lanes behind catch up, and share a pack's visit."""
+        request = progress.lane.request
+        number = progress.lane.microbatch
+        if request is None or request.pack is None:
+            return request is not None, -1, -1, number
+        position = self.plan.position(request.phase, request.pack, progress.position[request.phase])
+        return request.phase is Phase.BACKWARD, position, request.pack, number
+
+    def _grant(self, progress: LaneProgress) -> None:
+        request = progress.lane.request
+        pack = None
+        if request is not None and request.pack is not None:
+            pack = self._packs[request.pack]
+            position = self.plan.position(request.phase, pack.index, progress.position[request.phase])
+            progress.position[request.phase] = position
+            progress.task = request.phase, pack.index
+            self._make_ready(pack, request.phase, position)
+        self._random.switch_to(progress.lane.microbatch)
+        if self.on_switch is not None:
+            self.on_switch(progress.lane.microbatch)
+        measured = self.device.watch_peak() if self._measuring else None
+        before = self.device.allocated_bytes()
+        try:
+            progress.lane.run()
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(pack, progress, error) from error
+        except Exception as error:
+            if pack is not None and hasattr(error, "add_note"):
+                error.add_note(f"in task {Task(pack.index, request.phase, progress.lane.microbatch)} ({pack.name})")
+            raise
+        if measured is not None and pack is not None:
+            key = pack.index, request.phase
+            self._work[key] = max(self._work.get(key, 0), measured() - before)
+        self._stash.retire()
+        self.device.retire()
+        if self._in_backward and pack is not None:
+            self._deliver_final([pack])
+
+    def _out_of_memory(self, pack: SwappedPack | None, progress: LaneProgress, error: BaseException) -> CapacityError:
+        where = f"pack {pack.index} ({pack.name})" if pack is not None else "the code before the first layer"
+        capacity = self.device.capacity_bytes
+        limit = "the device" if capacity is None else f"the capacity of {format_bytes(capacity)}"
+        short = getattr(error, "short_bytes", None)
+        missing = "" if short is None else f" by {format_bytes(short)}"
+        return CapacityError(
+            f"{where} with microbatch {progress.lane.microbatch} exceeds {limit}{missing}: weights, gradients and work "
+            "space together do not fit. Use smaller microbatches with HarmonyStrategy(num_microbatches=...), more "
+            f"memory with HarmonyStrategy(device_memory=...), or smaller layers with HarmonyStrategy(layers=...). ({error})"
+        )
+
+    # ---- memory --------------------------------------------------------------------------------------------------------
+
+    def _make_ready(self, pack: SwappedPack, phase: Phase, position: int) -> None:
+        """Bring a pack to the device, with room for its work, and start to fetch what comes after it."""
+        if self._measuring:
+            # Its work space isn't known: it gets all there is.
+            self._evict_all_but(pack)
+        needed = self._needed_bytes(pack, phase)
+        missing = 0 if pack.residency is not None else pack.weight_bytes + pack.buffer_bytes
+        while not self.device.room_for(missing + needed) and self._make_room(pack, phase, position):
+            pass
+        try:
+            self._swapper.swap_in(pack)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(f"pack {pack.index} ({pack.name}) does not fit beside what glue keeps: {error}") from error
+        assert pack.residency is not None
+        pack.residency.ready.wait()
+        if not self._measuring:
+            self._prefetch(pack, phase, position, needed)
+
+    def _needed_bytes(self, pack: SwappedPack, phase: Phase) -> int:
+        """What a pack's gradients and work will allocate."""
+        last = self._predicted is not None and pack.index == self.plan.last_pack
+        gradients = pack.gradient_layout()[1] if (phase is Phase.BACKWARD or last) and not pack.accumulators else 0
+        phases = list(Phase) if last else [phase]
+        return gradients + sum(self._work.get((pack.index, each), 0) for each in phases)
+
+    def _make_room(self, pack: SwappedPack, phase: Phase, position: int) -> bool:
+        """Free something that isn't needed now, cheapest first; False if there is nothing left."""
+        if self.device.retire(wait=True):
+            return True
+        if self._stash.pending:
+            self._stash.retire(wait=True)
+            return True
+        others = [other.index for other in self._packs if other.residency is not None and other is not pack]
+        if others:
+            self._swapper.evict(self._packs[self.plan.needed_last(others, phase, position)])
+            return True
+        summing = [other for other in self._packs if other.accumulators and other is not pack]
+        for other in summing:
+            self._swapper.park_gradients(other)
+        return bool(summing)
+
+    def _prefetch(self, pack: SwappedPack, phase: Phase, position: int, reserved_bytes: int) -> None:
+        """Start to swap in the packs that come next, as far as there is room; what is needed later makes way."""
+        upcoming = dict.fromkeys(index for index in self.plan.upcoming(phase, position) if index != pack.index)
+        for index in islice(upcoming, LOOKAHEAD):
+            following = self._packs[index]
+            if following.residency is not None:
+                continue
+            wanted = following.weight_bytes + following.buffer_bytes + reserved_bytes
+            while not self.device.room_for(wanted):
+                others = [p.index for p in self._packs if p.residency is not None and p is not pack]
+                last = self.plan.needed_last([index, *others], phase, position)
+                if last == index:
+                    return
+                self._swapper.evict(self._packs[last])
+            self._swapper.swap_in(following)
+
+    def _evict_all_but(self, pack: SwappedPack) -> None:
+        for other in self._packs:
+            if other is not pack:
+                self._swapper.evict(other)
+                if other.accumulators:
+                    self._swapper.park_gradients(other)
+        self._stash.retire(wait=True)
+        while self.device.retire(wait=True):
+            pass
+
+    # ---- gradients -----------------------------------------------------------------------------------------------------
+
+    def _deliver_final(self, packs: Sequence[SwappedPack]) -> None:
+        """Hand over the gradients of those packs of which no further backward is expected."""
+        self._deliver(
+            pack
+            for pack in packs
+            if pack.index not in self._delivered
+            and (pack.accumulators or pack.parked)
+            and not any(self._pending[layer.index] for layer in pack.layers)
+            and not self.reentrant
+        )
+
+    def _deliver(self, packs: Iterable[SwappedPack]) -> None:
+        for pack in packs:
+            self._delivered.add(pack.index)
+            if self._factor != 1.0:
+                self._swapper.scale_gradients(pack, self._factor)
+            self.updater.deliver(pack.parameters, self._swapper.swap_out_gradients(pack))
+
+    # ---- what layers and glue ask for ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def visit(self, layer: SwappedLayer, phase: Phase) -> Iterator[Residency]:
+        """Wait for a layer's turn; within the context it resides on the device."""
+        pack = self._pack_of[layer.index]
+        lane = current_lane()
+        progress = self._progress.get(lane) if lane is not None else None
+        if progress is None:
+            with self._alone(pack) as residency:
+                yield residency
+            return
+        if phase is Phase.FORWARD:
+            progress.calls.append(layer.index)
+        if not self._is_granted(progress, phase, pack):
+            progress.lane.park(Request(phase, pack.index))
+            pack = self._pack_of[layer.index]
+        assert pack.residency is not None
+        yield pack.residency
+
+    def _is_granted(self, progress: LaneProgress, phase: Phase, pack: SwappedPack) -> bool:
+        """Whether the lane may go on in the pack that it is in. After the loss that holds for its backward, too."""
+        if progress.task is None or progress.task[1] != pack.index or pack.residency is None:
+            return False
+        fused = self._predicted is not None and progress.differentiating and not self._in_backward
+        return progress.task[0] is phase or (fused and phase is Phase.BACKWARD)
+
+    @contextmanager
+    def _alone(self, pack: SwappedPack) -> Iterator[Residency]:
+        """A call outside of any step: the pack comes for it alone, for between two calls anyone may change weights."""
+        self._swapper.swap_in(pack)
+        assert pack.residency is not None
+        pack.residency.ready.wait()
+        try:
+            with self.device.computing():
+                yield pack.residency
+        finally:
+            self._swapper.evict(pack)
+
+    def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
+        """The layer that a parameter is when glue uses it; made when it is first used."""
+        layer = self._glue_layers.get(parameter)
+        if layer is None:
+            layer = SwappedLayer(len(self._layers), self._names[parameter], None, [parameter])
+            self._glue_layers[parameter] = layer
+            self._layers.append(layer)
+            self._num_owners[parameter] += 1
+            pack = SwappedPack(len(self._packs), [layer], self.store)
+            self._packs.append(pack)
+            self._pack_of[layer.index] = pack
+        return layer
+
+    def token(self, parameter: nn.Parameter) -> Tensor | None:
+        """The token of a parameter in the current microbatch."""
+        return self._current().tokens.get(parameter)
+
+    def keep_token(self, parameter: nn.Parameter, token: Tensor) -> None:
+        """Use a token for the rest of the microbatch's forward."""
+        self._current().tokens[parameter] = token
+
+    def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
+        """The glue layer, and its parameter on the device, of which a tensor is a view."""
+        address = tensor.untyped_storage().data_ptr()
+        for layer in self._glue_layers.values():
+            residency = self._pack_of[layer.index].residency
+            if residency is not None and residency.weights.untyped_storage().data_ptr() == address:
+                return layer, residency.leaves[layer.parameters[0]]
+        return None
+
+    def stash(self, tensor: Tensor) -> Stashed | Tensor:
+        """Keep a tensor for the backward: on the host, unless it is small or needed again at once."""
+        lane = current_lane()
+        progress = self._progress.get(lane) if lane is not None else None
+        if progress is None or self._in_last_pack(progress):
+            return tensor.detach()
+        return progress.stash.put(tensor) or tensor.detach()
+
+    def _in_last_pack(self, progress: LaneProgress) -> bool:
+        return self._predicted is not None and progress.task == (Phase.FORWARD, self.plan.last_pack)
+
+    def expect_backward(self, layer: SwappedLayer) -> int:
+        """Announce a backward of a layer."""
+        lane = current_lane()
+        progress = self._progress.get(lane) if lane is not None else None
+        if progress is None:
+            return 0
+        if progress.differentiating:
+            self._refuse_late_call(layer)
+        self._pending[layer.index] += 1
+        use = progress.uses[layer.index]
+        progress.uses[layer.index] += 1
+        return use
+
+    def _refuse_late_call(self, layer: SwappedLayer) -> None:
+        """A layer that is called in backward (reentrant checkpointing) has gradients of which nobody knows the last."""
+        self.reentrant = True
+        if self._pack_of[layer.index].index in self._delivered:
+            raise UnsupportedModelError(
+                f"layer {layer.name!r} is called again during the backward, after its update; "
+                'use HarmonyStrategy(update="deferred"), or checkpoint(..., use_reentrant=False)'
+            )
+
+    def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Take the gradients of one announced backward."""
+        pack = self._pack_of[layer.index]
+        self._pending[layer.index] -= 1
+        if gradients:
+            self._swapper.accumulate(pack, layer, use, gradients)
+
+    def verify(self, layer: SwappedLayer, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+        """Check a layer when it first runs backward."""
+        if layer.index in self._verified:
+            return
+        self._verified.add(layer.index)
+        residency = self._pack_of[layer.index].residency
+        assert residency is not None
+        verify_layer(layer, residency, outputs, known)
+
+    def _current(self) -> LaneProgress:
+        lane = current_lane()
+        assert lane is not None
+        return self._progress[lane]
+
+    # ---- ends ----------------------------------------------------------------------------------------------------------
+
+    def flush_gradients(self) -> None:
+        """Bring gradients that calls outside of a step left on the device into the parameters' ``grad``."""
+        self.updater.begin(None, [pack.parameters for pack in self._packs])
+        for pack in self._packs:
+            self.updater.deliver(pack.parameters, self._swapper.swap_out_gradients(pack))
+        self.updater.finish()
+        self.updater.reclaim()
+
+    def close(self) -> None:
+        """Join all threads, give the model its own forward methods back, and release host memory from the device."""
+        self._lanes.close()
+        self._reset()
+        for intercepted in self._intercepted:
+            intercepted.remove()
+        move_buffers(self._glue_buffers, torch.device("cpu"))
+        self.updater.close()
+        self.device.close()
+        self.store.close()

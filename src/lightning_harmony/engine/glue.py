@@ -1,0 +1,261 @@
+"""Glue: the user's code between layer calls. It sees stand-ins for swapped parameters, and its graph goes to the stash."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_harmony.engine.layer import Place, SwappedLayer
+from lightning_harmony.engine.stash import Stashed
+from lightning_harmony.engine.swap import Residency
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.plan.task import Phase
+
+
+class Runtime(Protocol):
+    """What glue asks of the executor."""
+
+    def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
+        """Wait for the turn of a layer; it resides on the device within the context."""
+
+    def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
+        """The layer that a parameter is when glue uses it."""
+
+    def token(self, parameter: nn.Parameter) -> Tensor | None:
+        """What the current microbatch's uses of a parameter are differentiated to, if there was one."""
+
+    def keep_token(self, parameter: nn.Parameter, token: Tensor) -> None:
+        """Keep that for further uses."""
+
+    def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
+        """The layer of the glue whose parameter on the device ``tensor`` is a view of, and that parameter."""
+
+    def stash(self, tensor: Tensor) -> Stashed | Tensor:
+        """Keep a tensor for the backward, on the host or as an alias."""
+
+    def expect_backward(self, layer: SwappedLayer) -> int:
+        """Announce a backward of a layer; return which use of the layer in its microbatch this is."""
+
+    def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Take the gradients of one announced backward."""
+
+
+class StandIn(Tensor):
+    """What glue sees in place of a swapped parameter: device, dtype and shape of the real one, and one element.
+
+    What is asked of it that needs no element is answered; for anything else the parameter is swapped in.
+    """
+
+    _parameter: nn.Parameter
+    _runtime: Runtime
+
+    @staticmethod
+    def of(parameter: nn.Parameter, device: torch.device, runtime: Runtime, *, requires_grad: bool) -> StandIn:
+        """A stand-in for a parameter on a device."""
+        element = torch.zeros(min(parameter.numel(), 1), dtype=parameter.dtype, device=device)
+        if parameter.is_floating_point():
+            # Whoever gets past the stand-in must notice.
+            element.fill_(torch.nan)
+        data = element.expand(parameter.shape) if parameter.numel() else element.view(parameter.shape)
+        stand_in = Tensor._make_subclass(StandIn, data, requires_grad)
+        stand_in._is_param = True  # type: ignore[attr-defined]
+        stand_in._parameter, stand_in._runtime = parameter, runtime
+        return stand_in
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what needs no element, and swap the parameter in for the rest."""
+        kwargs = kwargs or {}
+        if func in _ANSWERED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _DETACHING:
+            return args[0].detached()
+        if func in _REFUSED:
+            raise UnsupportedModelError(_refusal(args[0]))
+        return _with_parameters(func, args, kwargs)
+
+    def use(self) -> Tensor:
+        """The parameter on the device, differentiable where it needs gradients. Its memory belongs to the caller."""
+        result: Tensor = _with_parameters(Tensor.clone, (self,), {})
+        return result
+
+    def detached(self) -> StandIn:
+        """A stand-in for the same parameter without gradients."""
+        return StandIn.of(self._parameter, self.device, self._runtime, requires_grad=False)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The user's parameter."""
+        return self._parameter
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
+
+
+_ANSWERED = _getters(
+    "device", "dtype", "shape", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse",
+    "is_quantized", "is_nested", "is_mkldnn", "names", "grad", "grad_fn", "itemsize", "nbytes", "_version",
+    "is_mps", "is_xpu", "is_sparse_csr", "is_vulkan", "is_xla", "retains_grad", "_base", "output_nr",
+) | {
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.__len__, Tensor.__hash__, Tensor.get_device,
+    Tensor.is_contiguous, Tensor.storage_offset, Tensor.register_hook, torch.is_floating_point, torch.is_complex,
+    torch.numel,
+} - {Tensor.register_hook}  # fmt: skip
+_DETACHING = {Tensor.data.__get__, Tensor.detach}  # type: ignore[attr-defined]
+_REFUSED = {
+    Tensor.data.__set__, Tensor.requires_grad.__set__, Tensor.grad.__set__, Tensor.requires_grad_,  # type: ignore[attr-defined]
+    Tensor.register_hook,
+}  # fmt: skip
+
+
+def _refusal(stand_in: StandIn) -> str:
+    name = stand_in._runtime.glue_layer(stand_in.parameter).name
+    return (
+        f"parameter {name!r} is changed inside the step, while it is swapped out and lanes at different places use it; "
+        "do that in a hook such as on_train_batch_start or on_train_batch_end"
+    )
+
+
+def _with_parameters(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function with the parameters on the device in place of their stand-ins."""
+    stand_ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
+    unique = list({id(stand_in): stand_in for stand_in in stand_ins}.values())
+    # One after the other: with several at a time, each is copied out of its residency.
+    real = {id(s): _swapped_in(s, copy=len(unique) > 1) for s in unique}
+    args, kwargs = tree_map_only(StandIn, lambda stand_in: real[id(stand_in)], (args, kwargs))
+    versions = {key: tensor._version for key, tensor in real.items()}
+    result = func(*args, **kwargs)
+    if any(real[key]._version != version for key, version in versions.items()):
+        raise UnsupportedModelError(_refusal(unique[0]))
+    storages = {tensor.untyped_storage().data_ptr() for tensor in real.values()}
+
+    def owned(tensor: Tensor) -> Tensor:
+        """A view of the parameter would change under the user's hands when the parameter is swapped out."""
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in storages else tensor
+
+    return tree_map_only(Tensor, owned, result)
+
+
+def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
+    runtime, parameter = stand_in._runtime, stand_in.parameter
+    layer = runtime.glue_layer(parameter)
+    tensor: Tensor
+    if not (torch.is_grad_enabled() and stand_in.requires_grad):
+        with runtime.visit(layer, Phase.FORWARD) as residency:
+            tensor = residency.leaves[parameter].detach()
+            return tensor.clone() if copy else tensor
+    token = runtime.token(parameter)
+    if token is None:
+        anchor = torch.zeros((), requires_grad=True)
+        token = _Token.apply(anchor, layer, parameter, stand_in.device, runtime)
+        runtime.keep_token(parameter, token)
+    with runtime.visit(layer, Phase.FORWARD) as residency:
+        tensor = _Use.apply(token, residency.leaves[parameter].detach())
+        return tensor.clone() if copy else tensor
+
+
+class _Token(torch.autograd.Function):
+    """Stands for the parameter in the graph of one microbatch: gradients of all uses meet here, in the engine's order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, layer: SwappedLayer, parameter: nn.Parameter, device: torch.device, runtime: Runtime
+    ) -> Tensor:
+        ctx.layer, ctx.parameter, ctx.runtime = layer, parameter, runtime
+        ctx.use = runtime.expect_backward(layer)
+        return torch.zeros(1, dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        with ctx.runtime.visit(ctx.layer, Phase.BACKWARD):
+            ctx.runtime.accumulate(ctx.layer, ctx.use, [(ctx.parameter, gradient)])
+        return None, None, None, None, None
+
+
+class _Use(torch.autograd.Function):
+    """One use of a parameter: the value comes from the device, the gradient goes to the token."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Glue:
+    """Shows stand-ins in place of all parameters of a model, and keeps what the glue's graph saves.
+
+    Args:
+        places: where the model holds its parameters.
+        device: where glue computes.
+        runtime: the executor.
+    """
+
+    def __init__(self, places: Sequence[Place], device: torch.device, runtime: Runtime) -> None:
+        self._places = places
+        self._device = device
+        self._runtime = runtime
+        self._stand_ins: dict[nn.Parameter, StandIn] = {}
+
+    @contextmanager
+    def stand_ins(self) -> Iterator[None]:
+        """Stand-ins take the parameters' places within the context."""
+        try:
+            for place in self._places:
+                place.container[place.key] = self._stand_in(place.parameter)
+            yield
+        finally:
+            for place in self._places:
+                place.container[place.key] = place.parameter
+
+    def _stand_in(self, parameter: nn.Parameter) -> StandIn:
+        known = self._stand_ins.get(parameter)
+        if known is None or known.requires_grad != parameter.requires_grad:
+            # A validation must leave nothing behind that a later fit can't differentiate.
+            with torch.inference_mode(False):
+                known = StandIn.of(parameter, self._device, self._runtime, requires_grad=parameter.requires_grad)
+            self._stand_ins[parameter] = known
+        return known
+
+    def stashing(self) -> AbstractContextManager[Any]:
+        """What autograd saves within the context goes to the stash; weights are swapped in again instead."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        found = self._runtime.resident_parameter(tensor)
+        if found is None:
+            return self._runtime.stash(tensor)
+        layer, leaf = found
+        return SavedWeight(tensor, leaf, layer, self._runtime)
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, SavedWeight | Stashed):
+            return saved.load()
+        assert isinstance(saved, Tensor)
+        return saved
+
+
+class SavedWeight:
+    """A view of a swapped parameter that autograd saved: where it lies in the parameter."""
+
+    def __init__(self, tensor: Tensor, leaf: Tensor, layer: SwappedLayer, runtime: Runtime) -> None:
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._offset = tensor.storage_offset() - leaf.storage_offset()
+        self._layer = layer
+        self._runtime = runtime
+
+    def load(self) -> Tensor:
+        """The same view of the parameter, swapped in again."""
+        with self._runtime.visit(self._layer, Phase.BACKWARD) as residency:
+            (leaf,) = residency.leaves.values()
+            return leaf.detach().as_strided(self._size, self._stride, leaf.storage_offset() + self._offset)

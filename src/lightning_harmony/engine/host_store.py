@@ -1,0 +1,120 @@
+"""The host store: all parameters in one arena, and pooled host buffers for gradients and the stash."""
+
+from __future__ import annotations
+
+import mmap
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.stream import Event
+
+# CUDA's allocator aligns to 512 bytes and kernels are chosen by alignment: a swapped parameter keeps what it had.
+ALIGNMENT = 512
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in a flat buffer."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The tensor in a flat uint8 buffer."""
+        flat = buffer[self.offset : self.offset + self.num_bytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+def lay_out(tensors: Sequence[Tensor]) -> tuple[list[Slot], int]:
+    """Slots one behind the other, and the bytes of the whole buffer. Dense strides are kept, others made contiguous."""
+    slots, offset = [], 0
+    for tensor in tensors:
+        stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+        slot = Slot(offset, tensor.shape, stride, tensor.dtype)
+        slots.append(slot)
+        offset += -(-slot.num_bytes // ALIGNMENT) * ALIGNMENT
+    return slots, offset
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one range of memory, each place once."""
+    return torch.ops.aten.is_non_overlapping_and_dense(tensor)  # type: ignore[no-any-return]
+
+
+class HostStore:
+    """Moves parameters into one host arena and keeps the user's Parameter objects as views of it.
+
+    Each parameter's storage covers its own bytes only, so that saving one doesn't save the arena. The arena is a shared
+    anonymous mapping: after a data loader forks, writing to it copies no page that a device reads from.
+
+    Args:
+        parameters: in execution order, as far as it is known; each once.
+        device: the device that will copy from the arena.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], device: Device) -> None:
+        self._slots: dict[nn.Parameter, Slot] = {}
+        slots, self.num_bytes = lay_out(parameters)
+        self._map = mmap.mmap(-1, max(self.num_bytes, 1))
+        self.arena = torch.frombuffer(self._map, dtype=torch.uint8)
+        for parameter, slot in zip(parameters, slots, strict=True):
+            self._adopt(parameter, slot)
+        self._unregister = device.register_host(self.arena)
+
+    def _adopt(self, parameter: nn.Parameter, slot: Slot) -> None:
+        self._slots[parameter] = slot
+        if slot.num_bytes == 0:
+            return
+        flat = torch.frombuffer(self._map, dtype=slot.dtype, count=slot.shape.numel(), offset=slot.offset)
+        view = flat.as_strided(slot.shape, slot.stride)
+        with torch.no_grad():
+            view.copy_(parameter)
+        parameter.data = view
+
+    def slot(self, parameter: nn.Parameter) -> Slot:
+        """Where a parameter lies in the arena."""
+        return self._slots[parameter]
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._slots
+
+    def close(self) -> None:
+        """Unregister the arena. Parameters stay views of it, ordinary host tensors."""
+        self._unregister()
+
+
+class HostPool:
+    """Host buffers that are used again, each of the exact size asked for.
+
+    Args:
+        allocate: makes a flat uint8 buffer of a size.
+    """
+
+    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+        self._allocate = allocate
+        self._free: dict[int, list[tuple[Tensor, Event | None]]] = defaultdict(list)
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> tuple[Tensor, list[Event]]:
+        """A buffer, and the events after which it may be written."""
+        if self._free[num_bytes]:
+            buffer, event = self._free[num_bytes].pop()
+            return buffer, [] if event is None else [event]
+        self.num_bytes += num_bytes
+        return self._allocate(num_bytes), []
+
+    def give(self, buffer: Tensor, last_use: Event | None) -> None:
+        """Return a buffer, with the event of the last copy that reads it."""
+        self._free[buffer.numel()].append((buffer, last_use))

@@ -1,0 +1,322 @@
+"""The intercepted call: a layer's forward as an autograd function that swaps, stashes, and recomputes in backward."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_harmony.engine.glue import StandIn
+from lightning_harmony.engine.lane import AutocastState
+from lightning_harmony.engine.layer import BufferKey, SwappedLayer
+from lightning_harmony.engine.opaque import ObjectSnapshot, is_opaque
+from lightning_harmony.engine.rng import RandomState
+from lightning_harmony.engine.stash import Stashed
+from lightning_harmony.engine.swap import Residency
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.plan.task import Phase
+
+
+class Runtime(Protocol):
+    """What an intercepted call asks of the executor."""
+
+    cuda_devices: Sequence[int]
+
+    def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
+        """Wait for the turn of a layer; it resides on the device within the context."""
+
+    def stash(self, tensor: Tensor) -> Stashed | Tensor:
+        """Keep a tensor for the backward, on the host or as an alias."""
+
+    def expect_backward(self, layer: SwappedLayer) -> int:
+        """Announce a backward of a layer; return which use of the layer in its microbatch this is."""
+
+    def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Take the gradients of one announced backward."""
+
+    def verify(self, layer: SwappedLayer, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+        """Check, once for each layer, that it can be trained while it is swapped."""
+
+
+class InterceptedForward:
+    """Takes the place of a layer's ``forward``. Copies of the module get the original back."""
+
+    def __init__(self, layer: SwappedLayer, runtime: Runtime) -> None:
+        module = layer.module
+        assert module is not None
+        self._module = module
+        # Compiled or patched modules carry a forward of their own.
+        self._own: Callable[..., Any] | None = vars(module).get("forward")
+        self.original: Callable[..., Any] = module.forward
+        self.layer = layer
+        self._runtime = runtime
+        # Its gradient is never used: it makes the autograd function part of the graph where no input needs gradients.
+        self._anchor = torch.zeros((), device="cpu", requires_grad=True)
+        module.forward = self
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        if self._own is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = LayerCall(self, self._runtime, args, kwargs)
+        if not call.needs_gradients():
+            return call.run_without_gradients()
+        with call.visit(Phase.FORWARD):
+            outputs = _LayerFunction.apply(call, self._anchor, *call.tensors)
+        call.tensors = []
+        return call.unflatten_outputs(outputs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._for_copy(memo[id(self._module)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._own is not None:
+            raise TypeError(f"layer {self.layer.name} cannot be pickled while it trains")
+        return _bound_forward, (self._module,)
+
+    def _for_copy(self, module: nn.Module) -> Any:
+        return _bound_forward(module)
+
+
+def _bound_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
+
+
+class LayerCall:
+    """One call of a layer: what it takes to run it, and to run it again in backward."""
+
+    residency: Residency
+
+    def __init__(
+        self, intercepted: InterceptedForward, runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._layer = intercepted.layer
+        self._original = intercepted.original
+        self._runtime = runtime
+        leaves, self._spec = tree_flatten((args, kwargs))
+        self._leaves: list[Any] = [leaf.use() if isinstance(leaf, StandIn) else leaf for leaf in leaves]
+        # The same tensor in two places stays one tensor: layers ask `query is key`, and sums keep their order.
+        unique = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
+        self.tensors: list[Tensor] = list(unique.values())
+        numbers = {key: number for number, key in enumerate(unique)}
+        self._numbers = [numbers.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in self._leaves]
+
+    def needs_gradients(self) -> bool:
+        """Whether a backward can come of it."""
+        return torch.is_grad_enabled() and (
+            any(tensor.requires_grad for tensor in self.tensors)
+            or any(parameter.requires_grad for parameter in self._layer.parameters)
+        )
+
+    @contextmanager
+    def visit(self, phase: Phase) -> Iterator[None]:
+        """The layer resides on the device within the context. The call must not keep it there for longer."""
+        with self._runtime.visit(self._layer, phase) as self.residency:
+            try:
+                yield
+            finally:
+                del self.residency
+
+    def run_without_gradients(self) -> Any:
+        """Only swap."""
+        with self.visit(Phase.FORWARD):
+            args, kwargs = tree_unflatten(self._leaves, self._spec)
+            with self._bound(self.residency.buffers) as left:
+                result = self._original(*args, **kwargs)
+            self._keep_buffers(left)
+            return result
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Run the layer and stash what its recompute needs."""
+        self._use = self._runtime.expect_backward(self._layer)
+        self._requires_grad = [tensor.requires_grad for tensor in tensors]
+        self._inputs = [self._runtime.stash(tensor) for tensor in self.tensors]
+        self._objects = [self._snapshot(leaf) for leaf in self._leaves]
+        self._random = RandomState.capture(self._runtime.cuda_devices)
+        self._autocast = AutocastState()
+        # All weights of a pack are views of one buffer, and count their changes together.
+        checked = [*tensors, self.residency.weights]
+        versions = [tensor._version for tensor in checked]
+        buffers = self.residency.buffers
+        before = {key: tensor.clone() for key, tensor in buffers.items()}
+        # With grad enabled, though nothing is kept: under no_grad other kernels would run.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
+            args, kwargs = self._arguments([t.detach() for t in tensors], self._leaves)
+            with self._bound(buffers) as left:
+                result = self._original(*args, **kwargs)
+        self._buffers_before = {key: before[key] for key in self._keep_buffers(left)}
+        self._refuse_changed([t._version == version for t, version in zip(checked, versions, strict=True)])
+        flat, self._output_spec = tree_flatten(result)
+        self._leaves = []
+        return tuple(flat)
+
+    def unflatten_outputs(self, outputs: Any) -> Any:
+        """The result in the shape in which the layer returned it."""
+        return tree_unflatten(list(outputs), self._output_spec)
+
+    def backward(self, gradients: Sequence[Tensor | None], *, sum_parameters: bool) -> list[Tensor | None]:
+        """Recompute, and return the gradients of `tensors`."""
+        with self.visit(Phase.BACKWARD):
+            inputs = [value.load() if isinstance(value, Stashed) else value for value in self._inputs]
+            inputs = [tensor.detach() for tensor in inputs]
+            flat, hidden = self._recompute(inputs)
+            outputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+            wanted = [tensor for tensor in inputs if tensor.requires_grad]
+            leaves = {p: self.residency.leaves[p] for p in self._layer.parameters if p.requires_grad}
+            known = [*wanted, *hidden, *leaves.values()]
+            self._runtime.verify(self._layer, outputs, known)
+            found = _gradients(outputs, gradients, known)
+            of_inputs = iter(found[: len(wanted)])
+            self._refuse_hidden(found[len(wanted) : len(wanted) + len(hidden)])
+            if sum_parameters:
+                of_parameters = zip(leaves, found[len(wanted) + len(hidden) :], strict=True)
+                summed = [(parameter, gradient) for parameter, gradient in of_parameters if gradient is not None]
+                self._runtime.accumulate(self._layer, self._use, summed)
+            return [next(of_inputs) if tensor.requires_grad else None for tensor in inputs]
+
+    def _recompute(self, inputs: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
+        """Run the forward again as it ran; return its flat result, and the tensors hidden in objects."""
+        hidden: list[Tensor] = []
+        leaves = [self._restored(leaf, hidden) for leaf in self._objects]
+        buffers = {**self.residency.buffers, **{key: t.clone() for key, t in self._buffers_before.items()}}
+        now = RandomState.capture(self._runtime.cuda_devices)
+        self._random.restore()
+        try:
+            with torch.enable_grad(), self._autocast.applied():
+                args, kwargs = self._arguments(inputs, leaves)
+                with self._bound(buffers):
+                    result = self._original(*args, **kwargs)
+        finally:
+            now.restore()
+        return tree_flatten(result)[0], hidden
+
+    def _arguments(self, tensors: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+        for tensor, requires_grad in zip(tensors, self._requires_grad, strict=True):
+            tensor.requires_grad_(requires_grad)
+        flat = [leaf if n is None else tensors[n] for n, leaf in zip(self._numbers, leaves, strict=True)]
+        return tree_unflatten(flat, self._spec)
+
+    @contextmanager
+    def _bound(self, buffers: dict[BufferKey, Tensor]) -> Iterator[dict[BufferKey, Tensor | None]]:
+        with self._layer.bound(self.residency.leaves, {key: buffers[key] for key in self._layer.buffers}) as left:
+            self._versions = {key: buffers[key]._version for key in self._layer.buffers}
+            yield left
+
+    def _keep_buffers(self, left: dict[BufferKey, Tensor | None]) -> list[BufferKey]:
+        """Take over the buffers that the layer changed or replaced; return which."""
+        resident = self.residency.buffers
+        changed = [
+            key
+            for key, tensor in left.items()
+            if tensor is not None and (tensor is not resident[key] or tensor._version != self._versions[key])
+        ]
+        resident.update({key: tensor.detach() for key in changed if (tensor := left[key]) is not None})
+        self.residency.dirty_buffers.update(changed)
+        return changed
+
+    def _snapshot(self, leaf: Any) -> Any:
+        if not is_opaque(leaf):
+            return None if isinstance(leaf, Tensor) else leaf
+        try:
+            snapshot = ObjectSnapshot(leaf)
+        except TypeError:
+            return leaf
+        stashed = [self._runtime.stash(tensor) for tensor in snapshot.tensors]
+        return _StashedObject(snapshot, stashed, [tensor.requires_grad for tensor in snapshot.tensors])
+
+    def _restored(self, leaf: Any, hidden: list[Tensor]) -> Any:
+        return leaf.load(hidden) if isinstance(leaf, _StashedObject) else leaf
+
+    def _refuse_changed(self, unchanged: Sequence[bool]) -> None:
+        *inputs, weights = unchanged
+        name = self._layer.name
+        if not all(inputs):
+            raise UnsupportedModelError(
+                f"layer {name!r} modifies one of its inputs in place, so that its backward could not run it again; "
+                "make that operation out of place (for example nn.ReLU(inplace=False))"
+            )
+        if not weights:
+            raise UnsupportedModelError(
+                f"layer {name!r} modifies a parameter in place in its forward, which swapping would lose; "
+                "do that in a hook such as on_train_batch_start"
+            )
+
+    def _refuse_hidden(self, gradients: Sequence[Tensor | None]) -> None:
+        if any(gradient is not None for gradient in gradients):
+            raise UnsupportedModelError(
+                f"layer {self._layer.name!r} takes a tensor that needs gradients inside an object; "
+                "pass it as an argument of its own, or in a tuple, list or dict"
+            )
+
+
+class _StashedObject:
+    """An opaque argument, its tensors in the stash."""
+
+    def __init__(self, snapshot: ObjectSnapshot, tensors: list[Stashed | Tensor], requires_grad: list[bool]) -> None:
+        self._snapshot = snapshot
+        self._tensors = tensors
+        self._requires_grad = requires_grad
+        snapshot.tensors = []
+
+    def load(self, hidden: list[Tensor]) -> Any:
+        """The object again; adds those of its tensors that need gradients to ``hidden``."""
+        tensors = [value.load() if isinstance(value, Stashed) else value.detach() for value in self._tensors]
+        for tensor, requires_grad in zip(tensors, self._requires_grad, strict=True):
+            if requires_grad:
+                hidden.append(tensor.requires_grad_())
+        return self._snapshot.restore(tensors)
+
+
+def _gradients(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad and g is not None]
+    if not pairs or not wanted:
+        return [None] * len(wanted)
+    return torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+
+
+class _LayerFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: LayerCall, anchor: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        outputs = call.forward(tensors)
+        ctx.is_tensor = [isinstance(leaf, Tensor) for leaf in outputs]
+        detached = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs)
+        constant = [new for new, old in zip(detached, outputs) if isinstance(old, Tensor) and not old.requires_grad]
+        ctx.mark_non_differentiable(*constant)
+        return detached
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: LayerCall = ctx.call
+        if torch.is_grad_enabled():
+            raise UnsupportedModelError(
+                "double backward (create_graph=True) goes through a swapped layer, which recomputes and keeps no graph; "
+                "train with another strategy, or leave the layers concerned out with HarmonyStrategy(layers=...)"
+            )
+        # torch.autograd.grad with respect to activations runs this node, but wants no gradients of parameters.
+        anchor = ctx.next_functions[0][0]
+        wanted = anchor is not None and torch._C._will_engine_execute_node(anchor)
+        of_tensors = [g for g, is_tensor in zip(gradients, ctx.is_tensor, strict=True) if is_tensor]
+        return None, None, *call.backward(of_tensors, sum_parameters=wanted)
+
+
+def _drop(tensor: Tensor) -> None:
+    return None
+
+
+def _dropped(nothing: None) -> Tensor:
+    raise UnsupportedModelError(
+        "a backward started inside a layer's forward; compute that gradient in the training_step instead"
+    )

@@ -1,0 +1,106 @@
+"""A layer's tensors, and the places where its code finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+BufferKey = tuple[nn.Module, str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """An entry of a dict or list that holds a parameter: `module._parameters`, or a list like `nn.LSTM._flat_weights`."""
+
+    container: Any
+    key: Any
+    parameter: nn.Parameter
+
+
+class SwappedLayer:
+    """What is scheduled: a module whose calls are intercepted, or a parameter that glue uses on its own.
+
+    Attributes:
+        index: its number among all layers.
+        name: qualified name in the model.
+        module: the module, None for a parameter of the glue.
+        parameters: its parameters, each once.
+        buffers: owner and name of each of its buffers.
+        mutated_buffers: the buffers that its last forward changed.
+    """
+
+    def __init__(self, index: int, name: str, module: nn.Module | None, parameters: Sequence[nn.Parameter]) -> None:
+        self.index = index
+        self.name = name
+        self.module = module
+        self.parameters = list(dict.fromkeys(parameters))
+        self.buffers = buffers_of(module) if module is not None else []
+        self._places = places_of(module, self.parameters) if module is not None else []
+
+    @contextmanager
+    def bound(
+        self, parameters: Mapping[nn.Parameter, Tensor], buffers: Mapping[BufferKey, Tensor]
+    ) -> Iterator[dict[BufferKey, Tensor | None]]:
+        """Let the layer's code find these tensors.
+
+        Yields:
+            A dict that holds, once the context is left, the buffers as the code left them.
+        """
+        outside = [(place, place.container[place.key]) for place in self._places]
+        outside_buffers = {(owner, name): owner._buffers[name] for owner, name in buffers}
+        left: dict[BufferKey, Tensor | None] = {}
+        for place in self._places:
+            place.container[place.key] = parameters[place.parameter]
+        for (owner, name), tensor in buffers.items():
+            owner._buffers[name] = tensor
+        try:
+            yield left
+        finally:
+            for place, value in outside:
+                place.container[place.key] = value
+            for (owner, name), value in outside_buffers.items():
+                left[owner, name] = owner._buffers[name]
+                owner._buffers[name] = value
+
+
+def buffers_of(module: nn.Module) -> list[BufferKey]:
+    """Owner and name of every buffer below a module, as far as it holds a tensor."""
+    return [
+        (owner, name) for owner in module.modules() for name, buffer in owner._buffers.items() if buffer is not None
+    ]
+
+
+def move_buffers(keys: Sequence[BufferKey], device: torch.device) -> None:
+    """Move buffers to a device."""
+    for owner, name in keys:
+        buffer = owner._buffers[name]
+        if buffer is not None:
+            owner._buffers[name] = buffer.to(device)
+
+
+def places_of(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Place]:
+    """Every place below a module that holds one of ``parameters``: registered, or referred to by an attribute."""
+    wanted = {id(parameter) for parameter in parameters}
+    return [place for owner in module.modules() for place in _places_in(owner) if id(place.parameter) in wanted]
+
+
+def _places_in(owner: nn.Module) -> Iterator[Place]:
+    for name, parameter in owner._parameters.items():
+        if parameter is not None:
+            yield Place(owner._parameters, name, parameter)
+    for name, value in vars(owner).items():
+        if name not in ("_parameters", "_modules", "_buffers"):
+            yield from _places_of_value(vars(owner), name, value)
+
+
+def _places_of_value(container: Any, key: Any, value: Any) -> Iterator[Place]:
+    if isinstance(value, nn.Parameter):
+        yield Place(container, key, value)
+    elif isinstance(value, list | dict):
+        items = enumerate(value) if isinstance(value, list) else value.items()
+        yield from (Place(value, inner, item) for inner, item in items if isinstance(item, nn.Parameter))

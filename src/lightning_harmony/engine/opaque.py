@@ -1,0 +1,64 @@
+"""Arguments that are objects, such as key-value caches: a layer may change them, and its recompute must not see that."""
+
+from __future__ import annotations
+
+import enum
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_IMMUTABLE = (
+    type(None), bool, int, float, complex, str, bytes, enum.Enum, slice, range, type, nn.Module,
+    torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size,
+)  # fmt: skip
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether a layer could change ``value``, and tensors may hide in it."""
+    return not isinstance(value, (Tensor, *_IMMUTABLE)) and not callable(value)
+
+
+class ObjectSnapshot:
+    """An object as it was, its tensors shared and not copied.
+
+    Raises:
+        TypeError: if the object can't be taken apart.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.tensors: list[Tensor] = []
+        file = io.BytesIO()
+        try:
+            _Pickler(file, self.tensors).dump(value)
+        except Exception as error:
+            raise TypeError(f"cannot keep a {type(value).__name__} as it is: {error}") from error
+        self._pickled = file.getvalue()
+
+    def restore(self, tensors: list[Tensor]) -> Any:
+        """A copy of the object with these tensors in place of its own."""
+        return _Unpickler(io.BytesIO(self._pickled), tensors.__getitem__).load()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, Tensor):
+            return None
+        self._tensors.append(obj)
+        return len(self._tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, load: Callable[[int], Tensor]) -> None:
+        super().__init__(file)
+        self._load = load
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        return self._load(pid)

@@ -1,0 +1,58 @@
+"""What a training step did: bytes counted where the copies are made, and the figures users see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+KINDS = ("weights", "gradients", "optimizer", "stash")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The last training step.
+
+    Attributes:
+        seconds: from the split of the batch to the end of the backward, or of the last just-in-time update.
+        swapped_in_bytes: host to device, by kind: weights, gradients, optimizer, stash.
+        swapped_out_bytes: device to host, by kind.
+        transferred_bytes: device to device.
+        peak_device_bytes: for each device, the most that was allocated on it up to this step.
+        host_bytes: the host store: parameters, gradients, optimizer state, and the stash at its largest.
+        num_microbatches: lanes of the step.
+        num_packs: packs of the plan that the step ran.
+        update: "just-in-time" or "deferred".
+        update_reason: why.
+    """
+
+    seconds: float
+    swapped_in_bytes: Mapping[str, int]
+    swapped_out_bytes: Mapping[str, int]
+    transferred_bytes: int
+    peak_device_bytes: list[int]
+    host_bytes: int
+    num_microbatches: int
+    num_packs: int
+    update: str
+    update_reason: str
+
+
+@dataclass
+class Traffic:
+    """Bytes that cross between host and device in one step."""
+
+    swapped_in: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    swapped_out: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+
+    def count_in(self, kind: str, num_bytes: int) -> None:
+        """Count a copy to the device."""
+        self.swapped_in[kind] += num_bytes
+
+    def count_out(self, kind: str, num_bytes: int) -> None:
+        """Count a copy to the host."""
+        self.swapped_out[kind] += num_bytes
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self.swapped_in = dict.fromkeys(KINDS, 0)
+        self.swapped_out = dict.fromkeys(KINDS, 0)

@@ -1,0 +1,153 @@
+"""The stash: tensors of the forward that the backward needs, kept on the host in the meantime."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.host_store import HostPool, is_dense
+from lightning_harmony.engine.report import Traffic
+from lightning_harmony.engine.stream import Event
+from lightning_harmony.errors import UnsupportedModelError
+
+# Below this, a round trip costs more than the memory is worth.
+SMALLEST_BYTES = 16 * 1024
+
+
+class Stashed:
+    """A tensor in the stash, gone from the device. Its host buffer is free again when the last reference ends."""
+
+    def __init__(self, stash: Stash, tensor: Tensor) -> None:
+        self._stash = stash
+        self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
+        compact = _compact(tensor)
+        self._compact_size, self._compact_stride = compact.size(), compact.stride()
+        num_bytes = compact.numel() * compact.element_size()
+        self._buffer, free = stash.pool.take(num_bytes)
+        self._loaded: Event | None = None
+        host = self._buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
+        device = stash.device
+        self._stored = device.swap_out.submit(
+            lambda: _copy(host, compact), after=[device.record(), *free]
+        )
+        stash.traffic.count_out("stash", num_bytes)
+        # The device copy must live until it is copied, and must not change before.
+        stash.pending.append((self._stored, tensor, tensor._version, compact))
+
+    def load(self) -> Tensor:
+        """A copy on the device with the strides that the tensor had."""
+        device = self._stash.device
+        num_bytes = self._buffer.numel()
+        buffer = device.empty(num_bytes)
+        self._loaded = device.swap_in.submit(lambda: _copy(buffer, self._buffer), after=[self._stored])
+        self._stash.traffic.count_in("stash", num_bytes)
+        self._loaded.wait()
+        _keep_until_computed(buffer, device)
+        compact = buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
+        return _restore(compact, self._size, self._stride)
+
+    def __del__(self) -> None:
+        self._stash.pool.give(self._buffer, self._loaded or self._stored)
+
+
+class Stash:
+    """Swaps tensors of one step out to the host and back in.
+
+    Args:
+        device: where the tensors are.
+        pool: host buffers.
+        traffic: counts the copies.
+    """
+
+    def __init__(self, device: Device, pool: HostPool, traffic: Traffic) -> None:
+        self.device = device
+        self.pool = pool
+        self.traffic = traffic
+        self.pending: deque[tuple[Event, Tensor, int, Tensor]] = deque()
+
+    def put(self, tensor: Tensor) -> Stashed | None:
+        """Start to swap a tensor out; None for one that is better kept where it is."""
+        if tensor.numel() * tensor.element_size() < SMALLEST_BYTES or tensor.device != self.device.torch_device:
+            return None
+        return Stashed(self, tensor.detach())
+
+    def retire(self, *, wait: bool = False) -> None:
+        """Let go of the device copies whose swap-out is done, or of all.
+
+        Raises:
+            UnsupportedModelError: if a tensor was modified in place before it was swapped out.
+        """
+        while self.pending and (wait or self.pending[0][0].done()):
+            event, tensor, version, _ = self.pending.popleft()
+            event.synchronize()
+            if tensor._version != version:
+                raise UnsupportedModelError(
+                    f"a tensor of shape {tuple(tensor.shape)} that a layer had taken as input was modified in place "
+                    "after the call; make that operation out of place"
+                )
+
+    def clear(self) -> None:
+        """Forget what is under way after an error."""
+        for event, *_ in self.pending:
+            event.synchronize()
+        self.pending.clear()
+
+
+class LaneStash:
+    """The stash as one lane sees it: a tensor that several layers take is swapped out once."""
+
+    def __init__(self, stash: Stash) -> None:
+        self._stash = stash
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Stashed]]] = {}
+
+    def put(self, tensor: Tensor) -> Stashed | None:
+        """Like `Stash.put`."""
+        known = self._known.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] == tensor._version:
+            stashed = known[2]()
+            if stashed is not None:
+                return stashed
+        stashed = self._stash.put(tensor)
+        if stashed is not None:
+            self._known[id(tensor)] = weakref.ref(tensor), tensor._version, weakref.ref(stashed)
+        return stashed
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """The distinct elements of a tensor as a dense one: expanded dimensions shrink to one element."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor if is_dense(tensor) else tensor.contiguous()
+
+
+def _restore(compact: Tensor, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """The tensor of a given size and stride with the elements of its compact form."""
+    if compact.stride() == stride and compact.size() == size:
+        return compact
+    narrowed = torch.Size(1 if step == 0 else extent for extent, step in zip(size, stride, strict=True))
+    if compact.size() == narrowed and _same_places(compact, stride):
+        return compact.as_strided(size, stride)
+    restored = torch.empty_strided(size, stride, dtype=compact.dtype, device=compact.device)
+    restored.as_strided(narrowed, stride).copy_(compact)
+    return restored
+
+
+def _same_places(compact: Tensor, stride: tuple[int, ...]) -> bool:
+    """Whether elements lie where ``stride`` puts them."""
+    steps = zip(compact.size(), compact.stride(), stride, strict=True)
+    return all(extent == 1 or own == wanted for extent, own, wanted in steps)
+
+
+def _copy(destination: Tensor, source: Tensor) -> None:
+    destination.copy_(source, non_blocking=True)
+
+
+def _keep_until_computed(buffer: Tensor, device: Device) -> None:
+    """Tell CUDA's allocator that the compute stream uses a buffer that the swap-in stream allocated."""
+    if buffer.is_cuda:
+        buffer.record_stream(torch.cuda.current_stream(device.torch_device))

@@ -1,0 +1,291 @@
+"""Swapping: which packs reside on a device, and the copies that bring them there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.host_store import HostPool, HostStore, Slot, lay_out
+from lightning_harmony.engine.layer import BufferKey, SwappedLayer
+from lightning_harmony.engine.report import Traffic
+from lightning_harmony.engine.stream import Event
+
+
+@dataclass(frozen=True)
+class Run:
+    """A range of the arena that is copied at once."""
+
+    arena_offset: int
+    device_offset: int
+    num_bytes: int
+
+
+# A layer that is used twice sums the gradients of each use apart, and so do layers that share a parameter: the sums are
+# then added in an order that no plan changes.
+GradientKey = tuple[SwappedLayer, nn.Parameter]
+
+
+@dataclass
+class HostGradients:
+    """Gradients of one use of a pack's layers on their way to the host, or there.
+
+    Attributes:
+        use: which call of its layer they belong to, counted within a microbatch.
+        buffer: host buffer that holds all of them.
+        event: the end of the copy.
+        sums: the gradients, as views of the buffer.
+        includes_earlier: the parameters whose earlier `grad` is part of the sum.
+    """
+
+    use: int
+    buffer: Tensor
+    event: Event
+    sums: dict[GradientKey, Tensor]
+    includes_earlier: set[nn.Parameter]
+
+
+@dataclass
+class Residency:
+    """The weights and buffers of a pack on a device."""
+
+    weights: Tensor
+    ready: Event
+    leaves: dict[nn.Parameter, nn.Parameter]
+    buffers: dict[BufferKey, Tensor]
+    dirty_buffers: set[BufferKey] = field(default_factory=set)
+
+
+@dataclass
+class Accumulator:
+    """The gradients of one use of a pack's layers on a device, summed over microbatches.
+
+    Attributes:
+        buffer: device buffer that holds all of them.
+        sums: a place for each, as views of the buffer.
+        touched: those that exist.
+        includes_earlier: the parameters whose earlier `grad` is part of the sum.
+    """
+
+    buffer: Tensor
+    sums: dict[GradientKey, Tensor]
+    touched: set[GradientKey] = field(default_factory=set)
+    includes_earlier: set[nn.Parameter] = field(default_factory=set)
+
+
+class SwappedPack:
+    """Consecutive layers that are swapped together.
+
+    Attributes:
+        index: number in the plan.
+        layers: in execution order.
+        parameters: of all its layers, each once.
+    """
+
+    def __init__(self, index: int, layers: Sequence[SwappedLayer], store: HostStore) -> None:
+        self.index = index
+        self.layers = list(layers)
+        self.parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters))
+        self.buffers = [key for layer in layers for key in layer.buffers]
+        self.runs, self.slots, self.weight_bytes = _runs(self.parameters, store)
+        self.residency: Residency | None = None
+        self.accumulators: dict[int, Accumulator] = {}
+        self.parked: dict[int, HostGradients] = {}
+
+    @property
+    def name(self) -> str:
+        """Its first and last layer."""
+        first, last = self.layers[0].name, self.layers[-1].name
+        return first if first == last else f"{first} … {last}"
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of its layers' buffers."""
+        buffers = [owner._buffers[name] for owner, name in self.buffers]
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None)
+
+    def gradient_layout(self) -> tuple[dict[GradientKey, Slot], int]:
+        """A slot for the gradient of each trainable parameter of each layer, and the bytes of the whole."""
+        keys = [(layer, p) for layer in self.layers for p in layer.parameters if p.requires_grad]
+        slots, num_bytes = lay_out([parameter for _, parameter in keys])
+        return dict(zip(keys, slots, strict=True)), num_bytes
+
+
+def _runs(parameters: Iterable[nn.Parameter], store: HostStore) -> tuple[list[Run], dict[nn.Parameter, Slot], int]:
+    """The ranges of the arena that hold ``parameters``, where each comes to lie on the device, and the bytes of all."""
+    ordered = sorted(parameters, key=lambda parameter: store.slot(parameter).offset)
+    placed, num_bytes = lay_out(ordered)
+    runs: list[Run] = []
+    for parameter, slot in zip(ordered, placed, strict=True):
+        offset, size = store.slot(parameter).offset, slot.num_bytes
+        last = runs[-1] if runs else None
+        if last is not None and offset - last.arena_offset == slot.offset - last.device_offset:
+            runs[-1] = Run(last.arena_offset, last.device_offset, slot.offset + size - last.device_offset)
+        else:
+            runs.append(Run(offset, slot.offset, size))
+    return runs, dict(zip(ordered, placed, strict=True)), num_bytes
+
+
+class Swapper:
+    """Moves packs between the host store and one device.
+
+    Args:
+        device: where packs run.
+        store: where parameters live.
+        pool: host buffers for gradients.
+        traffic: counts the copies.
+        is_shared: whether several layers own a parameter.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        store: HostStore,
+        pool: HostPool,
+        traffic: Traffic,
+        is_shared: Callable[[nn.Parameter], bool],
+    ) -> None:
+        self._device = device
+        self._store = store
+        self._pool = pool
+        self._traffic = traffic
+        self.is_shared = is_shared
+
+    def swap_in(self, pack: SwappedPack) -> None:
+        """Start to copy a pack's weights and buffers to the device, if they aren't there."""
+        if pack.residency is not None:
+            return
+        device, arena = self._device, self._store.arena
+        weights = device.empty(pack.weight_bytes)
+        buffers = {key: self._empty_like(_buffer(key)) for key in pack.buffers}
+
+        def copy() -> None:
+            for run in pack.runs:
+                source = arena[run.arena_offset : run.arena_offset + run.num_bytes]
+                weights[run.device_offset : run.device_offset + run.num_bytes].copy_(source, non_blocking=True)
+            for key, tensor in buffers.items():
+                tensor.copy_(_buffer(key))
+
+        ready = device.swap_in.submit(copy)
+        self._traffic.count_in("weights", sum(run.num_bytes for run in pack.runs) + pack.buffer_bytes)
+        leaves = {p: nn.Parameter(slot.view(weights), p.requires_grad) for p, slot in pack.slots.items()}
+        pack.residency = Residency(weights, ready, leaves, buffers)
+
+    def _empty_like(self, tensor: Tensor) -> Tensor:
+        (slot,), num_bytes = lay_out([tensor])
+        return slot.view(self._device.empty(num_bytes))
+
+    def evict(self, pack: SwappedPack) -> None:
+        """Drop a pack's weights, after writing back the buffers that its layers changed."""
+        residency, pack.residency = pack.residency, None
+        if residency is None:
+            return
+        self.write_back(residency)
+        uses = [self._device.record(), residency.ready]
+        self._device.free(residency.weights, uses)
+        for buffer in residency.buffers.values():
+            self._device.free(buffer, uses)
+
+    def write_back(self, residency: Residency) -> None:
+        """Copy the buffers that layers changed to the host's, which are the user's own tensors."""
+        for key in residency.dirty_buffers:
+            host, changed = _buffer(key), residency.buffers[key]
+            with torch.no_grad():
+                if host.shape == changed.shape and host.dtype == changed.dtype:
+                    host.copy_(changed)
+                else:
+                    key[0]._buffers[key[1]] = changed.to(host.device, copy=True)
+            self._traffic.count_out("weights", changed.numel() * changed.element_size())
+        residency.dirty_buffers.clear()
+
+    def accumulate(
+        self, pack: SwappedPack, layer: SwappedLayer, use: int, gradients: Sequence[tuple[nn.Parameter, Tensor]]
+    ) -> None:
+        """Add the gradients of one microbatch to the sums on the device, in the parameters' own precision."""
+        accumulator = pack.accumulators.get(use) or self._open(pack, use)
+        sums, touched = accumulator.sums, accumulator.touched
+        first = [(sums[layer, p], gradient) for p, gradient in gradients if (layer, p) not in touched]
+        further = [(sums[layer, p], gradient) for p, gradient in gradients if (layer, p) in touched]
+        if first:
+            # Copied, not added to zeros: nothing to clear, and the sign of a zero survives.
+            torch._foreach_copy_([total for total, _ in first], [gradient for _, gradient in first])
+        if further:
+            torch._foreach_add_([total for total, _ in further], [gradient for _, gradient in further])
+        touched.update((layer, p) for p, _ in gradients)
+
+    def _open(self, pack: SwappedPack, use: int) -> Accumulator:
+        """A new accumulator. It begins with what the host has: parked sums, or the `grad` of earlier batches."""
+        slots, num_bytes = pack.gradient_layout()
+        buffer = self._device.scratch(num_bytes)
+        accumulator = Accumulator(buffer, {key: slot.view(buffer) for key, slot in slots.items()})
+        pack.accumulators[use] = accumulator
+        parked = pack.parked.pop(use, None)
+        if parked is not None:
+            accumulator.includes_earlier = parked.includes_earlier
+            self._load(accumulator, parked.sums, [parked.event])
+            self._pool.give(parked.buffer, None)
+        elif use == 0:
+            earlier = {(layer, p): p.grad for layer, p in slots if p.grad is not None and not self.is_shared(p)}
+            accumulator.includes_earlier = {p for _, p in earlier}
+            self._load(accumulator, earlier, [])
+        return accumulator
+
+    def _load(self, accumulator: Accumulator, earlier: dict[GradientKey, Tensor], after: Sequence[Event]) -> None:
+        if not earlier:
+            return
+        sums = accumulator.sums
+
+        def copy() -> None:
+            for key, gradient in earlier.items():
+                sums[key].copy_(gradient)
+
+        loaded = self._device.swap_in.submit(copy, [self._device.record(), *after])
+        # The host buffers of `earlier` may be used again from here on.
+        loaded.synchronize()
+        accumulator.touched.update(earlier)
+        self._traffic.count_in("gradients", sum(g.numel() * g.element_size() for g in earlier.values()))
+
+    def swap_out_gradients(self, pack: SwappedPack) -> list[HostGradients]:
+        """Start to copy a pack's gradients to the host, and close its accumulators."""
+        gradients = list(pack.parked.values())
+        for use, accumulator in pack.accumulators.items():
+            num_bytes = accumulator.buffer.numel()
+            host, free = self._pool.take(num_bytes)
+            event = self._device.swap_out.submit(
+                partial(_copy, host, accumulator.buffer), after=[self._device.record(), *free]
+            )
+            self._device.keep_until(event, accumulator.buffer)
+            self._traffic.count_out("gradients", num_bytes)
+            slots, _ = pack.gradient_layout()
+            sums = {key: slots[key].view(host) for key in slots if key in accumulator.touched}
+            gradients.append(HostGradients(use, host, event, sums, accumulator.includes_earlier))
+        pack.accumulators, pack.parked = {}, {}
+        return gradients
+
+    def park_gradients(self, pack: SwappedPack) -> None:
+        """Make room: keep the sums that are not final yet on the host."""
+        pack.parked = {gradients.use: gradients for gradients in self.swap_out_gradients(pack)}
+
+    def scale_gradients(self, pack: SwappedPack, factor: float) -> None:
+        """Multiply the sums that a pack has."""
+        for accumulator in pack.accumulators.values():
+            torch._foreach_mul_([accumulator.sums[key] for key in accumulator.touched], factor)
+        for parked in pack.parked.values():
+            parked.event.synchronize()
+            torch._foreach_mul_(list(parked.sums.values()), factor)
+
+
+def _buffer(key: BufferKey) -> Tensor:
+    buffer = key[0]._buffers[key[1]]
+    assert buffer is not None
+    return buffer
+
+
+def _copy(destination: Tensor, source: Tensor) -> None:
+    destination.copy_(source, non_blocking=True)
+
+

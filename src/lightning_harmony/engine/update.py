@@ -1,0 +1,188 @@
+"""The update: gradients become the parameters' ``grad``, and pack by pack, just in time, an optimizer step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_harmony.engine.host_store import HostPool
+from lightning_harmony.engine.stream import HostStream
+from lightning_harmony.engine.swap import HostGradients
+
+# Optimizers that update each parameter from its own gradient and state alone, so that a step pack by pack is the same
+# step. (LBFGS is not one: it searches along all parameters together.)
+SEPARABLE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    )
+    if hasattr(torch.optim, name)
+)  # fmt: skip
+
+
+def why_not_separable(optimizer: Optimizer) -> str | None:
+    """The reason why an optimizer can't step pack by pack; None if it can."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in SEPARABLE:
+        return f"{name} is not known to update each parameter on its own"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{name} has step hooks"
+    return None
+
+
+@dataclass
+class _Part:
+    """One contribution to the gradient of a parameter."""
+
+    order: tuple[int, int]
+    gradient: Tensor
+    source: HostGradients
+
+
+class Updater:
+    """Collects the gradients of a step on the host, and steps the optimizer where that may be done just in time.
+
+    Args:
+        pool: where the buffers of gradients return to.
+    """
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        # A thread of its own: the update of a pack runs under the backward of the next.
+        self._stream = HostStream("update")
+        self._optimizer: Optimizer | None = None
+        self._places: dict[nn.Parameter, tuple[int, int]] = {}
+        self._num_owners: dict[nn.Parameter, int] = {}
+        self._parts: dict[nn.Parameter, list[_Part]] = {}
+        self._unused: dict[int, int] = {}
+        self._held: list[HostGradients] = []
+
+    def begin(self, optimizer: Optimizer | None, packs: Iterable[Sequence[nn.Parameter]]) -> None:
+        """Begin a step.
+
+        Args:
+            optimizer: the one to step just in time; None if gradients are only to be collected.
+            packs: the parameters of each pack that `deliver` will be called for.
+        """
+        self._optimizer = optimizer
+        self._parts = defaultdict(list)
+        self._num_owners = defaultdict(int)
+        for parameters in packs:
+            for parameter in parameters:
+                self._num_owners[parameter] += 1
+        self._places = {} if optimizer is None else _places(optimizer)
+
+    def deliver(self, parameters: Sequence[nn.Parameter], gradients: Sequence[HostGradients]) -> None:
+        """Take the final gradients of a pack; those parameters that no other pack owns are ready."""
+        for source in gradients:
+            self._unused[id(source)] = len(source.sums)
+            for (layer, parameter), gradient in source.sums.items():
+                self._parts[parameter].append(_Part((layer.index, -source.use), gradient, source))
+        ready = []
+        for parameter in parameters:
+            self._num_owners[parameter] -= 1
+            if self._num_owners[parameter] == 0 and parameter in self._parts:
+                ready.append(parameter)
+        parts = [self._parts.pop(parameter) for parameter in ready]
+        if ready:
+            events = {id(part.source): part.source.event for several in parts for part in several}
+            self._stream.submit(lambda: self._take(ready, parts), after=list(events.values()))
+
+    def finish(self) -> None:
+        """Wait until every gradient is in place and every update is done; raise what they raised."""
+        self._stream.submit(lambda: None).synchronize()
+        self._optimizer = None
+
+    def _take(self, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]]) -> None:
+        for parameter, contributions in zip(parameters, parts, strict=True):
+            _set_gradient(parameter, contributions)
+        if self._optimizer is not None:
+            with _only(self._optimizer, self._places, parameters):
+                self._optimizer.step()
+            for parameter in parameters:
+                parameter.grad = None
+        for contributions in parts:
+            for part in contributions:
+                self._use_up(part.source)
+
+    def _use_up(self, source: HostGradients) -> None:
+        self._unused[id(source)] -= 1
+        if self._unused[id(source)] > 0:
+            return
+        del self._unused[id(source)]
+        if self._optimizer is None:
+            self._held.append(source)
+        else:
+            self._pool.give(source.buffer, None)
+
+    def reclaim(self) -> None:
+        """Take back the buffers of gradients that no parameter has any more."""
+        held, self._held = self._held, []
+        for source in held:
+            if any(_is_grad_of(parameter, view) for (_, parameter), view in source.sums.items()):
+                self._held.append(source)
+            else:
+                self._pool.give(source.buffer, None)
+
+    def close(self) -> None:
+        """Join the thread."""
+        self._stream.close()
+
+
+def _set_gradient(parameter: nn.Parameter, parts: list[_Part]) -> None:
+    parts.sort(key=lambda part: part.order)
+    total = parts[0].gradient
+    for part in parts[1:]:
+        total.add_(part.gradient)
+    includes_earlier = any(parameter in part.source.includes_earlier for part in parts)
+    if parameter.grad is not None and not includes_earlier:
+        parameter.grad.add_(total)
+    else:
+        parameter.grad = total
+
+
+def _is_grad_of(parameter: nn.Parameter, view: Tensor) -> bool:
+    return parameter.grad is not None and parameter.grad.data_ptr() == view.data_ptr()
+
+
+def _places(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
+    """Group and position of each parameter."""
+    return {
+        parameter: (number, position)
+        for number, group in enumerate(optimizer.param_groups)
+        for position, parameter in enumerate(group["params"])
+    }
+
+
+@contextmanager
+def _only(
+    optimizer: Optimizer, places: dict[nn.Parameter, tuple[int, int]], parameters: Iterable[nn.Parameter]
+) -> Iterator[None]:
+    """Let an optimizer have only these parameters for a moment."""
+    groups = optimizer.param_groups
+    full = [group["params"] for group in groups]
+    chosen = _by_group(places, parameters)
+    try:
+        for number, members in chosen.items():
+            groups[number]["params"] = members
+        optimizer.param_groups = [groups[number] for number in sorted(chosen)]
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for group, members in zip(groups, full, strict=True):
+            group["params"] = members
+
+
+def _by_group(
+    places: dict[nn.Parameter, tuple[int, int]], parameters: Iterable[nn.Parameter]
+) -> dict[int, list[nn.Parameter]]:
+    chosen: dict[int, list[nn.Parameter]] = defaultdict(list)
+    for parameter in sorted((p for p in parameters if p in places), key=lambda p: places[p]):
+        chosen[places[parameter][0]].append(parameter)
+    return chosen

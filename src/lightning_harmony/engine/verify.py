@@ -1,0 +1,54 @@
+"""What a layer must not do: checked once, when it first runs backward, so that nothing goes wrong in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.swap import Residency
+from lightning_harmony.errors import UnsupportedModelError
+
+
+def verify_layer(layer: SwappedLayer, residency: Residency, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+    """Check a recomputed layer.
+
+    Args:
+        layer: the layer.
+        residency: its weights on the device.
+        outputs: what it returned, with the graph of the recompute.
+        known: every tensor that its gradients are asked for.
+
+    Raises:
+        UnsupportedModelError: if gradients would be lost, or a change of the weights.
+    """
+    ours = {id(tensor) for tensor in known}
+    if any(id(variable) not in ours for variable in _leaves(outputs)):
+        raise UnsupportedModelError(
+            f"layer {layer.name!r} uses a tensor that needs gradients but is neither its parameter nor an argument of "
+            "its call, such as a weight that a forward pre-hook computes (old-style weight_norm: use "
+            "torch.nn.utils.parametrizations.weight_norm), or a parameter that it holds outside of its module; "
+            "pass it as an argument, or make a larger module the layer with HarmonyStrategy(layers=...)"
+        )
+    for parameter in layer.parameters:
+        if not torch.equal(residency.leaves[parameter].detach().cpu(), parameter.detach()):
+            raise UnsupportedModelError(
+                f"layer {layer.name!r} changes the data of a parameter in its forward, which swapping would lose; "
+                "do that in a hook such as on_train_batch_start"
+            )
+
+
+def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The leaf tensors that the graph of some outputs leads to."""
+    nodes: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        following = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= following
+        nodes.extend(following)

@@ -1,0 +1,73 @@
+"""The plan of a step: packs, the order in which the forward visits them, and what follows from that order."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_harmony.plan.task import Phase
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Packs and the order of their visits.
+
+    Attributes:
+        packs: names of the layers of each pack.
+        visits: indices of the packs in the order in which one microbatch's forward reaches them. A pack that is
+            used twice is visited twice; the backward goes the same way in reverse.
+    """
+
+    packs: tuple[tuple[str, ...], ...]
+    visits: tuple[int, ...]
+
+    def __str__(self) -> str:
+        lines = [f"pack {index}: {', '.join(layers)}" for index, layers in enumerate(self.packs)]
+        return "\n".join([*lines, "visits: " + " ".join(map(str, self.visits))])
+
+    @property
+    def last_pack(self) -> int | None:
+        """The pack whose forward, loss and backward follow each other at once, if there is one."""
+        return self.visits[-1] if self.visits else None
+
+    def position(self, phase: Phase, pack: int, start: int) -> int:
+        """Where in a phase's order a lane stands that asks for ``pack``, having come as far as ``start``.
+
+        A pack that the order doesn't name from there on was not foreseen: it is served where the lane stands.
+        """
+        order = self.order(phase)
+        try:
+            return order.index(pack, start)
+        except ValueError:
+            return start
+
+    def order(self, phase: Phase) -> tuple[int, ...]:
+        """The visits of one phase."""
+        return self.visits if phase is Phase.FORWARD else self.visits[::-1]
+
+    def upcoming(self, phase: Phase, position: int) -> Iterator[int]:
+        """The packs that are needed after ``position`` of ``phase``, to the end of the step, soonest first."""
+        yield from self.order(phase)[position + 1 :]
+        if phase is Phase.FORWARD:
+            yield from self.order(Phase.BACKWARD)
+
+    def needed_last(self, packs: Sequence[int], phase: Phase, position: int) -> int:
+        """The one of ``packs`` that is needed last, or never again: the one to evict (Belady's rule)."""
+        distance: dict[int, int] = {}
+        for steps, pack in enumerate(self.upcoming(phase, position)):
+            distance.setdefault(pack, steps)
+        return max(packs, key=lambda pack: distance.get(pack, len(self.visits) * 2))
+
+
+def visits_of(calls: Sequence[int]) -> tuple[int, ...]:
+    """The visits in a record of calls, each given by the pack of its layer: consecutive calls are one visit."""
+    return tuple(pack for index, pack in enumerate(calls) if index == 0 or calls[index - 1] != pack)
+
+
+def merge_calls(records: Sequence[Sequence[int]]) -> list[int]:
+    """One order of calls from the records of all microbatches: the first's, with what only others called put in."""
+    merged = list(records[0]) if records else []
+    for record in records[1:]:
+        for place, call in enumerate(record):
+            if call not in merged:
+                after = merged.index(record[place - 1]) + 1 if place else 0
+                merged.insert(after, call)
+    return merged

@@ -1,0 +1,563 @@
+"""The strategy: translates between Lightning's loop and the engine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torchmetrics import Metric
+
+from lightning_harmony.engine.batch import merge_outputs, microbatch_sizes, split_batch
+from lightning_harmony.engine.decompose import find_layers
+from lightning_harmony.engine.device import CudaDevice, Device, VirtualDevice, free_host_bytes
+from lightning_harmony.engine.executor import Executor, Microbatch
+from lightning_harmony.engine.report import StepReport
+from lightning_harmony.engine.rng import stream_seed
+from lightning_harmony.engine.update import why_not_separable
+from lightning_harmony.errors import CapacityError, UnsupportedModelError
+from lightning_harmony.logs import MicrobatchLogs
+from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
+from lightning_harmony.precision import refuse_unsupported
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy as _Base
+else:
+    _Base = object
+
+# Hooks that see gradients or the optimizer's step: with them, no pack may be updated before the backward has ended.
+_MODULE_HOOKS = (
+    "configure_gradient_clipping", "on_before_optimizer_step", "on_after_backward", "optimizer_step",
+    "optimizer_zero_grad", "backward",
+)  # fmt: skip
+_CALLBACK_HOOKS = ("on_before_optimizer_step", "on_after_backward")
+# Host bytes of optimizer state per parameter byte, where it is known before the first step.
+_STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "RMSprop": 1, "Adagrad": 1}
+
+
+class HarmonyStrategyMixin(_Base):
+    """Everything of `HarmonyStrategy` but the Lightning tree that it belongs to.
+
+    Args:
+        device_memory: the capacity of each device, in bytes or as text such as "16GiB"; None for what is free on it
+            (on the CPU: no limit).
+        num_microbatches: how many microbatches a batch is split into.
+        microbatch_size: how many samples a microbatch has. Give at most one of the two; with neither, a batch is split
+            into 4 microbatches, or as many as it has samples.
+        layers: the classes of the modules to schedule as layers, or a predicate on name and module; None to find them.
+        update: when parameters are updated: "just-in-time", pack by pack in the backward; "deferred", after it; or "auto",
+            just in time unless something reads all gradients.
+        loss_reduction: whether the loss of a batch is the "mean" or the "sum" of its samples' losses.
+    """
+
+    strategy_name = "harmony"
+    tree: str
+
+    def __init__(
+        self,
+        device_memory: int | str | None = None,
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
+        layers: Collection[type] | Callable[[str, nn.Module], bool] | None = None,
+        update: Literal["auto", "just-in-time", "deferred"] = "auto",
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        *,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        if num_microbatches is not None and microbatch_size is not None:
+            raise ValueError(
+                f"HarmonyStrategy(num_microbatches={num_microbatches}, microbatch_size={microbatch_size}): "
+                "give at most one of the two, the other follows from the batch"
+            )
+        for name, number in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise ValueError(f"HarmonyStrategy({name}={number!r}): a whole number of at least 1 is needed")
+        _one_of("update", update, ("auto", "just-in-time", "deferred"))
+        _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        self._capacity_bytes = None if device_memory is None else parse_bytes(device_memory)
+        self._num_microbatches = num_microbatches
+        self._microbatch_size = microbatch_size
+        self._layer_choice = layers
+        self._update = update
+        self._loss_reduction = loss_reduction
+        self._executor: Executor | None = None
+        self._report: StepReport | None = None
+        self._peak_stash_bytes = 0
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+
+    # ---- what Lightning asks when it is set up -------------------------------------------------------------------------
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the name; `lightning_harmony.registration` does it for both trees."""
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=cls.__doc__)
+
+    @property
+    def step_report(self) -> StepReport | None:
+        """What the last training step did; None before the first."""
+        return self._report
+
+    @property
+    def root_device(self) -> torch.device:
+        """The one logical device of the user's code."""
+        return self._devices[0] if self._devices else torch.device("cpu")
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The root device alone: the user's code sees one device."""
+        return [self.root_device] if self._devices else None
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._devices = list(devices or [])
+        if len(self._devices) > 1:
+            raise ValueError(
+                f"strategy='harmony' runs on one device so far: use Trainer(devices=1), not {len(self._devices)}"
+            )
+
+    @property
+    def accelerator(self) -> Any:
+        """Lightning's accelerator."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        name = None if accelerator is None else type(accelerator).__name__
+        if name not in (None, "CPUAccelerator", "CUDAAccelerator"):
+            raise ValueError(
+                f"strategy='harmony' cannot serve {name}: use Trainer(accelerator='gpu') with CUDA, or accelerator='cpu'"
+            )
+        self._accelerator = accelerator
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's precision plugin."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None:
+            refuse_unsupported(plugin)
+        self._precision_plugin = plugin
+
+    @property
+    def world_size(self) -> int:
+        """One process."""
+        return 1
+
+    @property
+    def global_rank(self) -> int:
+        """The only one."""
+        return 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The one process loads all data."""
+        return {"num_replicas": 1, "rank": 0}
+
+    def set_world_ranks(self) -> None:
+        """Refuse to be one of several processes.
+
+        Raises:
+            ValueError: if a launcher started more than one process here, or several nodes are asked for.
+        """
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if local > 1:
+            raise ValueError(
+                f"LOCAL_WORLD_SIZE={local}: strategy='harmony' runs all devices of a machine from one process; start it "
+                "with plain `python` (or `torchrun --nproc-per-node=1`)"
+            )
+        if getattr(self, "num_nodes", 1) > 1:
+            raise ValueError("strategy='harmony' runs on one machine so far: use Trainer(num_nodes=1)")
+
+    num_nodes: int = 1
+
+    def _configure_launcher(self) -> None:
+        """Nothing is launched."""
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """One process: nothing to reduce."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """One process: nothing to gather."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """One process: its own decision."""
+        return decision
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """One process: nothing to wait for."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """One process: nothing to send."""
+        return obj
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """One process: nothing to block."""
+        yield
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Build the model on the host, whatever the device."""
+        with self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        """Find the layers, build the host store, intercept the layers, and create the optimizers."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self._executor = self._build_executor()
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+            self._refuse_too_little_host_memory()
+        self.setup_precision_plugin()
+
+    def _build_executor(self) -> Executor:
+        module = self.lightning_module
+        assert module is not None
+        _refuse_sparse(module)
+        device = self._open_device()
+        layers = find_layers(module, max_layer_bytes=device.capacity_bytes, layers=self._layer_choice)
+        if not layers:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} has no submodule with parameters that could be swapped as a layer: hold the "
+                "network in a submodule, or train with Trainer(strategy='auto')"
+            )
+        return Executor(module, layers, device)
+
+    def _open_device(self) -> Device:
+        if self.root_device.type == "cuda":
+            return CudaDevice(self.root_device, self._capacity_bytes)
+        return VirtualDevice(self._capacity_bytes)
+
+    def _refuse_too_little_host_memory(self) -> None:
+        trainable = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        gradient_bytes = sum(p.numel() * p.element_size() for p in trainable if p.requires_grad)
+        copies = 1 + max((_STATE_COPIES.get(type(o).__name__, 0) for o in self.optimizers), default=0)
+        free = free_host_bytes()
+        if free is not None and copies * gradient_bytes > free:
+            raise CapacityError(
+                f"the host is {format_bytes(copies * gradient_bytes - free)} short: gradients and optimizer state take "
+                f"{format_bytes(copies * gradient_bytes)}, {format_bytes(free)} are free. Add host memory, train fewer "
+                "parameters, or choose an optimizer with less state"
+            )
+
+    def model_to_device(self) -> None:
+        """Leave parameters on the host; move what layers don't own, and tell the module its device."""
+        module = self.lightning_module
+        assert module is not None
+        for child in module.modules():
+            if isinstance(child, Metric):
+                child.to(self.root_device)
+            if hasattr(type(child), "device") and hasattr(child, "_device"):
+                child._device = self.root_device
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer state where the parameters are: on the host."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    def teardown(self) -> None:
+        """Give the module back as an ordinary one on the host. Also called when `setup` never was."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.close()
+        module = self.lightning_module
+        if module is not None:
+            for child in module.modules():
+                if isinstance(child, Metric):
+                    child.to("cpu")
+                if hasattr(type(child), "device") and hasattr(child, "_device"):
+                    child._device = torch.device("cpu")
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # ---- the training step ---------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's training_step on each microbatch; the backward runs when that of the result does."""
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization or self._takes_iterator(module.training_step):
+            return super().training_step(*args, **kwargs)
+        start = time.perf_counter()
+        batch, *rest = args
+        sizes = self._sizes(batch)
+        steps = [
+            _Step(self, module.training_step, (part, *rest), kwargs)
+            for part in split_batch(batch, sum(sizes), sizes)
+        ]
+        weights = self._weights(sizes)
+        self._run(steps, weights, sizes)
+        output = merge_outputs([step.output for step in steps], sizes)
+        losses = [step.loss for step in steps]
+        if any(loss is None for loss in losses):
+            self._engine.abandon()
+            return output
+        value = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
+        if not any(step.requires_grad for step in steps):
+            self._engine.abandon()
+        else:
+            value = _DeferredBackward.apply(torch.zeros((), requires_grad=True), value, self._finish, start, len(sizes))
+        return {**output, "loss": value} if isinstance(output, Mapping) else value
+
+    def _run(self, steps: Sequence[_Step], weights: Sequence[float], sizes: Sequence[int]) -> None:
+        module, engine = self.lightning_module, self._engine
+        trainer = module.trainer
+        batch_number = trainer.fit_loop.epoch_loop.total_batch_idx
+        seed = torch.initial_seed()
+        seeds = [stream_seed(seed, batch_number, number) if len(steps) > 1 else None for number in range(len(steps))]
+        microbatches = [
+            Microbatch(step, weight, each) for step, weight, each in zip(steps, weights, seeds, strict=True)
+        ]
+        engine.traffic.reset()
+        logs = MicrobatchLogs(trainer._results if len(steps) > 1 else None, sizes)
+        engine.on_switch = lambda number: setattr(logs, "microbatch", number)
+        with logs:
+            engine.forward(
+                microbatches,
+                num_elements=max(step.num_elements() for step in steps),
+                predicted_gradient=self._predicted_gradient(),
+            )
+
+    def _sizes(self, batch: Any) -> tuple[int, ...]:
+        if self._num_microbatches == 1:
+            return (1,)
+        try:
+            batch_size = self._lightning("utilities.data").extract_batch_size(batch)
+        except Exception as error:
+            raise ValueError(
+                f"the size of a batch of type {type(batch).__name__} cannot be told, so it cannot be split into "
+                "microbatches: return tensors, or use HarmonyStrategy(num_microbatches=1)"
+            ) from error
+        return microbatch_sizes(
+            batch_size, num_microbatches=self._num_microbatches, microbatch_size=self._microbatch_size
+        )
+
+    def _weights(self, sizes: Sequence[int]) -> list[float]:
+        if self._loss_reduction == "sum":
+            return [1.0] * len(sizes)
+        return [size / sum(sizes) for size in sizes]
+
+    def _predicted_gradient(self) -> float | None:
+        """The gradient that Lightning will bring to the batch's loss; None where it adds to earlier gradients."""
+        trainer = self.lightning_module.trainer
+        if trainer.accumulate_grad_batches > 1:
+            return None
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def _finish(self, gradient: Tensor, start: float, num_microbatches: int) -> None:
+        engine = self._engine
+        update, reason = self._update_policy()
+        if update == "just-in-time" and not engine.is_planned:
+            update, reason = "deferred", "the first step measures, and changes nothing until it has succeeded"
+        engine.backward(gradient, self.optimizers[0] if update == "just-in-time" else None)
+        self._report = StepReport(
+            seconds=time.perf_counter() - start,
+            swapped_in_bytes=dict(engine.traffic.swapped_in),
+            swapped_out_bytes=dict(engine.traffic.swapped_out),
+            transferred_bytes=0,
+            peak_device_bytes=[engine.device.peak_bytes()],
+            host_bytes=engine.store.num_bytes + engine.pool.num_bytes + self._optimizer_bytes(),
+            num_microbatches=num_microbatches,
+            num_packs=len(engine.plan.packs),
+            update=update,
+            update_reason=reason,
+        )
+
+    def _optimizer_bytes(self) -> int:
+        tensors = [leaf for o in self.optimizers for state in o.state.values() for leaf in tree_leaves(dict(state))]
+        return sum(leaf.numel() * leaf.element_size() for leaf in tensors if isinstance(leaf, Tensor))
+
+    # ---- when to update ------------------------------------------------------------------------------------------------
+
+    def _update_policy(self) -> tuple[str, str]:
+        """When this step's parameters are updated, and why."""
+        reasons = self._reasons_to_defer()
+        if self._update == "deferred":
+            return "deferred", 'update="deferred"'
+        if reasons and self._update == "just-in-time" and not reasons[0][1]:
+            return "just-in-time", f'update="just-in-time", although {reasons[0][0]}'
+        if reasons:
+            return "deferred", reasons[0][0]
+        return "just-in-time", "nothing reads the gradients of all packs together"
+
+    def _reasons_to_defer(self) -> list[tuple[str, bool]]:
+        """What forbids the update just in time: each reason, and whether it holds even when the user insists."""
+        module = self.lightning_module
+        trainer = module.trainer
+        reasons: list[tuple[str, bool]] = []
+        if len(self.optimizers) != 1:
+            reasons.append((f"there are {len(self.optimizers)} optimizers", True))
+        if trainer.accumulate_grad_batches > 1:
+            reasons.append((f"accumulate_grad_batches={trainer.accumulate_grad_batches}", True))
+        if trainer.gradient_clip_val:
+            reasons.append((f"gradient_clip_val={trainer.gradient_clip_val} needs all gradients", True))
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            reasons.append(("the gradient scaler checks all gradients", True))
+        if self._engine.reentrant:
+            reasons.append(("layers are called during the backward (reentrant checkpointing)", True))
+        is_overridden = self._lightning("utilities.model_helpers").is_overridden
+        reasons += [
+            (f"{type(module).__name__}.{hook} is overridden", True) for hook in _MODULE_HOOKS if is_overridden(hook, module)
+        ]
+        callback_class = self._lightning("callbacks").Callback
+        reasons += [
+            (f"callback {type(callback).__name__} has {hook}", True)
+            for callback in trainer.callbacks
+            for hook in _CALLBACK_HOOKS
+            if is_overridden(hook, callback, callback_class)
+        ]
+        if self.optimizers and (reason := why_not_separable(self.optimizers[0])) is not None:
+            reasons.append((reason, False))
+        return reasons
+
+    # ---- other steps ---------------------------------------------------------------------------------------------------
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's validation_step, its layers swapped in one after the other."""
+        return self._evaluate(super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's test_step, its layers swapped in one after the other."""
+        return self._evaluate(super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's predict_step, its layers swapped in one after the other."""
+        return self._evaluate(super().predict_step, args, kwargs)
+
+    def _evaluate(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        outputs: list[Any] = []
+        engine = self._engine
+        engine.on_switch = None
+        run = Microbatch(lambda: outputs.append(step(*args, **kwargs)), 1.0, None)
+        engine.forward([run], num_elements=_num_elements(args), predicted_gradient=None)
+        engine.abandon()
+        return outputs[0]
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """In manual optimization, bring the gradients of this backward to the host."""
+        if not self.lightning_module.automatic_optimization:
+            self._engine.flush_gradients()
+        super().post_backward(closure_loss)
+
+    @property
+    def _engine(self) -> Executor:
+        assert self._executor is not None, "the strategy is not set up"
+        return self._executor
+
+    def _takes_iterator(self, step: Any) -> bool:
+        signature = self._lightning("utilities.signature_utils")
+        return bool(signature.is_param_in_hook_signature(step, "dataloader_iter", explicit=True))
+
+    def _lightning(self, name: str) -> Any:
+        return import_module(f"{self.tree}.{name}")
+
+
+class _Step:
+    """The user's step on one microbatch, with what it returned."""
+
+    def __init__(self, strategy: Any, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._strategy = strategy
+        self._step = step
+        self._args = args
+        self._kwargs = kwargs
+        self.output: Any = None
+        self.loss: Tensor | None = None
+        self.requires_grad = False
+
+    def num_elements(self) -> int:
+        """Elements of the microbatch."""
+        return _num_elements(self._args)
+
+    def __call__(self) -> Tensor | None:
+        """Run it; return the loss with its graph."""
+        with self._strategy.precision_plugin.train_step_context():
+            output = self._step(*self._args, **self._kwargs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            self.output = output
+            return None
+        self.loss, self.requires_grad = loss.detach(), loss.requires_grad
+        self.output = tree_map_only(Tensor, Tensor.detach, output)
+        return loss
+
+
+class _DeferredBackward(torch.autograd.Function):
+    """The loss of a batch: its backward runs those of the microbatches."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, finish: Any, *args: Any) -> Tensor:
+        ctx.finish, ctx.args = finish, args
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedModelError(
+                "double backward (create_graph=True) through the loss is not possible while layers are swapped: no graph "
+                "of the backward is kept; use Trainer(strategy='auto')"
+            )
+        ctx.finish(gradient, *ctx.args)
+        return None, None, None, *(None for _ in ctx.args)
+
+
+def _num_elements(value: Any) -> int:
+    return sum(leaf.numel() for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"HarmonyStrategy({name}={value!r}): one of {', '.join(map(repr, allowed))} is needed")
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if getattr(child, "sparse", False) is True:
+            raise UnsupportedModelError(
+                f"module {name!r} has sparse gradients, which are summed as dense ones here: set sparse=False"
+            )
+
+
+@cache
+def strategy_class(tree: str) -> Any:
+    """The strategy of a Lightning tree, "lightning.pytorch" or "pytorch_lightning"."""
+    strategies = import_module(f"{tree}.strategies")
+    names = {"tree": tree, "__doc__": HarmonyStrategyMixin.__doc__, "__module__": __name__}
+    cls = type("HarmonyStrategy", (HarmonyStrategyMixin, strategies.ParallelStrategy), names)
+    # Lightning compiles models only for strategies that it knows: this one, too, has one logical device.
+    strategies.SingleDeviceStrategy.register(cls)
+    return cls
+
+
+def __getattr__(name: str) -> Any:
+    if name == "HarmonyStrategy":
+        return strategy_class("lightning.pytorch")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,295 @@
+"""Batches split into microbatches, and the outputs of microbatches merged."""
+
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
+from transformers import BatchEncoding
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from lightning_harmony.engine.batch import merge_outputs, microbatch_sizes, split_batch
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclasses.dataclass
+class Sample:
+    x: torch.Tensor
+    note: str = "whole"
+    doubled: int = dataclasses.field(init=False, default=0)
+
+    def __post_init__(self):
+        self.doubled += 2
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenSample:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Config(Mapping):
+    """Read-only, and not made from a mapping."""
+
+    def __init__(self, name, /, **items):
+        self.name, self.items_by_key = name, items
+
+    def __getitem__(self, key):
+        return self.items_by_key[key]
+
+    def __iter__(self):
+        return iter(self.items_by_key)
+
+    def __len__(self):
+        return len(self.items_by_key)
+
+
+def rows(num_rows, width=3):
+    return torch.arange(num_rows * width, dtype=torch.float32).reshape(num_rows, width)
+
+
+class TestMicrobatchSizes:
+    @given(batch_size=st.integers(1, 200), num_microbatches=st.integers(1, 200))
+    def test_a_number_of_microbatches_makes_them_equal_and_the_larger_first(self, batch_size, num_microbatches):
+        num_microbatches = min(num_microbatches, batch_size)
+        sizes = microbatch_sizes(batch_size, num_microbatches=num_microbatches, microbatch_size=None)
+        assert sum(sizes) == batch_size
+        assert len(sizes) == num_microbatches
+        assert list(sizes) == sorted(sizes, reverse=True)
+        assert max(sizes) - min(sizes) <= 1
+
+    @given(batch_size=st.integers(1, 200), microbatch_size=st.integers(1, 250))
+    def test_a_microbatch_size_fills_all_but_the_last(self, batch_size, microbatch_size):
+        sizes = microbatch_sizes(batch_size, num_microbatches=None, microbatch_size=microbatch_size)
+        assert sum(sizes) == batch_size
+        assert set(sizes[:-1]) <= {microbatch_size}
+        assert 0 < sizes[-1] <= microbatch_size
+
+    @pytest.mark.parametrize(
+        ("batch_size", "sizes"), [(32, (8, 8, 8, 8)), (6, (2, 2, 1, 1)), (3, (1, 1, 1)), (1, (1,)), (0, (0,))]
+    )
+    def test_by_default_there_are_four_or_one_a_sample(self, batch_size, sizes):
+        assert microbatch_sizes(batch_size, num_microbatches=None, microbatch_size=None) == sizes
+
+    def test_an_empty_batch_is_one_empty_microbatch_of_any_size(self):
+        assert microbatch_sizes(0, num_microbatches=None, microbatch_size=2) == (0,)
+
+    def test_too_few_samples_are_refused_with_both_numbers_and_a_way_out(self):
+        with pytest.raises(
+            ValueError, match=r"batch of 3 .* into 5 .*HarmonyStrategy\(num_microbatches=.*larger batch"
+        ):
+            microbatch_sizes(3, num_microbatches=5, microbatch_size=None)
+
+    def test_both_options_at_once_are_refused(self):
+        with pytest.raises(ValueError, match="not both"):
+            microbatch_sizes(8, num_microbatches=2, microbatch_size=4)
+
+    @pytest.mark.parametrize("option", ["num_microbatches", "microbatch_size"])
+    def test_less_than_one_is_refused(self, option):
+        options = {"num_microbatches": None, "microbatch_size": None, option: 0}
+        with pytest.raises(ValueError, match=f"`{option}` must be at least 1, not 0"):
+            microbatch_sizes(8, **options)
+
+
+class TestSplitBatch:
+    @given(batch_size=st.integers(2, 40), num_microbatches=st.integers(2, 40))
+    def test_concatenating_the_parts_gives_the_batch(self, batch_size, num_microbatches):
+        sizes = microbatch_sizes(batch_size, num_microbatches=min(num_microbatches, batch_size), microbatch_size=None)
+        batch = {"x": rows(batch_size), "nested": [rows(batch_size, 1), {"names": [str(i) for i in range(batch_size)]}]}
+        parts = split_batch(batch, batch_size, sizes)
+        assert [len(part["x"]) for part in parts] == list(sizes)
+        assert torch.equal(torch.cat([part["x"] for part in parts]), batch["x"])
+        assert torch.equal(torch.cat([part["nested"][0] for part in parts]), batch["nested"][0])
+        assert [name for part in parts for name in part["nested"][1]["names"]] == batch["nested"][1]["names"]
+
+    def test_one_microbatch_is_the_batch_itself(self):
+        batch = {"x": rows(4)}
+        assert split_batch(batch, 4, [4])[0] is batch
+
+    def test_parts_are_views(self):
+        batch = rows(4)
+        _, second = split_batch(batch, 4, [2, 2])
+        assert second.untyped_storage().data_ptr() == batch.untyped_storage().data_ptr()
+
+    @pytest.mark.parametrize(
+        "value",
+        [torch.tensor(4.0), rows(5), rows(2).T, "abcd", 4, None, {1, 2, 3, 4}, torch.Size([4, 4, 4, 4])],
+        ids=["0-dim", "other length", "samples second", "string of that length", "int", "None", "set", "size"],
+    )
+    def test_what_has_no_row_for_each_sample_goes_unchanged_into_every_part(self, value):
+        first, second = split_batch({"value": value, "x": rows(4)}, 4, [2, 2])
+        for part in (first, second):
+            assert type(part["value"]) is type(value)
+            assert part["value"] is value or part["value"] == value
+
+    def test_a_list_of_tensors_is_a_container_whatever_its_length(self):
+        parts = split_batch([rows(2), rows(2, 1)], 2, [1, 1])
+        assert [[tensor.shape for tensor in part] for part in parts] == [[(1, 3), (1, 1)]] * 2
+
+    def test_a_list_with_a_record_for_each_sample_is_sliced(self):
+        # Detection targets: that one image has as many boxes as the batch has images means nothing.
+        targets = [{"boxes": torch.zeros(count, 4)} for count in (3, 1, 2)]
+        parts = split_batch({"x": rows(3), "targets": targets}, 3, [2, 1])
+        assert parts[0]["targets"] == targets[:2]
+        assert parts[1]["targets"] == targets[2:]
+
+    def test_a_tuple_of_strings_is_sliced_and_a_tuple_of_numbers_is_a_record(self):
+        collated = torch.utils.data.default_collate([("a", 0), ("b", 1), ("c", 2)])
+        assert collated[0] == ("a", "b", "c")
+        first, second = split_batch({"texts": collated[0], "extent": (2, 3, 5)}, 3, [2, 1])
+        assert (first["texts"], second["texts"]) == (("a", "b"), ("c",))
+        assert first["extent"] == second["extent"] == (2, 3, 5)
+
+    def test_numpy_arrays_are_split(self):
+        parts = split_batch({"x": np.arange(6).reshape(3, 2), "scalar": np.float32(3)}, 3, [2, 1])
+        assert [part["x"].tolist() for part in parts] == [[[0, 1], [2, 3]], [[4, 5]]]
+        assert parts[0]["scalar"] == 3
+
+    @pytest.mark.parametrize(
+        "container",
+        [
+            {"x": rows(4)},
+            OrderedDict(x=rows(4)),
+            defaultdict(list, x=rows(4)),
+            UserDict(x=rows(4)),
+            MappingProxyType({"x": rows(4)}),
+            BatchEncoding({"x": rows(4)}),
+        ],
+        ids=lambda container: type(container).__name__,
+    )
+    def test_mappings_keep_their_type(self, container):
+        parts = split_batch(container, 4, [3, 1])
+        assert [type(part) for part in parts] == [type(container)] * 2
+        assert [len(part["x"]) for part in parts] == [3, 1]
+        assert len(container["x"]) == 4
+
+    def test_a_defaultdict_keeps_its_factory(self):
+        assert split_batch(defaultdict(list, x=rows(2)), 2, [1, 1])[0]["missing"] == []
+
+    def test_a_mapping_that_cannot_be_rebuilt_becomes_a_dict(self):
+        parts = split_batch(Config("train", x=rows(2)), 2, [1, 1])
+        assert [{key: len(value) for key, value in part.items()} for part in parts] == [{"x": 1}] * 2
+
+    def test_a_namedtuple_and_a_tuple_keep_their_types(self):
+        part = split_batch((Pair(rows(2), "y"), rows(2)), 2, [1, 1])[0]
+        assert type(part) is tuple
+        assert type(part[0]) is Pair
+        assert part[0].x.shape == (1, 3)
+        assert part[0].y == "y"
+
+    def test_a_dataclass_is_copied_without_running_its_initialiser_again(self):
+        batch = Sample(rows(2))
+        parts = split_batch(batch, 2, [1, 1])
+        assert [(part.x.shape, part.note, part.doubled) for part in parts] == [((1, 3), "whole", 2)] * 2
+        assert batch.x.shape == (2, 3)
+
+    def test_a_frozen_dataclass_is_split(self):
+        parts = split_batch(FrozenSample(rows(2), torch.tensor([5, 6])), 2, [1, 1])
+        assert [part.y.tolist() for part in parts] == [[5], [6]]
+        assert type(parts[0]) is FrozenSample
+
+    def test_empty_containers_go_into_every_part(self):
+        assert split_batch([rows(2), {}, []], 2, [1, 1])[1][1:] == [{}, []]
+
+    def test_a_packed_sequence_is_refused(self):
+        batch = {"packed": pack_sequence([torch.ones(1), torch.ones(1)])}
+        with pytest.raises(ValueError, match="PackedSequence cannot be split"):
+            split_batch(batch, 2, [1, 1])
+        assert split_batch(batch, 2, [2]) == [batch]
+
+
+class TestMergeOutputs:
+    @given(sizes=st.lists(st.integers(1, 6), min_size=2, max_size=5))
+    def test_merging_undoes_splitting(self, sizes):
+        batch_size = sum(sizes)
+        batch = {"x": rows(batch_size), "rest": (rows(batch_size, 1), ["n"] * batch_size)}
+        merged = merge_outputs(split_batch(batch, batch_size, sizes), sizes)
+        assert torch.equal(merged["x"], batch["x"])
+        assert torch.equal(merged["rest"][0], batch["rest"][0])
+        assert merged["rest"][1] == batch["rest"][1]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+    def test_scalar_tensors_are_averaged_by_samples_in_their_type(self, dtype):
+        merged = merge_outputs([torch.tensor(1.0, dtype=dtype), torch.tensor(4.0, dtype=dtype)], [2, 1])
+        assert merged == 2.0
+        assert merged.dtype == dtype
+        assert merged.dim() == 0
+
+    @given(value=st.floats(-1e6, 1e6, width=32), sizes=st.lists(st.integers(1, 9), min_size=2, max_size=6))
+    def test_the_mean_of_one_value_is_that_value(self, value, sizes):
+        assert merge_outputs([torch.tensor(value)] * len(sizes), sizes).item() == value
+
+    def test_python_floats_are_averaged_by_samples(self):
+        assert merge_outputs([{"accuracy": 1.0}, {"accuracy": 0.0}], [3, 1]) == {"accuracy": 0.75}
+
+    def test_gradients_reach_every_part_by_its_share(self):
+        parts = [torch.tensor(1.0, requires_grad=True), torch.tensor(2.0, requires_grad=True)]
+        merge_outputs(parts, [3, 1]).backward()
+        assert [part.grad.item() for part in parts] == [0.75, 0.25]
+
+    @pytest.mark.parametrize(
+        "values", [(1, 2), ("a", "b"), (True, False), (torch.tensor(1), torch.tensor(2)), (rows(3), rows(5))]
+    )
+    def test_of_anything_else_the_last_is_kept(self, values):
+        assert merge_outputs([{"value": value} for value in values], [2, 1])["value"] is values[-1]
+
+    def test_the_loss_of_a_mapping_is_left_to_the_caller(self):
+        outputs = [
+            {"loss": torch.zeros(2), "nested": {"loss": 1.0}},
+            {"loss": torch.zeros(1, 7), "nested": {"loss": 4.0}},
+        ]
+        merged = merge_outputs(outputs, [2, 1])
+        assert merged["loss"] is outputs[-1]["loss"]
+        assert merged["nested"] == {"loss": 2.0}
+
+    def test_the_outputs_are_not_changed(self):
+        outputs = [{"x": rows(2)}, {"x": rows(1)}]
+        merge_outputs(outputs, [2, 1])
+        assert [len(output["x"]) for output in outputs] == [2, 1]
+
+    def test_containers_keep_their_types(self):
+        outputs = [[Pair(rows(n), FrozenSample(rows(n), torch.tensor(float(n))))] for n in (2, 1)]
+        (merged,) = merge_outputs(outputs, [2, 1])
+        assert type(merged) is Pair
+        assert merged.x.shape == (3, 3)
+        assert type(merged.y) is FrozenSample
+        assert merged.y.y.item() == pytest.approx(5 / 3)
+
+    def test_hugging_face_outputs_are_merged(self):
+        outputs = [SequenceClassifierOutput(loss=torch.tensor(1.0), logits=rows(n)) for n in (2, 1)]
+        merged = merge_outputs(outputs, [2, 1])
+        assert type(merged) is SequenceClassifierOutput
+        assert merged.logits.shape == merged["logits"].shape == (3, 3)
+
+    def test_numpy_arrays_are_concatenated(self):
+        merged = merge_outputs([np.zeros((2, 3)), np.ones((1, 3))], [2, 1])
+        assert merged.tolist() == [[0.0] * 3, [0.0] * 3, [1.0] * 3]
+
+    def test_lists_with_an_entry_for_each_sample_are_joined(self):
+        assert merge_outputs([["a", "b"], ["c"]], [2, 1]) == ["a", "b", "c"]
+
+    def test_outputs_of_different_structures_give_the_last(self):
+        assert merge_outputs([{"a": 1.0}, {"b": 2.0}], [1, 1]) == {"b": 2.0}
+        assert merge_outputs([{"a": [1.0, 2.0, 3.0]}, {"a": [1.0, 2.0]}], [1, 1]) == {"a": [1.0, 2.0]}
+
+    def test_one_output_is_returned_itself(self):
+        output = {"x": rows(2)}
+        assert merge_outputs([output], [2]) is output
+
+    def test_none_everywhere_is_none(self):
+        assert merge_outputs([None, None], [1, 1]) is None
+
+    def test_none_on_some_microbatches_is_refused_by_number(self):
+        with pytest.raises(ValueError, match=r"None for microbatches 1, 3 of 3"):
+            merge_outputs([None, torch.tensor(1.0), None], [1, 1, 1])
+
+    def test_tensors_that_do_not_fit_together_are_refused_with_their_shapes(self):
+        with pytest.raises(ValueError, match=r"shapes \(2, 3\), \(1, 4\)"):
+            merge_outputs([rows(2, 3), rows(1, 4)], [2, 1])
