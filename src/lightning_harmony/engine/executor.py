@@ -568,7 +568,8 @@ class Executor:
         pack = self._pack_of[layer.index]
         self._pending[layer.index] -= 1
         if gradients:
-            self._swapper.accumulate(pack, layer, use, gradients)
+            # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
+            self._swapper.accumulate(pack, layer, use, gradients, add_to_earlier=self._in_backward)
 
     def verify(self, layer: SwappedLayer, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
         """Check a layer when it first runs backward."""

@@ -203,10 +203,24 @@ class Swapper:
         residency.dirty_buffers.clear()
 
     def accumulate(
-        self, pack: SwappedPack, layer: SwappedLayer, use: int, gradients: Sequence[tuple[nn.Parameter, Tensor]]
+        self,
+        pack: SwappedPack,
+        layer: SwappedLayer,
+        use: int,
+        gradients: Sequence[tuple[nn.Parameter, Tensor]],
+        *,
+        add_to_earlier: bool,
     ) -> None:
-        """Add the gradients of one microbatch to the sums on the device, in the parameters' own precision."""
-        accumulator = pack.accumulators.get(use) or self._open(pack, use)
+        """Add the gradients of one microbatch to the sums on the device, in the parameters' own precision.
+
+        Args:
+            pack: the pack.
+            layer: the layer of the pack that the gradients are of.
+            use: which call of the layer they are of.
+            gradients: of each parameter that has one.
+            add_to_earlier: whether sums begin with the parameters' `grad`, as accumulation over batches does.
+        """
+        accumulator = pack.accumulators.get(use) or self._open(pack, use, add_to_earlier=add_to_earlier)
         sums, touched = accumulator.sums, accumulator.touched
         first = [(sums[layer, p], gradient) for p, gradient in gradients if (layer, p) not in touched]
         further = [(sums[layer, p], gradient) for p, gradient in gradients if (layer, p) in touched]
@@ -217,7 +231,7 @@ class Swapper:
             torch._foreach_add_([total for total, _ in further], [gradient for _, gradient in further])
         touched.update((layer, p) for p, _ in gradients)
 
-    def _open(self, pack: SwappedPack, use: int) -> Accumulator:
+    def _open(self, pack: SwappedPack, use: int, *, add_to_earlier: bool) -> Accumulator:
         """A new accumulator. It begins with what the host has: parked sums, or the `grad` of earlier batches."""
         slots, num_bytes = pack.gradient_layout()
         buffer = self._device.scratch(num_bytes)
@@ -228,7 +242,7 @@ class Swapper:
             accumulator.includes_earlier = parked.includes_earlier
             self._load(accumulator, parked.sums, [parked.event])
             self._pool.give(parked.buffer, None)
-        elif use == 0:
+        elif use == 0 and add_to_earlier:
             earlier = {(layer, p): p.grad for layer, p in slots if p.grad is not None and not self.is_shared(p)}
             accumulator.includes_earlier = {p for _, p in earlier}
             self._load(accumulator, earlier, [])

@@ -1,0 +1,37 @@
+# Two commands do everything: `make demo` and `make test`. Both first make the virtual environment that they need.
+PYTHON ?= python3
+VENV ?= .venv
+# Where there is no NVIDIA GPU, this version of torch comes first: the newest one brings gigabytes of CUDA with it.
+# An index or a folder of wheels that pip knows may hold a CPU build of it.
+CPU_TORCH ?= torch==2.13.0
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+BIN := $(VENV)/bin
+SOURCES := src tests examples benchmarks
+
+.PHONY: demo test clean
+
+demo: $(VENV)/.installed-examples
+	$(BIN)/python examples/train_gpt.py
+
+test: $(VENV)/.installed-test
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/pytest -m "not gpu"
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-torch: | $(BIN)/python
+	command -v nvidia-smi > /dev/null || $(BIN)/python -m pip install "$(CPU_TORCH)"
+	touch $@
+
+# The package is installed editable, so only a change of what it needs asks for another installation.
+$(VENV)/.installed-%: pyproject.toml $(VENV)/.installed-torch
+	$(BIN)/python -m pip install --editable ".[$*]"
+	touch $@
