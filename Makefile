@@ -8,7 +8,6 @@ CPU_TORCH ?= torch==2.13.0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 BIN := $(VENV)/bin
-SOURCES := src tests examples benchmarks
 
 .PHONY: demo test clean
 
@@ -16,8 +15,8 @@ demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/train_gpt.py
 
 test: $(VENV)/.installed-test
-	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -m "not gpu"
 
@@ -28,7 +27,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed-torch: | $(BIN)/python
-	command -v nvidia-smi > /dev/null || $(BIN)/python -m pip install "$(CPU_TORCH)"
+	nvidia-smi > /dev/null 2>&1 || $(BIN)/python -m pip install "$(CPU_TORCH)"
 	touch $@
 
 # The package is installed editable, so only a change of what it needs asks for another installation.

@@ -1,6 +1,8 @@
 """Train a GPT on a device that is too small for it, and check the result against plain Lightning."""
 
 import argparse
+import logging
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from gpt import GPT
 from text import StandardLibrary
 from torch import Tensor
 
-from lightning_harmony import HarmonyStrategy
+from lightning_harmony import HarmonyStrategy, StepReport
 from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
 
 BATCH_SIZE = 8
@@ -34,33 +36,26 @@ class Options:
 
 
 class History(pl.Callback):
-    """Keeps the loss and the peak of every training step; prints a few losses at the end."""
+    """Keeps the loss and the report of every training step."""
 
-    def __init__(self, strategy: HarmonyStrategy, num_rows: int = 10) -> None:
+    def __init__(self, strategy: HarmonyStrategy) -> None:
         self.strategy = strategy
-        self.num_rows = num_rows
         self.losses: list[float] = []
-        self.peak_bytes = 0
+        self.reports: list[StepReport] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Remember what the step that just ended reports."""
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
-        self.peak_bytes = max(self.peak_bytes, *self.strategy.step_report.peak_device_bytes)
-
-    def on_fit_end(self, *_: Any) -> None:
-        """Print the loss at evenly spaced steps, the first and the last among them."""
-        last = len(self.losses) - 1
-        rows = sorted({round(last * row / (self.num_rows - 1)) for row in range(self.num_rows)})
-        print("\n  step    loss")
-        for step in rows:
-            print(f"{step + 1:6d}{self.losses[step]:8.3f}")
+        report = self.strategy.step_report
+        assert report is not None, "a training step has just ended"
+        self.reports.append(report)
 
 
 def parse_options(arguments: list[str] | None = None) -> Options:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--device-memory", default="32MiB", help="capacity of the device")
-    parser.add_argument("--max-steps", type=int, default=90, help="training steps of the main run")
+    parser.add_argument("--max-steps", type=int, default=70, help="training steps of the main run")
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--num-microbatches", type=int, default=4, help=f"must divide the batch of {BATCH_SIZE}")
     options = Options(**vars(parser.parse_args(arguments)))
@@ -101,7 +96,7 @@ def train(model: GPT, options: Options) -> History:
         strategy=strategy,
         accelerator=options.accelerator,
         devices=1,
-        max_steps=options.max_steps,
+        max_epochs=1,
         callbacks=[history],
         logger=False,
         enable_checkpointing=False,
@@ -109,6 +104,15 @@ def train(model: GPT, options: Options) -> History:
     )
     trainer.fit(model, datamodule=StandardLibrary(options.max_steps, BATCH_SIZE))
     return history
+
+
+def print_losses(losses: list[float], num_rows: int = 7) -> None:
+    """Print the mean loss of each stretch of steps: single batches are small, so their losses jump."""
+    length = math.ceil(len(losses) / num_rows)
+    print("\n     steps  mean loss")
+    for start in range(0, len(losses), length):
+        stretch = losses[start : start + length]
+        print(f"{f'{start + 1}-{start + len(stretch)}':>10}{sum(stretch) / len(stretch):>11.3f}")
 
 
 def print_text(model: GPT) -> None:
@@ -128,9 +132,9 @@ def per_microbatch_bytes(swapped_in: Mapping[str, int], swapped_out: Mapping[str
     return measured + (num_microbatches - 1) * repeated
 
 
-def print_report(history: History, options: Options) -> None:
+def print_report(reports: list[StepReport], options: Options) -> None:
     """Print what the last step swapped, and the peak of all steps."""
-    report = history.strategy.step_report
+    report = reports[-1]
     swapped_in, swapped_out = report.swapped_in_bytes, report.swapped_out_bytes
     print(f"\nThe last step: {report.seconds:.2f} s, {report.num_microbatches} microbatches, {report.num_packs} packs.")
     print(f"Update: {report.update} ({report.update_reason}).\n")
@@ -145,7 +149,8 @@ def print_report(history: History, options: Options) -> None:
         f"which is {alone / max(1, measured):.1f} times as much."
     )
     capacity = parse_bytes(options.device_memory)
-    print(f"Peak on the device: {format_bytes(history.peak_bytes)} of {format_bytes(capacity)}.")
+    peak_bytes = max(max(report.peak_device_bytes) for report in reports)
+    print(f"Peak on the device: {format_bytes(peak_bytes)} of {format_bytes(capacity)}.")
 
 
 def train_briefly(options: Options, num_steps: int, **trainer_arguments: Any) -> dict[str, Tensor]:
@@ -156,7 +161,7 @@ def train_briefly(options: Options, num_steps: int, **trainer_arguments: Any) ->
     trainer = pl.Trainer(
         accelerator=options.accelerator,
         devices=1,
-        max_steps=num_steps,
+        max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -177,6 +182,7 @@ def largest_difference(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
 def compare_with_plain(options: Options) -> bool:
     """Train a few steps both ways from equal weights; say whether all weights are equal, bit for bit."""
     print(f"\nTraining {NUM_COMPARED_STEPS} steps with harmony, and {NUM_COMPARED_STEPS} with plain Lightning ...")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # said before: which accelerators there are
     ours = train_briefly(options, NUM_COMPARED_STEPS, strategy=harmony(options))
     plain = train_briefly(options, NUM_COMPARED_STEPS, accumulate_grad_batches=options.num_microbatches)
     unequal = [name for name in plain if not torch.equal(ours[name], plain[name])]
@@ -195,8 +201,9 @@ def main() -> int:
     model = new_model()
     print_header(model, options)
     history = train(model, options)
+    print_losses(history.losses)
     print_text(model)
-    print_report(history, options)
+    print_report(history.reports, options)
     return 0 if compare_with_plain(options) else 1
 
 

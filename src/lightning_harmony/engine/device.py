@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -77,6 +77,10 @@ class Device(ABC):
     @abstractmethod
     def computing(self) -> AbstractContextManager[None]:
         """The context of all code that computes on this device."""
+
+    def on_host(self) -> AbstractContextManager[None]:
+        """The context of host work in the middle of code that computes on this device."""
+        return nullcontext()
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """A flat uint8 buffer on the host that this device copies from and to at full speed."""
@@ -191,6 +195,7 @@ class VirtualDevice(Device):
         self._allocated_bytes = 0
         self._peak_bytes = 0
         self._watched_bytes = 0
+        self._is_counting = True
         # Storages end in whatever thread drops the last reference.
         self._lock = threading.RLock()
 
@@ -208,15 +213,24 @@ class VirtualDevice(Device):
         Raises:
             DeviceOutOfMemoryError: if it doesn't fit.
         """
-        storage = tensor.untyped_storage()
+        if tensor.layout is not torch.strided:
+            for part in _parts_of_sparse(tensor):
+                self.count(part)
+        elif tensor.device == self.torch_device:
+            self._count_storage(tensor.untyped_storage())
+
+    def _count_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         num_bytes = storage.nbytes()
         with self._lock:
-            if key in self._live:
+            known = self._live.get(key)
+            if known == num_bytes:
                 return
             self._live[key] = num_bytes
-            self._allocated_bytes += num_bytes
-            weakref.finalize(storage, self._forget, key).atexit = False
+            # An operation may have resized a storage that is counted already.
+            self._allocated_bytes += num_bytes - (known or 0)
+            if known is None:
+                weakref.finalize(storage, self._forget, key).atexit = False
             if self.capacity_bytes is not None and self._allocated_bytes > self.capacity_bytes:
                 raise DeviceOutOfMemoryError(self._allocated_bytes - self.capacity_bytes)
             self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
@@ -253,6 +267,27 @@ class VirtualDevice(Device):
             yield
 
 
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Count nothing: host and device memory are the same here, but what is on the host takes no capacity."""
+        before, self._is_counting = self._is_counting, False
+        try:
+            yield
+        finally:
+            self._is_counting = before
+
+    def count_results(self, result: Any) -> None:
+        """Count the tensors that an operation returned."""
+        if not self._is_counting:
+            return
+        if isinstance(result, Tensor):
+            self.count(result)
+        elif result is not None:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self.count(leaf)
+
+
 class _Meter(TorchDispatchMode):
     """Counts the storages of all results on a virtual device."""
 
@@ -262,13 +297,19 @@ class _Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self._device.count(result)
-        elif result is not None:
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self._device.count(leaf)
+        self._device.count_results(result)
         return result
+
+
+def _parts_of_sparse(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The strided tensors that a sparse one consists of, as far as they can be had."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
 
 
 def _flat(num_bytes: int, device: torch.device) -> Tensor:

@@ -70,6 +70,7 @@ class LaneProgress:
     position: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
     uses: Counter[int] = field(default_factory=Counter)
     tokens: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    pending: Counter[int] = field(default_factory=Counter)
     calls: list[int] = field(default_factory=list)
     differentiating: bool = False
 
@@ -116,8 +117,7 @@ class Executor:
         self._random = RandomStreams([], [])
         self._packs: list[SwappedPack] = []
         self._pack_of: dict[int, SwappedPack] = {}
-        self._work: dict[tuple[int, Phase], int] = {}
-        self._pending: Counter[int] = Counter()
+        self._work: Counter[tuple[int, Phase]] = Counter()
         self._delivered: set[int] = set()
         self._verified: set[int] = set()
         self._measured_elements = -1
@@ -172,18 +172,11 @@ class Executor:
             [self._layers[order[i]] for i in pack] for pack in fill_capacity(costs, self.device.capacity_bytes)
         ]
         uncalled = [[layer] for layer in self._layers if layer.index not in set(order)]
-        work = dict(self._work)
-        single = {layer.index: self._pack_of[layer.index].index for layer in self._layers}
         self._arrange([*packs, *uncalled], calls)
-        self._work = {}
-        for pack in self._packs:
-            for phase in Phase:
-                several = [work.get((single[layer.index], phase), 0) for layer in pack.layers]
-                self._work[pack.index, phase] = max(several)
 
     def _cost(self, layer: SwappedLayer) -> LayerCost:
         pack = self._pack_of[layer.index]
-        forward, backward = (self._work.get((pack.index, phase), 0) for phase in Phase)
+        forward, backward = (self._work_bytes(pack, phase) for phase in Phase)
         weights = pack.weight_bytes + pack.buffer_bytes
         return LayerCost(layer.name, weights, pack.gradient_layout()[1], forward, backward)
 
@@ -210,7 +203,6 @@ class Executor:
         self._measuring = num_elements > self._measured_elements
         self._num_elements = num_elements
         self._random = RandomStreams([microbatch.seed for microbatch in microbatches], self.cuda_devices)
-        self._pending.clear()
         self.updater.reclaim()
         self._in_backward = False
         jobs = [lambda number=number: self._run_lane(number) for number in range(len(microbatches))]
@@ -319,7 +311,17 @@ class Executor:
         request = progress.lane.request
         if progress.lane.finished:
             return False
-        return until is Phase.BACKWARD or request is None or request.phase is Phase.FORWARD
+        if request is None or request.phase is Phase.FORWARD:
+            return True
+        return until is Phase.BACKWARD and not self._is_overtaking(progress, request.pack)
+
+    def _is_overtaking(self, progress: LaneProgress, pack: int | None) -> bool:
+        """Whether an earlier microbatch still has gradients for a pack: sums are made in the order of microbatches."""
+        if pack is None:
+            return False
+        layers = self._packs[pack].layers
+        earlier = self._running[: progress.lane.microbatch]
+        return any(not other.lane.finished and any(other.pending[layer.index] for layer in layers) for other in earlier)
 
     def _turn(self, progress: LaneProgress) -> tuple[bool, int, int, int]:
         """Forward before backward, then by place in the plan: the lanes behind catch up, and share a pack's visit."""
@@ -353,8 +355,9 @@ class Executor:
                 error.add_note(f"in task {Task(pack.index, request.phase, progress.lane.microbatch)} ({pack.name})")
             raise
         if measured is not None and pack is not None:
-            key = pack.index, request.phase
-            self._work[key] = max(self._work.get(key, 0), measured() - before)
+            for layer in pack.layers:
+                key = layer.index, request.phase
+                self._work[key] = max(self._work[key], measured() - before)
         self._stash.retire()
         self.device.retire()
         if self._in_backward and pack is not None:
@@ -381,8 +384,7 @@ class Executor:
             self._evict_all_but(pack)
         needed = self._needed_bytes(pack, phase)
         missing = 0 if pack.residency is not None else pack.weight_bytes + pack.buffer_bytes
-        while not self.device.room_for(missing + needed) and self._make_room(pack, phase, position):
-            pass
+        self._ensure_room(missing + needed, pack, phase, position)
         try:
             self._swapper.swap_in(pack)
         except torch.OutOfMemoryError as error:
@@ -397,7 +399,16 @@ class Executor:
         last = self._predicted is not None and pack.index == self.plan.last_pack
         gradients = pack.gradient_layout()[1] if (phase is Phase.BACKWARD or last) and not pack.accumulators else 0
         phases = list(Phase) if last else [phase]
-        return gradients + sum(self._work.get((pack.index, each), 0) for each in phases)
+        return gradients + sum(self._work_bytes(pack, each) for each in phases)
+
+    def _work_bytes(self, pack: SwappedPack, phase: Phase) -> int:
+        """The most that one of a pack's layers was seen to allocate."""
+        return max(self._work[layer.index, phase] for layer in pack.layers)
+
+    def _ensure_room(self, num_bytes: int, pack: SwappedPack, phase: Phase, position: int) -> None:
+        """Free what isn't needed now, until there is room or nothing is left to free."""
+        while not self.device.room_for(num_bytes) and self._make_room(pack, phase, position):
+            pass
 
     def _make_room(self, pack: SwappedPack, phase: Phase, position: int) -> bool:
         """Free something that isn't needed now, cheapest first; False if there is nothing left."""
@@ -450,7 +461,7 @@ class Executor:
             for pack in packs
             if pack.index not in self._delivered
             and (pack.accumulators or pack.parked)
-            and not any(self._pending[layer.index] for layer in pack.layers)
+            and not any(progress.pending[layer.index] for progress in self._running for layer in pack.layers)
             and not self.reentrant
         )
 
@@ -477,7 +488,9 @@ class Executor:
             progress.calls.append(layer.index)
         if not self._is_granted(progress, phase, pack):
             progress.lane.park(Request(phase, pack.index))
-            pack = self._pack_of[layer.index]
+        else:
+            # Between the layers of a pack, what the last one left to be swapped out may still be there.
+            self._ensure_room(self._needed_bytes(pack, phase), pack, phase, progress.position[phase])
         assert pack.residency is not None
         yield pack.residency
 
@@ -485,8 +498,14 @@ class Executor:
         """Whether the lane may go on in the pack that it is in. After the loss that holds for its backward, too."""
         if progress.task is None or progress.task[1] != pack.index or pack.residency is None:
             return False
-        fused = self._predicted is not None and progress.differentiating and not self._in_backward
-        return progress.task[0] is phase or (fused and phase is Phase.BACKWARD)
+        if progress.task[0] is phase:
+            return True
+        if self._predicted is None or self._in_backward:
+            return False
+        # Fused: the lane has come from the pack's forward to its backward.
+        earlier = self._running[: progress.lane.microbatch]
+        in_order = all(other.differentiating or other.lane.finished for other in earlier)
+        return in_order and not self._is_overtaking(progress, pack.index)
 
     @contextmanager
     def _alone(self, pack: SwappedPack) -> Iterator[Residency]:
@@ -549,7 +568,7 @@ class Executor:
             return 0
         if progress.differentiating:
             self._refuse_late_call(layer)
-        self._pending[layer.index] += 1
+        progress.pending[layer.index] += 1
         use = progress.uses[layer.index]
         progress.uses[layer.index] += 1
         return use
@@ -566,7 +585,9 @@ class Executor:
     def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Take the gradients of one announced backward."""
         pack = self._pack_of[layer.index]
-        self._pending[layer.index] -= 1
+        lane = current_lane()
+        if lane in self._progress:
+            self._progress[lane].pending[layer.index] -= 1
         if gradients:
             # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
             self._swapper.accumulate(pack, layer, use, gradients, add_to_earlier=self._in_backward)
@@ -578,7 +599,8 @@ class Executor:
         self._verified.add(layer.index)
         residency = self._pack_of[layer.index].residency
         assert residency is not None
-        verify_layer(layer, residency, outputs, known)
+        with self.device.on_host():
+            verify_layer(layer, residency, outputs, known)
 
     def _current(self) -> LaneProgress:
         lane = current_lane()

@@ -57,12 +57,11 @@ class StandIn(Tensor):
     @staticmethod
     def of(parameter: nn.Parameter, device: torch.device, runtime: Runtime, *, requires_grad: bool) -> StandIn:
         """A stand-in for a parameter on a device."""
-        element = torch.zeros(min(parameter.numel(), 1), dtype=parameter.dtype, device=device)
+        element = torch.zeros((), dtype=parameter.dtype, device=device)
         if parameter.is_floating_point():
             # Whoever gets past the stand-in must notice.
             element.fill_(torch.nan)
-        data = element.expand(parameter.shape) if parameter.numel() else element.view(parameter.shape)
-        stand_in = Tensor._make_subclass(StandIn, data, requires_grad)
+        stand_in = Tensor._make_subclass(StandIn, element.expand(parameter.shape), requires_grad)
         stand_in._is_param = True  # type: ignore[attr-defined]
         stand_in._parameter, stand_in._runtime = parameter, runtime
         return stand_in
@@ -171,7 +170,7 @@ class _Token(torch.autograd.Function):
     ) -> Tensor:
         ctx.layer, ctx.parameter, ctx.runtime = layer, parameter, runtime
         ctx.use = runtime.expect_backward(layer)
-        return torch.zeros(1, dtype=parameter.dtype, device=device).expand(parameter.shape)
+        return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
@@ -257,5 +256,5 @@ class SavedWeight:
     def load(self) -> Tensor:
         """The same view of the parameter, swapped in again."""
         with self._runtime.visit(self._layer, Phase.BACKWARD) as residency:
-            (leaf,) = residency.leaves.values()
+            leaf = residency.leaves[self._layer.parameters[0]]
             return leaf.detach().as_strided(self._size, self._stride, leaf.storage_offset() + self._offset)

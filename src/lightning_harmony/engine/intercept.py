@@ -217,7 +217,8 @@ class LayerCall:
         changed = [
             key
             for key, tensor in left.items()
-            if tensor is not None and (tensor is not resident[key] or tensor._version != self._versions[key])
+            if tensor is not None
+            and (tensor is not resident[key] or tensor._version != self._versions[key] or _is_statistic(key))
         ]
         resident.update({key: tensor.detach() for key in changed if (tensor := left[key]) is not None})
         self.residency.dirty_buffers.update(changed)
@@ -256,6 +257,12 @@ class LayerCall:
                 f"layer {self._layer.name!r} takes a tensor that needs gradients inside an object; "
                 "pass it as an argument of its own, or in a tuple, list or dict"
             )
+
+
+def _is_statistic(key: BufferKey) -> bool:
+    """Whether a buffer is one that batch and instance norm kernels update, which count no version."""
+    owner, name = key
+    return owner.training and name in ("running_mean", "running_var")
 
 
 class _StashedObject:

@@ -27,10 +27,11 @@ class Stashed:
         compact = _compact(tensor)
         self._compact_size, self._compact_stride = compact.size(), compact.stride()
         num_bytes = compact.numel() * compact.element_size()
-        self._buffer, free = stash.pool.take(num_bytes)
         self._loaded: Event | None = None
-        host = self._buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
         device = stash.device
+        with device.on_host():
+            self._buffer, free = stash.pool.take(num_bytes)
+            host = self._buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
         self._stored = device.swap_out.submit(
             lambda: _copy(host, compact), after=[device.record(), *free]
         )
@@ -51,7 +52,9 @@ class Stashed:
         return _restore(compact, self._size, self._stride)
 
     def __del__(self) -> None:
-        self._stash.pool.give(self._buffer, self._loaded or self._stored)
+        # Where there was no room to begin with, there is nothing to give back.
+        if hasattr(self, "_stored"):
+            self._stash.pool.give(self._buffer, self._loaded or self._stored)
 
 
 class Stash:

@@ -194,7 +194,7 @@ class Swapper:
         """Copy the buffers that layers changed to the host's, which are the user's own tensors."""
         for key in residency.dirty_buffers:
             host, changed = _buffer(key), residency.buffers[key]
-            with torch.no_grad():
+            with torch.no_grad(), self._device.on_host():
                 if host.shape == changed.shape and host.dtype == changed.dtype:
                     host.copy_(changed)
                 else:
@@ -268,14 +268,15 @@ class Swapper:
         gradients = list(pack.parked.values())
         for use, accumulator in pack.accumulators.items():
             num_bytes = accumulator.buffer.numel()
-            host, free = self._pool.take(num_bytes)
+            slots, _ = pack.gradient_layout()
+            with self._device.on_host():
+                host, free = self._pool.take(num_bytes)
+                sums = {key: slots[key].view(host) for key in slots if key in accumulator.touched}
             event = self._device.swap_out.submit(
                 partial(_copy, host, accumulator.buffer), after=[self._device.record(), *free]
             )
             self._device.keep_until(event, accumulator.buffer)
             self._traffic.count_out("gradients", num_bytes)
-            slots, _ = pack.gradient_layout()
-            sums = {key: slots[key].view(host) for key in slots if key in accumulator.touched}
             gradients.append(HostGradients(use, host, event, sums, accumulator.includes_earlier))
         pack.accumulators, pack.parked = {}, {}
         return gradients

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.host_store import HostPool
-from lightning_harmony.engine.stream import HostStream
+from lightning_harmony.engine.stream import Event, HostStream
 from lightning_harmony.engine.swap import HostGradients
 
 # Optimizers that update each parameter from its own gradient and state alone, so that a step pack by pack is the same
@@ -62,6 +62,7 @@ class Updater:
         self._parts: dict[nn.Parameter, list[_Part]] = {}
         self._unused: dict[int, int] = {}
         self._held: list[HostGradients] = []
+        self._submitted: list[Event] = []
 
     def begin(self, optimizer: Optimizer | None, packs: Iterable[Sequence[nn.Parameter]]) -> None:
         """Begin a step.
@@ -70,6 +71,9 @@ class Updater:
             optimizer: the one to step just in time; None if gradients are only to be collected.
             packs: the parameters of each pack that `deliver` will be called for.
         """
+        # A step that failed never came to its end: what it left must not run into this one.
+        self._drain()
+        self._submitted = []
         self._optimizer = optimizer
         self._parts = defaultdict(list)
         self._num_owners = defaultdict(int)
@@ -92,12 +96,20 @@ class Updater:
         parts = [self._parts.pop(parameter) for parameter in ready]
         if ready:
             events = {id(part.source): part.source.event for several in parts for part in several}
-            self._stream.submit(lambda: self._take(ready, parts), after=list(events.values()))
+            taken = self._stream.submit(lambda: self._take(ready, parts), after=list(events.values()))
+            self._submitted.append(taken)
 
     def finish(self) -> None:
-        """Wait until every gradient is in place and every update is done; raise what they raised."""
-        self._stream.submit(lambda: None).synchronize()
+        """Wait until every gradient is in place and every update is done; raise what the first of them raised."""
+        self._drain()
+        submitted, self._submitted = self._submitted, []
         self._optimizer = None
+        for taken in submitted:
+            taken.synchronize()
+
+    def _drain(self) -> None:
+        """Wait until nothing is under way."""
+        self._stream.submit(lambda: None).synchronize()
 
     def _take(self, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]]) -> None:
         for parameter, contributions in zip(parameters, parts, strict=True):

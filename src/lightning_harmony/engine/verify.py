@@ -34,15 +34,21 @@ def verify_layer(layer: SwappedLayer, residency: Residency, outputs: Sequence[Te
             "pass it as an argument, or make a larger module the layer with HarmonyStrategy(layers=...)"
         )
     for parameter in layer.parameters:
-        if not torch.equal(residency.leaves[parameter].detach().cpu(), parameter.detach()):
+        if not torch.equal(_bits(residency.leaves[parameter].cpu()), _bits(parameter)):
             raise UnsupportedModelError(
                 f"layer {layer.name!r} changes the data of a parameter in its forward, which swapping would lose; "
                 "do that in a hook such as on_train_batch_start"
             )
 
 
+def _bits(tensor: Tensor) -> Tensor:
+    """The bytes of the elements: a parameter that is not a number yet is still unchanged."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
 def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
     """The leaf tensors that the graph of some outputs leads to."""
+    yield from (tensor for tensor in outputs if tensor.is_leaf and tensor.requires_grad)
     nodes: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(nodes)
     while nodes:

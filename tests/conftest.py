@@ -1,0 +1,37 @@
+"""Fixtures that make mistakes visible."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_harmony.engine.device import VirtualDevice
+from lightning_harmony.engine.stream import Event
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is evicted from a virtual device becomes NaN, so that no stale read can pass."""
+
+    def free(self: VirtualDevice, buffer: Tensor, uses: Sequence[Event]) -> None:
+        for use in uses:
+            use.synchronize()
+        buffer.untyped_storage().fill_(0xFF)
+
+    monkeypatch.setattr(VirtualDevice, "free", free)
+
+
+@pytest.fixture(autouse=True)
+def few_threads() -> Iterator[None]:
+    """Tests are small: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def small_stash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests' tensors are small: swap out all but scalars."""
+    monkeypatch.setattr("lightning_harmony.engine.stash.SMALLEST_BYTES", 64)

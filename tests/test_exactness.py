@@ -1,0 +1,138 @@
+"""Bit for bit what plain Lightning computes with the same microbatches, whatever the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import nets
+import pytest
+import torch
+from same_training import Net, assert_same_training, compare, train_harmony
+
+from lightning_harmony import HarmonyStrategy
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+}
+NETS: dict[str, Callable[[], torch.nn.Module]] = {
+    "plain": nets.Language,
+    "dropout": lambda: nets.Language(dropout=0.3),
+    "frozen": nets.Frozen,
+    "skipped": nets.RandomlySkipped,
+    "reordered": nets.Reordered,
+    "rich": nets.Rich,
+    "own-parameters": nets.OwnParameters,
+    "spectral-norm": nets.SpectralNorm,
+    "recurrent": nets.Recurrent,
+}
+CAPACITIES = {"all": None, "some": "88KiB", "tight": "56KiB"}
+
+
+def build(net: Callable[[], torch.nn.Module], optimizer: str = "sgd") -> Net:
+    torch.manual_seed(0)
+    return Net(net(), OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("net", NETS)
+def test_every_network_trains_bit_for_bit_as_plain_lightning(net: str, capacity: str) -> None:
+    assert_same_training(build(NETS[net]), nets.tokens(), device_memory=CAPACITIES[capacity])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8])
+def test_every_optimizer_and_number_of_microbatches(optimizer: str, num_microbatches: int) -> None:
+    batch_size = num_microbatches * (8 // num_microbatches)
+    samples = nets.tokens(3 * batch_size)
+    assert_same_training(
+        build(lambda: nets.Language(dropout=0.3), optimizer),
+        samples,
+        device_memory="96KiB",
+        num_microbatches=num_microbatches,
+        batch_size=batch_size,
+    )
+
+
+@pytest.mark.parametrize("capacity", [None, "40KiB"])
+def test_batch_norm_statistics_follow_the_microbatches(capacity: str | None) -> None:
+    assert_same_training(build(nets.Convolutions), nets.images(), device_memory=capacity)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
+def test_precisions(precision: Any) -> None:
+    module = build(lambda: nets.Language(dropout=0.3))
+    assert_same_training(module, nets.tokens(), device_memory="96KiB", precision=precision)
+
+
+SUMMED_IN_ANOTHER_ORDER = {
+    "tied": nets.Tied,
+    "tied-by-code": nets.TiedByCode,
+    "used-twice": nets.Repeated,
+    "several-consumers": nets.Shared,
+    "skip-connections": nets.SkipConnections,
+    "regularized": nets.Regularized,
+}
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("net", SUMMED_IN_ANOTHER_ORDER)
+def test_gradients_with_several_sources_differ_by_the_rounding_of_their_sum_only(net: str, capacity: str) -> None:
+    """Plain Lightning adds the sources of one microbatch, then microbatches; here each source adds its microbatches."""
+    module = build(SUMMED_IN_ANOTHER_ORDER[net])
+    assert_same_training(module, nets.tokens(), device_memory=CAPACITIES[capacity], tolerance=2e-6)
+
+
+@pytest.mark.parametrize("net", {**NETS, **SUMMED_IN_ANOTHER_ORDER})
+def test_the_result_does_not_depend_on_the_plan(net: str) -> None:
+    """Capacity, packs and the choice of layers change nothing, not even where plain Lightning sums in another order."""
+    module = build({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net])
+    strategies = [
+        HarmonyStrategy(num_microbatches=4),
+        HarmonyStrategy(num_microbatches=4, device_memory="88KiB"),
+        HarmonyStrategy(num_microbatches=4, device_memory="56KiB", update="deferred"),
+    ]
+    runs = [_train(module, strategy) for strategy in strategies]
+    for other in runs[1:]:
+        compare(runs[0], other)
+
+
+def _train(module: Net, strategy: Any) -> Any:
+    import copy
+
+    return train_harmony(copy.deepcopy(module), nets.tokens(), strategy, 8, with_gradients=False)
+
+
+def _hugging_face(name: str) -> torch.nn.Module:
+    import transformers as hf
+
+    size = {"vocab_size": nets.VOCABULARY}
+    models: dict[str, Callable[[], torch.nn.Module]] = {
+        "gpt2": lambda: hf.GPT2LMHeadModel(
+            hf.GPT2Config(**size, n_embd=16, n_layer=3, n_head=2, n_positions=16, tie_word_embeddings=False)
+        ),
+        "llama": lambda: hf.LlamaForCausalLM(
+            hf.LlamaConfig(
+                **size, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+                num_key_value_heads=1, tie_word_embeddings=False,
+            )  # fmt: skip
+        ),
+        "bert": lambda: hf.BertForMaskedLM(
+            hf.BertConfig(
+                **size, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+                max_position_embeddings=16, tie_word_embeddings=False,
+            )  # fmt: skip
+        ),
+    }
+    return nets.HuggingFace(models[name]())
+
+
+@pytest.mark.parametrize("capacity", [None, "100KiB"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_hugging_face_models_from_config(name: str, capacity: str | None) -> None:
+    module = build(lambda: _hugging_face(name), "adamw")
+    assert_same_training(module, nets.tokens(), device_memory=capacity)

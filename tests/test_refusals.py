@@ -1,0 +1,447 @@
+"""What cannot be done is refused before anything is trained, with the cause and the way out, and the way out works."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import nets
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision
+from same_training import Net, trainer_for
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_harmony import CapacityError, HarmonyStrategy, UnsupportedModelError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+]
+
+
+def fit(module: pl.LightningModule, strategy: Any = None, *, collate: Any = None, steps: int = 2, **options: Any) -> Any:
+    trainer = trainer_for(strategy or HarmonyStrategy(), steps, [], **options)
+    trainer.fit(module, DataLoader(nets.tokens(16), batch_size=8, collate_fn=collate))
+    return trainer
+
+
+def values(module: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def assert_refused(
+    module: pl.LightningModule, error: type[Exception], words: Iterable[str], train: Callable[[], Any]
+) -> None:
+    """The message says the words; the module is as before and an ordinary one; no thread is left."""
+    before = values(module)
+    with pytest.raises(error) as raised:
+        train()
+    message = str(raised.value)
+    assert [word for word in words if word not in message] == [], message
+    assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+    assert {type(parameter) for parameter in module.parameters()} == {nn.Parameter}
+    assert not [child for child in module.modules() if "forward" in vars(child)]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("harmony")]
+
+
+def assert_trains(module: pl.LightningModule, train: Callable[[], Any]) -> None:
+    before = values(module)
+    assert train().global_step == 2
+    assert any(not torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+
+
+# --- The machine is too small.
+
+
+def test_a_capacity_below_the_largest_layer_names_it_and_the_missing_bytes() -> None:
+    module = Net(nets.Language())
+    # A linear layer of a block: (64 * 16 + 64) * 4 = 4352 bytes of weights, and again of gradients.
+    words = ["net.blocks.0.up", "2.5 KiB more", "6 KiB", "device_memory"]
+    assert_refused(module, CapacityError, words, lambda: fit(module, HarmonyStrategy(device_memory="6KiB")))
+    assert_trains(module, lambda: fit(module, HarmonyStrategy(device_memory="32KiB")))
+
+
+def test_a_capacity_without_room_for_a_layers_work_is_refused_in_the_first_step() -> None:
+    module = Net(nets.Language())
+    # Weights and gradients of a block take 20 KiB; its activations for 2 * 6 tokens take some more.
+    words = ["net.blocks.", "21 KiB", "B", "num_microbatches", "device_memory"]
+    assert_refused(module, CapacityError, words, lambda: fit(module, HarmonyStrategy(device_memory="21KiB")))
+    assert module.losses == [] or len(module.losses) <= 4, "a second step was begun"
+    assert_trains(module, lambda: fit(module, HarmonyStrategy(device_memory="48KiB")))
+
+
+def test_a_capacity_without_room_for_the_glue_is_refused_in_the_first_step() -> None:
+    class Wasteful(nets.Language):
+        def body(self, x: Tensor) -> Tensor:
+            return super().body(x + torch.zeros(16, *x.shape).sum(0))
+
+    module = Net(Wasteful())
+    words = ["exceeds the capacity of 28 KiB", "device_memory"]
+    assert_refused(
+        module,
+        CapacityError,
+        words,
+        lambda: fit(module, HarmonyStrategy(device_memory="28KiB", num_microbatches=1)),
+    )
+    assert_trains(module, lambda: fit(module, HarmonyStrategy(device_memory="28KiB", num_microbatches=8)))
+
+
+def test_too_little_host_memory_says_how_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Net(nets.Language(), lambda parameters: torch.optim.AdamW(parameters))
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_harmony.strategy.free_host_bytes", lambda: 3 * num_bytes - 1024)
+        assert_refused(module, CapacityError, ["host", "1 KiB short", "Add host memory", "optimizer"], lambda: fit(module))
+    assert_trains(module, lambda: fit(module))
+
+
+# --- Arguments.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_microbatches": 2, "microbatch_size": 2}, ["num_microbatches=2", "microbatch_size=2", "at most one"]),
+        ({"num_microbatches": 0}, ["num_microbatches=0", "at least 1"]),
+        ({"microbatch_size": -1}, ["microbatch_size=-1", "at least 1"]),
+        ({"num_microbatches": "4"}, ["num_microbatches='4'", "whole number"]),
+        ({"device_memory": "lots"}, ["'lots'", "device_memory", "16GiB"]),
+        ({"device_memory": "-1GiB"}, ["'-1GiB'", "positive"]),
+        ({"device_memory": 0}, ["0 is not", "device_memory"]),
+        ({"device_memory": 1.5}, ["1.5", "device_memory"]),
+        ({"update": "later"}, ["update='later'", "'auto'", "'just-in-time'", "'deferred'"]),
+        ({"loss_reduction": "median"}, ["loss_reduction='median'", "'mean'", "'sum'"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_nonsense_arguments_are_refused_when_the_strategy_is_made(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError, match="HarmonyStrategy") as raised:
+        HarmonyStrategy(**arguments)
+    assert [word for word in words if word not in str(raised.value)] == []
+
+
+@pytest.mark.parametrize("layers", ["Block", nets.Block, [nets.Block()], 5], ids=["name", "class", "module", "number"])
+def test_layers_that_are_no_classes_are_refused(layers: Any) -> None:
+    module = Net(nets.Language())
+    assert_refused(module, TypeError, ["layers", "collection of module classes"], lambda: fit(module, HarmonyStrategy(layers=layers)))
+    assert_trains(module, lambda: fit(module, HarmonyStrategy(layers=[nets.Block])))
+
+
+# --- The batch.
+
+
+def test_more_microbatches_than_samples_are_refused() -> None:
+    module = Net(nets.Language())
+    words = ["batch of 8 samples", "16 microbatches", "HarmonyStrategy(num_microbatches=...)"]
+    assert_refused(module, ValueError, words, lambda: fit(module, HarmonyStrategy(num_microbatches=16)))
+    assert_trains(module, lambda: fit(module, HarmonyStrategy(num_microbatches=8)))
+
+
+class Graph:
+    """A batch that nobody but its owner can take apart."""
+
+    def __init__(self, samples: list[Tensor]) -> None:
+        self.tokens = torch.stack(samples)
+
+
+class OnGraphs(nets.Language):
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch.tokens)
+
+
+def test_a_batch_whose_size_cannot_be_told_is_refused() -> None:
+    module = Net(OnGraphs())
+    words = ["Graph", "cannot be told", "HarmonyStrategy(num_microbatches=1)"]
+    assert_refused(module, ValueError, words, lambda: fit(module, collate=Graph))
+    assert_trains(module, lambda: fit(module, HarmonyStrategy(num_microbatches=1), collate=Graph))
+
+
+# --- The accelerator, the launcher, plugins.
+
+
+class Abacus(CPUAccelerator):
+    """An accelerator that nobody has heard of, though it computes where CPUs do."""
+
+
+def test_an_accelerator_that_cannot_be_served_is_refused() -> None:
+    module = Net(nets.Language())
+    words = ["Abacus", "accelerator='gpu'", "accelerator='cpu'"]
+    assert_refused(module, ValueError, words, lambda: fit(module, accelerator=Abacus()))
+    assert_trains(module, lambda: fit(module, accelerator="cpu"))
+
+
+def test_several_processes_on_a_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Net(nets.Language())
+    with monkeypatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        words = ["LOCAL_WORLD_SIZE=2", "one process", "--nproc-per-node=1"]
+        assert_refused(module, ValueError, words, lambda: fit(module))
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        assert_trains(module, lambda: fit(module))
+
+
+@pytest.mark.parametrize(
+    ("option", "word"), [({"devices": 2}, "devices=1"), ({"num_nodes": 2}, "num_nodes=1")], ids=["devices", "num_nodes"]
+)
+@pytest.mark.parametrize("strategy", ["harmony", HarmonyStrategy], ids=["name", "instance"])
+def test_several_devices_and_nodes_are_refused(strategy: Any, option: dict[str, int], word: str) -> None:
+    module = Net(nets.Language())
+    make = strategy if isinstance(strategy, str) else strategy()
+    assert_refused(module, ValueError, ["harmony", word], lambda: fit(module, make, **option))
+    assert_trains(module, lambda: fit(module, strategy if isinstance(strategy, str) else strategy()))
+
+
+@pytest.mark.parametrize(
+    "plugin", [lambda: FSDPPrecision("bf16-mixed"), lambda: DeepSpeedPrecision("bf16-mixed")], ids=["fsdp", "deepspeed"]
+)
+def test_precision_plugins_that_manage_parameters_are_refused(plugin: Callable[[], Any]) -> None:
+    module = Net(nets.Language())
+    words = [type(plugin()).__name__, "strategy='harmony'", "'bf16-mixed'"]
+    assert_refused(module, ValueError, words, lambda: fit(module, plugins=[plugin()]))
+    assert_refused(module, ValueError, words, lambda: fit(module, HarmonyStrategy(precision_plugin=plugin())))
+    assert_trains(module, lambda: fit(module, precision="bf16-mixed"))
+
+
+# --- The model. Each is its own remedy: with `bad` off it trains.
+
+
+class Switch(nn.Module):
+    """A block that can be told to behave."""
+
+    bad = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(nets.WIDTH, nets.WIDTH)
+
+
+class ChangesItsInput(Switch):
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(x, inplace=self.bad)
+        return self.linear(x)
+
+
+class AddsToItsInput(Switch):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.bad:
+            with torch.no_grad():
+                x += 1
+        return y
+
+
+class ChangesItsWeight(Switch):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bad:
+            with torch.no_grad():
+                self.linear.weight.mul_(0.5)
+        return self.linear(x)
+
+
+class ClampsTheDataOfItsWeight(Switch):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bad:
+            self.linear.weight.data.clamp_(-0.01, 0.01)
+        return self.linear(x)
+
+
+class AssignsTheDataOfItsWeight(Switch):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bad:
+            self.linear.weight.data = self.linear.weight.data * 0.5
+        return self.linear(x)
+
+
+class UsesAnothersParameter(Switch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.elsewhere = (nn.Parameter(torch.ones(nets.WIDTH)),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.elsewhere[0] if self.bad else x)
+
+
+class DifferentiatesWithin(Switch):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.bad:
+            (slope,) = torch.autograd.grad(y.sum(), self.linear.weight, create_graph=True)
+            return y + slope.sum()
+        return y
+
+
+CHANGES_DATA = ["changes the data of a parameter", "on_train_batch_start"]
+BAD_LAYERS: dict[type[Switch], list[str]] = {
+    ChangesItsInput: ["net.blocks.", "one of its inputs in place", "out of place"],
+    AddsToItsInput: ["net.blocks.", "one of its inputs in place", "out of place"],
+    ChangesItsWeight: ["net.blocks.", "modifies a parameter in place", "on_train_batch_start"],
+    ClampsTheDataOfItsWeight: ["net.blocks.", *CHANGES_DATA],
+    AssignsTheDataOfItsWeight: ["net.blocks.", *CHANGES_DATA],
+    UsesAnothersParameter: ["net.blocks.", "neither its parameter nor an argument", "pass it as an argument"],
+    DifferentiatesWithin: ["inside a layer's forward", "training_step instead"],
+}
+
+
+def with_blocks(block: Callable[[], nn.Module]) -> Net:
+    net = nets.Language()
+    net.blocks = nn.ModuleList(block() for _ in range(3))
+    return Net(net)
+
+
+@pytest.mark.parametrize("capacity", [None, "32KiB"], ids=["all", "some"])
+@pytest.mark.parametrize("block", BAD_LAYERS, ids=lambda block: block.__name__)
+def test_a_layer_that_swapping_would_get_wrong_is_named(
+    block: type[Switch], capacity: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = with_blocks(block)
+    strategy = HarmonyStrategy(device_memory=capacity)
+    assert_refused(module, UnsupportedModelError, BAD_LAYERS[block], lambda: fit(module, strategy))
+    monkeypatch.setattr(block, "bad", False)
+    assert_trains(module, lambda: fit(module, HarmonyStrategy(device_memory=capacity)))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_weight_norm_of_the_old_style_is_refused_and_that_of_the_new_style_trains() -> None:
+    module = with_blocks(lambda: torch.nn.utils.weight_norm(nn.Linear(nets.WIDTH, nets.WIDTH)))
+    words = ["net.blocks.", "torch.nn.utils.parametrizations.weight_norm"]
+    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
+    mended = with_blocks(lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(nets.WIDTH, nets.WIDTH)))
+    assert_trains(mended, lambda: fit(mended))
+
+
+def test_sparse_gradients_are_refused() -> None:
+    module = Net(nets.Language())
+    module.net.embed = nn.Embedding(nets.VOCABULARY, nets.WIDTH, sparse=True)
+    assert_refused(module, UnsupportedModelError, ["'net.embed'", "sparse=False"], lambda: fit(module))
+    module.net.embed.sparse = False
+    assert_trains(module, lambda: fit(module))
+
+
+class OnlyParameters(pl.LightningModule):
+    def __init__(self, held: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.net = held(torch.randn(nets.VOCABULARY, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        one_hot = F.one_hot(batch, nets.VOCABULARY).float()
+        scores = self.net(one_hot) if callable(self.net) else one_hot @ self.net
+        return scores.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    module = OnlyParameters(nn.Parameter)
+    words = ["OnlyParameters", "no submodule with parameters", "submodule", "strategy='auto'"]
+    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
+    mended = OnlyParameters(lambda value: nn.Linear(nets.VOCABULARY, 1))
+    assert_trains(mended, lambda: fit(mended))
+    assert_trains(module, lambda: fit(module, "auto"))
+
+
+class Penalised(Net):
+    """A penalty on the gradient of the loss with respect to the embeddings."""
+
+    create_graph = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.net.embed(batch[:, :-1])
+        y = self.net.logits(self.net.body(x)).square().mean()
+        (gradient,) = torch.autograd.grad(y, x, create_graph=self.create_graph)
+        return y + gradient.square().sum()
+
+
+def test_double_backward_through_a_layer_is_refused() -> None:
+    module = Penalised(nets.Language())
+    assert_refused(module, UnsupportedModelError, ["double backward", "create_graph=True", "strategy"], lambda: fit(module))
+    module.create_graph = False
+    assert_trains(module, lambda: fit(module))
+
+
+class BackwardWithGraph(Net):
+    create_graph = True
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(create_graph=self.create_graph)
+
+
+@pytest.mark.filterwarnings("ignore:.*create_graph=True will create a reference cycle")
+def test_double_backward_through_the_loss_is_refused() -> None:
+    module = BackwardWithGraph(nets.Language())
+    words = ["double backward", "create_graph=True", "strategy='auto'"]
+    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
+    module.create_graph = False
+    assert_trains(module, lambda: fit(module))
+
+
+# --- Parameters that the glue changes.
+
+
+class Glue(Net):
+    """Its training_step does something to parameters before it uses them."""
+
+    def __init__(self) -> None:
+        super().__init__(nets.Language())
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.tensor(0.5))
+        self.change: Callable[[Any], Any] | None = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.change is not None:
+            self.change(self)
+        return self.net(batch) * self.scale + self.shift
+
+
+def under_no_grad(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return torch.no_grad()(change)
+
+
+def replace_parameter(module: Any) -> None:
+    module.scale = nn.Parameter(torch.tensor(0.25))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "data-in-place": lambda module: module.scale.data.clamp_(0.0, 0.1),
+    "detached-in-place": lambda module: module.scale.detach().mul_(0.5),
+    "data-assigned": lambda module: setattr(module.scale, "data", torch.tensor(0.25)),
+    "in-place": under_no_grad(lambda module: module.scale.mul_(0.5)),
+    "average": under_no_grad(lambda module: module.scale.lerp_(module.shift, 0.5)),
+    "of-a-layer": under_no_grad(lambda module: module.net.head.weight.copy_(module.net.embed.weight)),
+    "all-at-once": under_no_grad(lambda module: torch._foreach_mul_(list(module.parameters()), 0.5)),
+    "out": under_no_grad(lambda module: torch.mul(module.shift, 0.5, out=module.scale)),
+    "item-assigned": under_no_grad(lambda module: module.net.head.weight.__setitem__(0, 0.0)),
+    "initialised": lambda module: nn.init.zeros_(module.scale),
+    "frozen": lambda module: module.scale.requires_grad_(False),
+    "frozen-by-attribute": lambda module: setattr(module.scale, "requires_grad", False),
+    "layer-frozen": lambda module: module.net.head.requires_grad_(False),
+    "hooked": lambda module: module.scale.register_hook(lambda gradient: gradient * 2),
+    "replaced": replace_parameter,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_parameter_changed_within_the_step_is_refused(change: str) -> None:
+    module = Glue()
+    module.change = CHANGES[change]
+    words = ["parameter '", "changed inside the step", "on_train_batch_start"]
+    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
+    module.change = None
+    assert_trains(module, lambda: fit(module))
+
+
+class ClampsInHook(Glue):
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.scale.data.clamp_(0.0, 0.1)
+
+
+def test_a_parameter_may_be_changed_in_a_hook() -> None:
+    module = ClampsInHook()
+    assert_trains(module, lambda: fit(module))
+    assert module.scale < 0.2
