@@ -122,7 +122,7 @@ class GPT(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @torch.no_grad()
-    def generate(self, prompt: str, num_tokens: int, temperature: float = 0.6, seed: int = 0) -> str:
+    def generate(self, prompt: str, num_tokens: int, temperature: float = 0.8, seed: int = 0) -> str:
         """Continue the prompt by `num_tokens` bytes, drawn from what the model predicts."""
         was_training = self.training
         self.eval()

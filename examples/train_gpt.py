@@ -55,7 +55,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--device-memory", default="32MiB", help="capacity of the device")
-    parser.add_argument("--max-steps", type=int, default=70, help="training steps of the main run")
+    parser.add_argument("--max-steps", type=int, default=50, help="training steps of the main run")
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--num-microbatches", type=int, default=4, help=f"must divide the batch of {BATCH_SIZE}")
     options = Options(**vars(parser.parse_args(arguments)))

@@ -29,6 +29,7 @@ def few_threads() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+    assert torch.get_default_dtype() is torch.float32
 
 
 @pytest.fixture(autouse=True)

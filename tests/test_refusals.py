@@ -64,7 +64,7 @@ def test_a_capacity_below_the_largest_layer_names_it_and_the_missing_bytes() -> 
     # A linear layer of a block: (64 * 16 + 64) * 4 = 4352 bytes of weights, and again of gradients.
     words = ["net.blocks.0.up", "2.5 KiB more", "6 KiB", "device_memory"]
     assert_refused(module, CapacityError, words, lambda: fit(module, HarmonyStrategy(device_memory="6KiB")))
-    assert_trains(module, lambda: fit(module, HarmonyStrategy(device_memory="32KiB")))
+    assert_trains(module, lambda: fit(module, HarmonyStrategy(device_memory="64KiB")))
 
 
 def test_a_capacity_without_room_for_a_layers_work_is_refused_in_the_first_step() -> None:
@@ -72,8 +72,8 @@ def test_a_capacity_without_room_for_a_layers_work_is_refused_in_the_first_step(
     # Weights and gradients of a block take 20 KiB; its activations for 2 * 6 tokens take some more.
     words = ["net.blocks.", "21 KiB", "B", "num_microbatches", "device_memory"]
     assert_refused(module, CapacityError, words, lambda: fit(module, HarmonyStrategy(device_memory="21KiB")))
-    assert module.losses == [] or len(module.losses) <= 4, "a second step was begun"
-    assert_trains(module, lambda: fit(module, HarmonyStrategy(device_memory="48KiB")))
+    assert len(module.losses) <= 4, "a second step was begun"
+    assert_trains(module, lambda: fit(module, HarmonyStrategy(device_memory="64KiB")))
 
 
 def test_a_capacity_without_room_for_the_glue_is_refused_in_the_first_step() -> None:
@@ -82,14 +82,14 @@ def test_a_capacity_without_room_for_the_glue_is_refused_in_the_first_step() -> 
             return super().body(x + torch.zeros(16, *x.shape).sum(0))
 
     module = Net(Wasteful())
-    words = ["exceeds the capacity of 28 KiB", "device_memory"]
-    assert_refused(
-        module,
-        CapacityError,
-        words,
-        lambda: fit(module, HarmonyStrategy(device_memory="28KiB", num_microbatches=1)),
-    )
-    assert_trains(module, lambda: fit(module, HarmonyStrategy(device_memory="28KiB", num_microbatches=8)))
+
+    def train(num_microbatches: int) -> Any:
+        return fit(module, HarmonyStrategy(device_memory="48KiB", num_microbatches=num_microbatches))
+
+    # 16 * 8 samples * 6 tokens * 16 floats: the glue alone takes 48 KiB.
+    words = ["exceeds the capacity of 48 KiB", "num_microbatches", "device_memory"]
+    assert_refused(module, CapacityError, words, lambda: train(1))
+    assert_trains(module, lambda: train(8))
 
 
 def test_too_little_host_memory_says_how_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +294,7 @@ def with_blocks(block: Callable[[], nn.Module]) -> Net:
     return Net(net)
 
 
-@pytest.mark.parametrize("capacity", [None, "32KiB"], ids=["all", "some"])
+@pytest.mark.parametrize("capacity", [None, "48KiB"], ids=["all", "some"])
 @pytest.mark.parametrize("block", BAD_LAYERS, ids=lambda block: block.__name__)
 def test_a_layer_that_swapping_would_get_wrong_is_named(
     block: type[Switch], capacity: str | None, monkeypatch: pytest.MonkeyPatch

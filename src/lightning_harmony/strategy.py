@@ -19,6 +19,7 @@ from lightning_harmony.engine.batch import merge_outputs, microbatch_sizes, spli
 from lightning_harmony.engine.decompose import find_layers
 from lightning_harmony.engine.device import CudaDevice, Device, VirtualDevice, free_host_bytes
 from lightning_harmony.engine.executor import Executor, Microbatch
+from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.report import StepReport
 from lightning_harmony.engine.rng import stream_seed
 from lightning_harmony.engine.update import why_not_separable
@@ -339,7 +340,7 @@ class HarmonyStrategyMixin(_Base):
         engine.traffic.reset()
         logs = MicrobatchLogs(trainer._results if len(steps) > 1 else None, sizes)
         engine.on_switch = lambda number: setattr(logs, "microbatch", number)
-        with logs:
+        with logs, without_caches(module):
             engine.forward(
                 microbatches,
                 num_elements=max(step.num_elements() for step in steps),

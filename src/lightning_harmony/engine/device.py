@@ -196,6 +196,8 @@ class VirtualDevice(Device):
         self._peak_bytes = 0
         self._watched_bytes = 0
         self._is_counting = True
+        # Asked for memory when an allocation would fail, as CUDA's allocator asks its cache: whether it freed some.
+        self.relieve: Callable[[], bool] = lambda: False
         # Storages end in whatever thread drops the last reference.
         self._lock = threading.RLock()
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.decompose import Layer
-from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.device import Device, VirtualDevice
 from lightning_harmony.engine.glue import Glue
 from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.intercept import InterceptedForward
@@ -278,6 +279,8 @@ class Executor:
             self._reset()
 
     def _reset(self) -> None:
+        if isinstance(self.device, VirtualDevice):
+            self.device.relieve = lambda: False
         self._progress, self._running = {}, []
         self._random.switch_back()
         self._stash.retire(wait=True)
@@ -341,6 +344,8 @@ class Executor:
             progress.position[request.phase] = position
             progress.task = request.phase, pack.index
             self._make_ready(pack, request.phase, position)
+            if isinstance(self.device, VirtualDevice):
+                self.device.relieve = partial(self._make_room, pack, request.phase, position)
         self._random.switch_to(progress.lane.microbatch)
         if self.on_switch is not None:
             self.on_switch(progress.lane.microbatch)

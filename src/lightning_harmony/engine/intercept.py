@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_harmony.engine.glue import StandIn
-from lightning_harmony.engine.lane import AutocastState
+from lightning_harmony.engine.lane import CastingState
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.opaque import ObjectSnapshot, is_opaque
 from lightning_harmony.engine.rng import RandomState
@@ -142,7 +142,7 @@ class LayerCall:
         self._inputs = [self._runtime.stash(tensor) for tensor in self.tensors]
         self._objects = [self._snapshot(leaf) for leaf in self._leaves]
         self._random = RandomState.capture(self._runtime.cuda_devices)
-        self._autocast = AutocastState()
+        self._casting = CastingState()
         # All weights of a pack are views of one buffer, and count their changes together.
         checked = [*tensors, self.residency.weights]
         versions = [tensor._version for tensor in checked]
@@ -191,7 +191,7 @@ class LayerCall:
         now = RandomState.capture(self._runtime.cuda_devices)
         self._random.restore()
         try:
-            with torch.enable_grad(), self._autocast.applied():
+            with torch.enable_grad(), self._casting.applied():
                 args, kwargs = self._arguments(inputs, leaves)
                 with self._bound(buffers):
                     result = self._original(*args, **kwargs)

@@ -55,7 +55,12 @@ class Lane:
         Raises:
             BaseException: what the job raised, with its own traceback.
         """
-        self._exchange()
+        # The default dtype is the process's, and user code sets it for a while (Lightning's 64-true does).
+        dtype = torch.get_default_dtype()
+        try:
+            self._exchange()
+        finally:
+            torch.set_default_dtype(dtype)
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -72,10 +77,12 @@ class Lane:
         """Hand the baton back and wait until `run` is called again. Called by the job."""
         if self._aborted:
             raise LaneAborted
+        dtype = torch.get_default_dtype()
         self.request = request
         self._back.release()
         self._go.acquire()
         self.request = None
+        torch.set_default_dtype(dtype)
         if self._aborted:
             raise LaneAborted
 
@@ -156,7 +163,7 @@ class ThreadState:
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        self._autocast = AutocastState()
+        self._casting = CastingState()
         self._default_device = torch.get_default_device()
         self._cuda_device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -171,7 +178,7 @@ class ThreadState:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))
-            stack.enter_context(self._autocast.applied())
+            stack.enter_context(self._casting.applied())
             if self._default_device != torch.device("cpu"):
                 stack.enter_context(self._default_device)
             if self._cuda_device is not None:
@@ -181,10 +188,11 @@ class ThreadState:
             yield
 
 
-class AutocastState:
-    """Which device types autocast, and to what."""
+class CastingState:
+    """Which device types autocast, and to what; and the default dtype."""
 
     def __init__(self) -> None:
+        self._default_dtype = torch.get_default_dtype()
         self._types = {
             device_type: (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
             for device_type in ("cpu", "cuda")
@@ -192,8 +200,10 @@ class AutocastState:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Autocast so. Without the cache of casts: it would keep casts of weights that were swapped out."""
+        """Cast so. Without the cache of casts: it would keep casts of weights that were swapped out."""
         with ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self._default_dtype)
             for device_type, (enabled, dtype) in self._types.items():
                 if (enabled, dtype) != (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)):
                     stack.enter_context(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +42,26 @@ class ObjectSnapshot:
     def restore(self, tensors: list[Tensor]) -> Any:
         """A copy of the object with these tensors in place of its own."""
         return _Unpickler(io.BytesIO(self._pickled), tensors.__getitem__).load()
+
+
+@contextmanager
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """Tell Hugging Face models not to fill key-value caches, which training never reads and which stay on the device.
+
+    Transformers itself does so when it checkpoints activations.
+    """
+    configs = {id(config): config for module in model.modules() if _caches(config := getattr(module, "config", None))}
+    try:
+        for config in configs.values():
+            config.use_cache = False
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+
+
+def _caches(config: Any) -> bool:
+    return getattr(config, "use_cache", False) is True
 
 
 class _Pickler(pickle.Pickler):

@@ -71,14 +71,16 @@ class HostStream:
 
     def submit(self, work: Callable[[], None], after: Sequence[Event] = ()) -> HostEvent:
         """Run ``work`` in this stream's thread."""
-        return HostEvent(self._pool.submit(_run, work, tuple(after)))
+        return HostEvent(self._pool.submit(_run, [work], tuple(after)))
 
     def close(self) -> None:
         """Finish what was submitted and join the thread."""
         self._pool.shutdown(wait=True)
 
 
-def _run(work: Callable[[], None], after: Sequence[Event]) -> None:
+def _run(holder: list[Callable[[], None]], after: Sequence[Event]) -> None:
+    # The pool keeps the arguments for a moment after the event has happened: what the work refers to must be gone then.
+    work = holder.pop()
     for event in after:
         event.synchronize()
     # A thread has its own grad mode: copies must never be recorded.

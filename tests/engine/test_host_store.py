@@ -1,0 +1,188 @@
+"""The host store: parameters move into one arena, and nobody notices."""
+
+import io
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.device import VirtualDevice
+from lightning_harmony.engine.host_store import ALIGNMENT, HostPool, HostStore, lay_out
+from lightning_harmony.engine.stream import Happened
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+
+
+@pytest.fixture
+def device() -> Iterator[VirtualDevice]:
+    device = VirtualDevice(None)
+    yield device
+    device.close()
+
+
+def a_bit_of_everything() -> list[nn.Parameter]:
+    """Parameters of many dtypes and strides, empty and scalar ones among them."""
+    torch.manual_seed(0)
+    plain = [torch.randn(3, 5, dtype=dtype) for dtype in DTYPES]
+    channels_last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    return [
+        nn.Parameter(data)
+        for data in (*plain, channels_last, torch.randn(7, 3).t(), torch.randn(0, 4), torch.tensor(2.5))
+    ]
+
+
+class TestParameters:
+    def test_keep_identity_values_and_strides(self, device: VirtualDevice) -> None:
+        parameters = a_bit_of_everything()
+        before = [(p.detach().clone(), p.stride(), p.dtype, p.shape) for p in parameters]
+        store = HostStore(parameters, device)
+        for parameter, (values, stride, dtype, shape) in zip(parameters, before, strict=True):
+            assert parameter in store
+            assert isinstance(parameter, nn.Parameter)
+            assert torch.equal(parameter, values)
+            assert (parameter.stride(), parameter.dtype, parameter.shape) == (stride, dtype, shape)
+
+    def test_are_views_of_the_arena_at_their_slots(self, device: VirtualDevice) -> None:
+        parameters = a_bit_of_everything()
+        store = HostStore(parameters, device)
+        for parameter in parameters:
+            assert torch.equal(store.slot(parameter).view(store.arena), parameter)
+        with torch.no_grad():
+            parameters[0].fill_(7)
+        assert torch.equal(store.slot(parameters[0]).view(store.arena), torch.full((3, 5), 7.0))
+
+    def test_keep_requires_grad(self, device: VirtualDevice) -> None:
+        frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        trained = nn.Parameter(torch.ones(3))
+        HostStore([frozen, trained], device)
+        assert [frozen.requires_grad, trained.requires_grad] == [False, True]
+
+    def test_of_a_module_are_still_the_ones_it_trains(self, device: VirtualDevice) -> None:
+        module = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        before = list(module.parameters())
+        store = HostStore(before, device)
+        assert all(now is then for now, then in zip(module.parameters(), before, strict=True))
+        module(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert torch.equal(store.slot(module.weight).view(store.arena), module.weight)
+
+    def test_own_a_storage_of_their_exact_size(self, device: VirtualDevice) -> None:
+        parameters = a_bit_of_everything()
+        HostStore(parameters, device)
+        for parameter in parameters:
+            assert parameter.untyped_storage().nbytes() == parameter.nbytes
+            assert parameter.storage_offset() == 0
+
+    def test_saving_one_does_not_save_the_arena(self, device: VirtualDevice) -> None:
+        small, large = nn.Parameter(torch.arange(4.0)), nn.Parameter(torch.ones(100_000))
+        HostStore([large, small], device)
+        file = io.BytesIO()
+        torch.save(small, file)
+        assert file.tell() < 4000
+        file.seek(0)
+        assert torch.equal(torch.load(file), small)
+
+    def test_are_aligned_as_a_device_allocates(self, device: VirtualDevice) -> None:
+        parameters = a_bit_of_everything()
+        store = HostStore(parameters, device)
+        base = store.arena.data_ptr()
+        for parameter in parameters:
+            assert store.slot(parameter).offset % ALIGNMENT == 0
+            if parameter.numel():
+                assert parameter.data_ptr() == base + store.slot(parameter).offset
+
+    def test_do_not_overlap_and_fill_the_arena_in_order(self, device: VirtualDevice) -> None:
+        parameters = a_bit_of_everything()
+        store = HostStore(parameters, device)
+        end = 0
+        for parameter in parameters:
+            slot = store.slot(parameter)
+            assert end <= slot.offset < end + ALIGNMENT
+            end = slot.offset + slot.num_bytes
+        assert end <= store.num_bytes == store.arena.numel()
+
+    def test_with_gaps_or_repeats_in_memory_become_contiguous(self, device: VirtualDevice) -> None:
+        gaps = nn.Parameter(torch.arange(20.0).view(4, 5)[:, :3])
+        repeats = nn.Parameter(torch.arange(3.0).expand(4, 3))
+        HostStore([gaps, repeats], device)
+        assert gaps.is_contiguous()
+        assert repeats.is_contiguous()
+        assert torch.equal(gaps, torch.arange(20.0).view(4, 5)[:, :3])
+        assert torch.equal(repeats, torch.arange(3.0).expand(4, 3))
+
+    def test_stay_usable_after_close(self, device: VirtualDevice) -> None:
+        parameter = nn.Parameter(torch.arange(4.0))
+        store = HostStore([parameter], device)
+        store.close()
+        del store
+        assert parameter.tolist() == [0, 1, 2, 3]
+
+    def test_of_others_are_not_in_it(self, device: VirtualDevice) -> None:
+        store = HostStore([nn.Parameter(torch.ones(2))], device)
+        assert nn.Parameter(torch.ones(2)) not in store
+
+    @pytest.mark.parametrize("parameters", [[], [nn.Parameter(torch.empty(0, 3))]])
+    def test_may_all_be_empty(self, device: VirtualDevice, parameters: list[nn.Parameter]) -> None:
+        store = HostStore(parameters, device)
+        assert store.num_bytes == 0
+        assert all(store.slot(parameter).view(store.arena).shape == (0, 3) for parameter in parameters)
+
+
+class TestRegistration:
+    def test_the_arena_is_registered_until_close(self, device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+        registered: list[int] = []
+
+        def register(buffer: Tensor) -> object:
+            registered.append(buffer.data_ptr())
+            return registered.clear
+
+        monkeypatch.setattr(device, "register_host", register)
+        store = HostStore([nn.Parameter(torch.ones(3))], device)
+        assert registered == [store.arena.data_ptr()]
+        store.close()
+        assert registered == []
+
+
+class TestLayOut:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_a_slot_shows_the_tensor_in_a_buffer(self, dtype: torch.dtype) -> None:
+        tensors = [torch.randn(3, 4, dtype=dtype), torch.randn(5, 2, dtype=dtype).t()]
+        slots, num_bytes = lay_out(tensors)
+        buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+        for slot, tensor in zip(slots, tensors, strict=True):
+            slot.view(buffer).copy_(tensor)
+        for slot, tensor in zip(slots, tensors, strict=True):
+            assert torch.equal(slot.view(buffer), tensor)
+            assert slot.view(buffer).stride() == tensor.stride()
+            assert slot.num_bytes == math.prod(tensor.shape) * dtype.itemsize
+
+
+class TestHostPool:
+    def test_makes_a_buffer_only_when_none_of_its_size_is_free(self) -> None:
+        pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+        first, _ = pool.take(100)
+        second, _ = pool.take(100)
+        assert first.data_ptr() != second.data_ptr()
+        pool.give(first, None)
+        assert pool.take(100)[0] is first
+        assert pool.num_bytes == 200
+
+    def test_sizes_are_exact(self) -> None:
+        pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+        large, _ = pool.take(100)
+        pool.give(large, None)
+        assert pool.take(99)[0].numel() == 99
+        assert pool.num_bytes == 199
+
+    def test_a_buffer_comes_with_the_event_of_its_last_use(self) -> None:
+        pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+        buffer, free = pool.take(10)
+        assert free == []
+        last_use = Happened()
+        pool.give(buffer, last_use)
+        assert pool.take(10)[1] == [last_use]
+        pool.give(buffer, None)
+        assert pool.take(10)[1] == []

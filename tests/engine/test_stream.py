@@ -1,0 +1,131 @@
+"""Work beside the lanes: in order, after what it waits for, with its errors brought back."""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_harmony.engine.stream import Happened, HostStream
+
+
+@pytest.fixture
+def stream() -> Iterator[HostStream]:
+    stream = HostStream("test")
+    yield stream
+    stream.close()
+
+
+@pytest.fixture
+def other() -> Iterator[HostStream]:
+    stream = HostStream("other")
+    yield stream
+    stream.close()
+
+
+def test_work_runs_in_order_of_submission(stream: HostStream) -> None:
+    done: list[int] = []
+    events = [stream.submit(lambda number=number: done.append(number)) for number in range(20)]
+    events[-1].synchronize()
+    assert done == list(range(20))
+
+
+def test_work_runs_beside_the_caller(stream: HostStream) -> None:
+    go = threading.Event()
+    event = stream.submit(lambda: None if go.wait(60) else None)
+    assert not event.done()
+    go.set()
+    event.wait()
+    assert event.done()
+
+
+def test_work_waits_for_the_events_of_another_stream(stream: HostStream, other: HostStream) -> None:
+    done: list[str] = []
+    go = threading.Event()
+
+    def produce() -> None:
+        go.wait(60)
+        done.append("produced")
+
+    produced = other.submit(produce)
+    consumed = stream.submit(lambda: done.append("consumed"), after=[Happened(), produced])
+    assert not consumed.done()
+    go.set()
+    consumed.synchronize()
+    assert done == ["produced", "consumed"]
+
+
+def test_the_events_to_wait_for_are_those_of_the_time_of_submission(stream: HostStream) -> None:
+    never = threading.Event()
+    after = [Happened()]
+    event = stream.submit(lambda: None, after)
+    after.append(never)  # type: ignore[arg-type]
+    event.synchronize()
+
+
+@pytest.mark.parametrize("wait", ["wait", "synchronize"])
+def test_an_event_raises_what_its_work_raised(stream: HostStream, wait: str) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("in the stream")
+
+    event = stream.submit(fail)
+    with pytest.raises(ZeroDivisionError, match="in the stream") as raised:
+        getattr(event, wait)()
+    assert raised.traceback[-1].name == "fail"
+    assert event.done()
+
+
+def test_work_does_not_run_on_what_failed(stream: HostStream, other: HostStream) -> None:
+    done: list[str] = []
+    failed = other.submit(lambda: [].pop())
+    event = stream.submit(lambda: done.append("ran"), after=[failed])
+    with pytest.raises(IndexError):
+        event.synchronize()
+    assert not done
+
+
+def test_a_failure_does_not_stop_later_work(stream: HostStream) -> None:
+    done: list[str] = []
+    stream.submit(lambda: [].pop())
+    stream.submit(lambda: done.append("ran")).synchronize()
+    assert done == ["ran"]
+
+
+def test_copies_are_not_recorded_by_autograd(stream: HostStream) -> None:
+    source = torch.ones(3, requires_grad=True)
+    target = torch.zeros(3)
+    stream.submit(lambda: target.copy_(source)).synchronize()
+    assert torch.equal(target, source)
+    assert not target.requires_grad
+
+
+def test_when_the_event_has_happened_the_work_holds_nothing_any_more(stream: HostStream) -> None:
+    for _ in range(200):
+        buffer = torch.ones(1)
+        gone = weakref.ref(buffer)
+        event = stream.submit(partial(buffer.add_, 1))
+        del buffer
+        event.synchronize()
+        assert gone() is None
+
+
+def test_close_finishes_what_was_submitted_and_joins_the_thread() -> None:
+    stream = HostStream("closing")
+    done: list[int] = []
+    threads: list[threading.Thread] = []
+    stream.submit(lambda: threads.append(threading.current_thread()))
+    for number in range(10):
+        stream.submit(lambda number=number: done.append(number))
+    stream.close()
+    assert done == list(range(10))
+    assert "harmony-closing" in threads[0].name
+    assert not threads[0].is_alive()
+
+
+def test_what_has_happened_never_blocks() -> None:
+    event = Happened()
+    event.wait()
+    event.synchronize()
+    assert event.done()

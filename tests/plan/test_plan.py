@@ -1,0 +1,157 @@
+"""What follows from the order in which a step visits its packs."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_harmony.plan.plan import Plan, merge_calls, visits_of
+from lightning_harmony.plan.task import Phase
+
+# Packs 0 1 2 0 3: the first is visited twice.
+TWICE = Plan((("embed",), ("block.0", "block.1"), ("block.2",), ("head",)), (0, 1, 2, 0, 3))
+NUM_PACKS = 4
+visits_lists = st.lists(st.integers(0, NUM_PACKS - 1), min_size=1, max_size=8).map(visits_of)
+call_lists = st.lists(st.integers(0, 5), max_size=8)
+
+
+def plan_of(visits: tuple[int, ...]) -> Plan:
+    return Plan(tuple((f"layer {index}",) for index in range(NUM_PACKS)), visits)
+
+
+class TestText:
+    def test_a_plan_prints_its_packs_and_visits(self) -> None:
+        expected = """\
+pack 0: embed
+pack 1: block.0, block.1
+pack 2: block.2
+pack 3: head
+visits: 0 1 2 0 3"""
+        assert str(TWICE) == expected
+
+
+class TestPosition:
+    @given(visits=visits_lists, phase=st.sampled_from(Phase), data=st.data())
+    def test_is_the_next_place_of_the_pack(self, visits: tuple[int, ...], phase: Phase, data: st.DataObject) -> None:
+        plan = plan_of(visits)
+        place = data.draw(st.integers(0, len(visits) - 1))
+        start = data.draw(st.integers(0, place))
+        pack = plan.order(phase)[place]
+        found = plan.position(phase, pack, start)
+        assert start <= found <= place
+        assert plan.order(phase)[found] == pack
+        assert pack not in plan.order(phase)[start:found]
+
+    def test_of_a_second_visit_is_behind_the_first(self) -> None:
+        assert TWICE.position(Phase.FORWARD, 0, 0) == 0
+        assert TWICE.position(Phase.FORWARD, 0, 1) == 3
+
+    def test_backward_counts_from_the_end(self) -> None:
+        assert TWICE.position(Phase.BACKWARD, 3, 0) == 0
+        assert TWICE.position(Phase.BACKWARD, 1, 0) == 3
+
+    @pytest.mark.parametrize("start", [0, 2, 4])
+    def test_of_a_pack_that_was_not_foreseen_is_where_the_lane_stands(self, start: int) -> None:
+        assert Plan((), (0, 1, 0, 1, 0)).position(Phase.FORWARD, 7, start) == start
+
+    def test_last_pack_is_where_the_forward_ends(self) -> None:
+        assert TWICE.last_pack == 3
+        assert Plan((), ()).last_pack is None
+
+
+class TestUpcoming:
+    def test_goes_to_the_end_of_the_step(self) -> None:
+        assert list(TWICE.upcoming(Phase.FORWARD, 2)) == [0, 3, 3, 0, 2, 1, 0]
+        assert list(TWICE.upcoming(Phase.BACKWARD, 2)) == [1, 0]
+
+    def test_is_empty_at_the_end(self) -> None:
+        assert list(TWICE.upcoming(Phase.BACKWARD, 4)) == []
+
+    @given(visits=visits_lists, data=st.data())
+    def test_each_step_takes_one_visit_off_the_front(self, visits: tuple[int, ...], data: st.DataObject) -> None:
+        plan = plan_of(visits)
+        position = data.draw(st.integers(0, len(visits) - 1))
+        for phase in Phase:
+            following = plan.order(phase)[position]
+            before = list(plan.upcoming(phase, position - 1))
+            assert before == [following, *plan.upcoming(phase, position)]
+
+
+class TestNeededLast:
+    @given(visits=visits_lists, phase=st.sampled_from(Phase), data=st.data())
+    def test_no_other_choice_is_needed_later(self, visits: tuple[int, ...], phase: Phase, data: st.DataObject) -> None:
+        plan = plan_of(visits)
+        position = data.draw(st.integers(0, len(visits) - 1))
+        packs = data.draw(st.lists(st.integers(0, NUM_PACKS - 1), min_size=1, unique=True))
+        rest = [*visits, *reversed(visits)][position + (len(visits) if phase is Phase.BACKWARD else 0) + 1 :]
+
+        def next_use(pack: int) -> int:
+            return rest.index(pack) if pack in rest else len(rest)
+
+        chosen = plan.needed_last(packs, phase, position)
+        assert chosen in packs
+        assert next_use(chosen) == max(map(next_use, packs))
+
+    @given(visits=visits_lists, slots=st.integers(1, 3))
+    def test_evicting_it_swaps_in_as_seldom_as_any_choice_could(self, visits: tuple[int, ...], slots: int) -> None:
+        plan = plan_of(visits)
+        step = [(phase, place, pack) for phase in Phase for place, pack in enumerate(plan.order(phase))]
+
+        resident: list[int] = []
+        num_swaps = 0
+        for phase, place, pack in step:
+            if pack not in resident:
+                num_swaps += 1
+                if len(resident) == slots:
+                    resident.remove(plan.needed_last(resident, phase, place))
+                resident.append(pack)
+
+        assert num_swaps == fewest_swaps([pack for _, _, pack in step], slots)
+
+
+def fewest_swaps(order: list[int], slots: int) -> int:
+    """Brute force: every choice of what to evict, kept as the cheapest way to each set of residents."""
+    ways: dict[frozenset[int], int] = {frozenset(): 0}
+    for pack in order:
+        following: dict[frozenset[int], int] = {}
+        for resident, swaps in ways.items():
+            if pack in resident:
+                choices, cost = [resident], swaps
+            elif len(resident) < slots:
+                choices, cost = [resident | {pack}], swaps + 1
+            else:
+                choices, cost = [resident - {evicted} | {pack} for evicted in resident], swaps + 1
+            for choice in choices:
+                following[choice] = min(cost, following.get(choice, cost))
+        ways = following
+    return min(ways.values())
+
+
+class TestVisitsOf:
+    @given(calls=call_lists)
+    def test_no_visit_follows_another_of_the_same_pack(self, calls: list[int]) -> None:
+        assert all(first != second for first, second in pairwise(visits_of(calls)))
+
+    @given(visits=visits_lists, data=st.data())
+    def test_consecutive_calls_are_one_visit(self, visits: tuple[int, ...], data: st.DataObject) -> None:
+        calls = [pack for pack in visits for _ in range(data.draw(st.integers(1, 3)))]
+        assert visits_of(calls) == visits
+
+
+class TestMergeCalls:
+    @given(records=st.lists(call_lists, max_size=4))
+    def test_holds_every_call_and_keeps_the_order_of_the_first_record(self, records: list[list[int]]) -> None:
+        merged = merge_calls(records)
+        assert set(merged) == {call for record in records for call in record}
+        remaining = iter(merged)
+        assert all(call in remaining for call in (records[0] if records else []))
+
+    @given(calls=call_lists, num_records=st.integers(1, 4))
+    def test_of_equal_records_is_that_record(self, calls: list[int], num_records: int) -> None:
+        assert merge_calls([calls] * num_records) == calls
+
+    def test_what_only_others_called_comes_behind_its_predecessor(self) -> None:
+        assert merge_calls([[0, 1, 3], [0, 1, 2, 3]]) == [0, 1, 2, 3]
+        assert merge_calls([[1, 2], [0, 1, 2]]) == [0, 1, 2]
+        assert merge_calls([[], [4, 5]]) == [4, 5]

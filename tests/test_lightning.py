@@ -1,0 +1,554 @@
+"""Lightning's own features work as they do without the strategy."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import nets
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy, StepReport
+from lightning_harmony.strategy import strategy_class
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+BATCH_SIZE = 8
+NUM_MICROBATCHES = 4
+NUM_STEPS = 4
+CAPACITY = "64KiB"
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+class Model(pl.LightningModule):
+    """A language model with everything that Lightning may call."""
+
+    def __init__(self, make_optimizer: Callable[[Any], Any] = adamw) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nets.Language()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.make_optimizer = make_optimizer
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.net.logits(self.net.body(self.net.embed(batch))) * self.scale
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("num_samples", float(len(batch)), reduce_fx="sum", on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch[:, :-1])
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+
+def loader(batch_size: int = BATCH_SIZE) -> DataLoader[Any]:
+    return DataLoader(nets.tokens(NUM_STEPS * BATCH_SIZE), batch_size=batch_size)
+
+
+def trainer_for(strategy: Any, *, tree: Any = pl, **options: Any) -> Any:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return tree.Trainer(**{"accelerator": "cpu", "devices": 1, "max_epochs": 1, "strategy": strategy, **quiet, **options})
+
+
+def fit_plain(module: Any, *, accumulate: int = 1, **options: Any) -> Any:
+    """Train with plain Lightning, a microbatch a batch."""
+    trainer = trainer_for("auto", accumulate_grad_batches=NUM_MICROBATCHES * accumulate, **options)
+    trainer.fit(module, loader(BATCH_SIZE // NUM_MICROBATCHES), ckpt_path=None)
+    return trainer
+
+
+def harmony(**arguments: Any) -> Any:
+    return HarmonyStrategy(**{"device_memory": CAPACITY, "num_microbatches": NUM_MICROBATCHES, **arguments})
+
+
+def fit_harmony(module: Any, strategy: Any = None, **options: Any) -> Any:
+    trainer = trainer_for(strategy or harmony(), **options)
+    trainer.fit(module, loader())
+    return trainer
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def assert_same(plain: Any, other: Any) -> None:
+    """Equal weights and optimizer state."""
+    assert_equal(values(plain.lightning_module), values(other.lightning_module))
+    assert len(plain.optimizers) == len(other.optimizers)
+    for a, b in zip(plain.optimizers, other.optimizers, strict=True):
+        assert_equal(a.state_dict()["state"], b.state_dict()["state"])
+
+
+# --- How it is asked for.
+
+
+@pytest.mark.parametrize("tree", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("by_name", [True, False], ids=["name", "instance"])
+def test_the_strategy_trains_in_both_trees_as_one_process_with_one_device(tree: str, by_name: bool) -> None:
+    package = import_module(tree)
+
+    class OfTree(package.LightningModule):
+        training_step, configure_optimizers = Model.training_step, Model.configure_optimizers
+        loss, forward, __init__ = Model.loss, Model.forward, Model.__init__
+
+    # `super()` in Model's methods would ask for Model.
+    OfTree.__init__ = lambda self: (package.LightningModule.__init__(self), setattr(self, "make_optimizer", adamw), None)[2]
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        module = OfTree()
+        module.net, module.scale = nets.Language(), nn.Parameter(torch.tensor(1.0))
+        return module
+
+    plain, swapped = build(), build()
+    trainer_for("auto", tree=package, accumulate_grad_batches=4).fit(plain, loader(2))
+    strategy = "harmony" if by_name else strategy_class(tree)(device_memory=CAPACITY, num_microbatches=4)
+    trainer = trainer_for(strategy, tree=package)
+    trainer.fit(swapped, loader())
+    assert isinstance(trainer.strategy, strategy_class(tree))
+    assert (trainer.num_devices, trainer.world_size, trainer.global_rank) == (1, 1, 0)
+    assert trainer.is_global_zero
+    assert trainer.strategy.step_report.num_microbatches == 4
+    assert_equal(values(plain), values(swapped))
+
+
+def test_the_command_line_builds_the_strategy_from_a_config(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("""
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  strategy:
+    class_path: lightning_harmony.HarmonyStrategy
+    init_args:
+      device_memory: 64KiB
+      microbatch_size: 2
+      layers: [nets.Block]
+      update: deferred
+      loss_reduction: mean
+""")
+
+    class Plain(Model):
+        def __init__(self) -> None:
+            super().__init__()
+
+    cli = LightningCLI(Plain, args=["--config", str(config)], run=False, save_config_callback=None)
+    assert isinstance(cli.trainer.strategy, strategy_class("lightning.pytorch"))
+    cli.trainer.fit(cli.model, loader())
+    report = cli.trainer.strategy.step_report
+    assert (report.num_microbatches, report.update) == (4, "deferred")
+    assert report.peak_device_bytes[0] <= 64 * 1024
+    plain = fit_plain(Plain())
+    assert_same(plain, cli.trainer)
+
+
+# --- What is seen between hooks.
+
+
+class Watch(pl.Callback):
+    """Keeps what the parameters are at every batch."""
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+        self.parameters: list[nn.Parameter] = []
+        self.seen: list[dict[str, Tensor]] = []
+
+    def look(self, module: Any) -> None:
+        found = list(module.parameters())
+        self.parameters = self.parameters or found
+        assert all(a is b for a, b in zip(self.parameters, found, strict=True)), "other objects"
+        assert {(type(p), p.device.type) for p in found} == {(nn.Parameter, "cpu")}
+        self.seen.append(values(module))
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.every == 0:
+            self.look(module)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.every == self.every - 1:
+            self.look(module)
+
+
+@pytest.mark.parametrize("update", ["just-in-time", "deferred"])
+def test_between_hooks_parameters_are_the_users_own_on_the_host_and_current(update: str) -> None:
+    plain, swapped = Watch(NUM_MICROBATCHES), Watch()
+    fit_plain(Model(), callbacks=[plain])
+    module = Model()
+    own = list(module.parameters())
+    trainer = fit_harmony(module, harmony(update=update), callbacks=[swapped])
+    assert trainer.strategy.step_report.update == update
+    assert all(a is b for a, b in zip(own, swapped.parameters, strict=True))
+    assert all(a is b for a, b in zip(own, module.parameters(), strict=True))
+    assert_equal(plain.seen, swapped.seen)
+
+
+class Gradients(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.seen.append({n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()})
+
+
+def test_gradients_are_final_before_the_optimizer_steps() -> None:
+    plain, swapped = Gradients(), Gradients()
+    fit_plain(Model(), callbacks=[plain])
+    fit_harmony(Model(), callbacks=[swapped])
+    assert len(swapped.seen) == NUM_STEPS
+    assert_equal(plain.seen, swapped.seen)
+
+
+def test_hooks_are_called_in_lightnings_order_once_a_batch() -> None:
+    class Order(pl.Callback):
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+    def note(name: str) -> Any:
+        return lambda self, *args, **kwargs: self.calls.append(name)
+
+    names = [
+        "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+        "on_before_optimizer_step", "on_train_batch_end",
+    ]  # fmt: skip
+    for name in names:
+        setattr(Order, name, note(name))
+    plain, swapped = Order(), Order()
+    trainer_for("auto", callbacks=[plain]).fit(Model(), loader())
+    fit_harmony(Model(), callbacks=[swapped])
+    assert swapped.calls == plain.calls
+    assert set(swapped.calls) == set(names)
+
+
+# --- Checkpoints.
+
+
+def save(path: Path, fit: Callable[..., Any], module: Any, **options: Any) -> Path:
+    """Train one epoch; return the checkpoint."""
+    callback = ModelCheckpoint(dirpath=path, filename="first", save_last=False)
+    fit(module, enable_checkpointing=True, callbacks=[callback], **options)
+    return Path(callback.best_model_path)
+
+
+def resume_plain(path: Path) -> Any:
+    trainer = trainer_for("auto", max_epochs=2, accumulate_grad_batches=NUM_MICROBATCHES)
+    trainer.fit(Model(), loader(BATCH_SIZE // NUM_MICROBATCHES), ckpt_path=path)
+    return trainer
+
+
+def resume_harmony(path: Path, update: str) -> Any:
+    trainer = trainer_for(harmony(update=update), max_epochs=2)
+    trainer.fit(Model(), loader(), ckpt_path=path)
+    return trainer
+
+
+@pytest.mark.parametrize("update", ["just-in-time", "deferred"])
+def test_checkpoints_go_both_ways_between_harmony_and_plain_lightning(update: str, tmp_path: Path) -> None:
+    whole = fit_plain(Model(), max_epochs=2)
+    by_harmony = save(tmp_path / "harmony", fit_harmony, Model(), strategy=harmony(update=update))
+    by_plain = save(tmp_path / "plain", fit_plain, Model())
+    ours, theirs = (torch.load(path, weights_only=True) for path in (by_harmony, by_plain))
+    assert ours.keys() == theirs.keys()
+    assert_equal(dict(ours["state_dict"]), dict(theirs["state_dict"]))
+    assert_equal(ours["optimizer_states"][0]["state"], theirs["optimizer_states"][0]["state"])
+    assert_same(whole, resume_plain(by_harmony))
+    assert_same(whole, resume_harmony(by_plain, update))
+    assert_same(whole, resume_harmony(by_harmony, update))
+    # No checkpoint drags the arena along with each parameter.
+    assert by_harmony.stat().st_size < 1.2 * by_plain.stat().st_size
+
+
+# --- Other loops.
+
+
+def test_validation_test_and_prediction_give_what_plain_lightning_gives() -> None:
+    module = Model()
+    plain, swapped = trainer_for("auto"), trainer_for(harmony())
+    for loop in ("validate", "test"):
+        expected, found = (getattr(t, loop)(module, loader(), verbose=False) for t in (plain, swapped))
+        assert found == expected
+    assert_equal(plain.predict(module, loader()), swapped.predict(module, loader()))
+    # What inference mode leaves behind must not break a fit.
+    assert_same(fit_plain(Model()), fit_harmony(module))
+
+
+def test_validation_within_a_fit_gives_what_plain_lightning_gives() -> None:
+    plain = trainer_for("auto", accumulate_grad_batches=NUM_MICROBATCHES, max_epochs=2)
+    plain.fit(Model(), loader(BATCH_SIZE // NUM_MICROBATCHES), loader())
+    swapped = trainer_for(harmony(), max_epochs=2, val_check_interval=2)
+    swapped.fit(Model(), loader(), loader())
+    assert_same(plain, swapped)
+    assert_equal(plain.callback_metrics["val_loss"], swapped.callback_metrics["val_loss"])
+
+
+def test_logged_values_are_those_of_the_whole_batch() -> None:
+    whole = trainer_for("auto")
+    whole.fit(Model(), loader())
+    swapped = fit_harmony(Model())
+    assert swapped.callback_metrics.keys() == whole.callback_metrics.keys()
+    torch.testing.assert_close(dict(swapped.callback_metrics), dict(whole.callback_metrics), rtol=1e-4, atol=1e-6)
+    assert swapped.callback_metrics["num_samples"] == NUM_STEPS * BATCH_SIZE
+
+
+# --- Ways to optimize.
+
+
+class Manual(Model):
+    def __init__(self, make_optimizer: Callable[[Any], Any] = adamw) -> None:
+        super().__init__(make_optimizer)
+        self.automatic_optimization = False
+        self.norms: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.norms.append(torch.stack([p.grad.norm() for p in self.parameters()]).norm())
+        optimizer.step()
+
+
+def test_manual_optimization_gives_equal_bits() -> None:
+    plain, swapped = Manual(), Manual()
+    whole = trainer_for("auto")
+    whole.fit(plain, loader())
+    assert_same(whole, fit_harmony(swapped))
+    assert_equal(plain.norms, swapped.norms)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipped_gradients_give_equal_bits(algorithm: str) -> None:
+    clip = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": algorithm}
+    plain = fit_plain(Model(), **clip)
+    assert_same(plain, fit_harmony(Model(), **clip))
+    with pytest.raises(AssertionError):
+        assert_same(plain, fit_harmony(Model()))
+
+
+def test_accumulation_over_batches_gives_equal_bits() -> None:
+    plain = fit_plain(Model(), accumulate=2, max_epochs=2)
+    assert_same(plain, fit_harmony(Model(), accumulate_grad_batches=2, max_epochs=2))
+    assert plain.global_step == NUM_STEPS
+
+
+def with_schedule(parameters: Any) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@pytest.mark.parametrize("update", ["just-in-time", "deferred"])
+@pytest.mark.filterwarnings("error:.*lr_scheduler.step.*before")
+def test_a_schedule_that_steps_with_the_batch_gives_equal_bits(update: str) -> None:
+    plain = fit_plain(Model(with_schedule))
+    swapped = fit_harmony(Model(with_schedule), harmony(update=update))
+    assert_same(plain, swapped)
+    assert swapped.optimizers[0].param_groups[0]["lr"] == 0.5 / (1 + NUM_STEPS)
+
+
+def test_a_compiled_module_is_not_refused() -> None:
+    compiled = torch.compile(Model(), backend="eager")
+    trainer = trainer_for(harmony())
+    trainer.fit(compiled, loader())
+    assert_same(fit_plain(Model()), trainer)
+
+
+# --- The module afterwards, and again.
+
+
+def test_the_module_can_be_copied_and_pickled_during_and_after_a_fit() -> None:
+    copies: list[Any] = []
+
+    class Copy(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            copies.append((copy.deepcopy(module.net), pickle.loads(pickle.dumps(module.net)), values(module.net)))
+
+    module = Model()
+    fit_harmony(module, callbacks=[Copy()])
+    batch = nets.tokens()
+    for deep, pickled, expected in copies:
+        for each in (deep, pickled):
+            assert_equal(values(each), expected)
+            each(batch).backward()
+    module.trainer = None
+    for each in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert_equal(values(each), values(module))
+        assert_equal(each.net(batch), module.net(batch))
+
+
+def test_fits_follow_each_other_with_the_same_module_strategy_and_trainer() -> None:
+    plain = fit_plain(Model(), max_epochs=2)
+    trainer = fit_harmony(Model())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(trainer.lightning_module, loader())
+    assert trainer.global_step == 2 * NUM_STEPS
+    fresh = Model()
+    fit_plain(fresh)
+    fit_plain(fresh)
+    module, strategy = Model(), harmony()
+    fit_harmony(module, strategy)
+    fit_harmony(module, strategy)
+    assert_equal(values(fresh), values(module))
+    assert plain.global_step == 2 * NUM_STEPS
+
+
+def test_the_modules_forward_works_in_hooks_and_trains_nothing_by_itself() -> None:
+    class Generate(pl.Callback):
+        def __init__(self) -> None:
+            self.seen: list[Tensor] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+                with torch.no_grad():
+                    self.seen.append(module(nets.tokens(2)))
+
+    plain, swapped = Generate(), Generate()
+    assert_same(fit_plain(Model(), callbacks=[plain]), fit_harmony(Model(), callbacks=[swapped]))
+    assert len(swapped.seen) == 1
+    assert_equal(plain.seen, swapped.seen)
+
+
+# --- The report.
+
+
+def padded_bytes(module: nn.Module) -> int:
+    return sum(-(-p.numel() * p.element_size() // 512) * 512 for p in module.parameters())
+
+
+def raw_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 8])
+def test_weights_come_once_a_phase_and_gradients_go_once_whatever_the_number_of_microbatches(
+    num_microbatches: int,
+) -> None:
+    module = Model()
+    roomy, tight = (
+        fit_harmony(module, harmony(num_microbatches=num_microbatches, device_memory=memory)).strategy.step_report
+        for memory in (None, "56KiB")
+    )
+    raw, padded = raw_bytes(module), padded_bytes(module)
+    assert raw <= roomy.swapped_in_bytes["weights"] <= padded
+    assert 1.5 * raw <= tight.swapped_in_bytes["weights"] <= 2 * padded
+    for report in (roomy, tight):
+        assert raw <= report.swapped_out_bytes["gradients"] <= padded
+        assert report.swapped_in_bytes["gradients"] == 0
+        assert report.swapped_out_bytes["weights"] == 0
+        assert report.num_microbatches == num_microbatches
+        assert report.transferred_bytes == 0
+        assert report.host_bytes >= 4 * raw
+    assert tight.num_packs > roomy.num_packs
+    assert tight.peak_device_bytes[0] <= 56 * 1024
+    assert len(tight.peak_device_bytes) == 1
+
+
+def test_what_is_stashed_is_brought_back() -> None:
+    report = fit_harmony(Model()).strategy.step_report
+    assert report.swapped_out_bytes["stash"] > 0
+    assert report.swapped_in_bytes["stash"] > 0
+
+
+def test_the_report_is_frozen_and_there_is_none_before_the_first_step() -> None:
+    strategy = harmony()
+    assert strategy.step_report is None
+    fit_harmony(Model(), strategy)
+    assert isinstance(strategy.step_report, StepReport)
+    assert strategy.step_report.seconds > 0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        strategy.step_report.seconds = 0.0
+
+
+class OnAfterBackward(pl.Callback):
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        pass
+
+
+class OwnStep(Model):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+
+
+def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=2)
+
+
+class OwnSGD(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "arguments", "words"),
+    [
+        (Model, {}, {"update": "deferred"}, 'update="deferred"'),
+        (Model, {"gradient_clip_val": 1.0}, {}, "gradient_clip_val=1.0"),
+        (Model, {"accumulate_grad_batches": 2}, {}, "accumulate_grad_batches=2"),
+        (Model, {"callbacks": [Gradients()]}, {}, "callback Gradients has on_before_optimizer_step"),
+        (Model, {"callbacks": [OnAfterBackward()]}, {}, "callback OnAfterBackward has on_after_backward"),
+        (OwnStep, {}, {}, "OwnStep.optimizer_step is overridden"),
+        (lambda: Model(lbfgs), {}, {}, "LBFGS"),
+        (lambda: Model(lambda parameters: OwnSGD(parameters, lr=0.1)), {}, {}, "OwnSGD is not known"),
+        (Model, {"gradient_clip_val": 1.0}, {"update": "just-in-time"}, "gradient_clip_val=1.0"),
+    ],
+    ids=["asked", "clip", "accumulate", "step-hook", "backward-hook", "optimizer-step", "lbfgs", "own", "insisted"],
+)
+def test_the_report_names_why_the_update_is_deferred(
+    module: Callable[[], Any], options: dict[str, Any], arguments: dict[str, Any], words: str
+) -> None:
+    report = fit_harmony(module(), harmony(**arguments), **options).strategy.step_report
+    assert report.update == "deferred"
+    assert words in report.update_reason
+
+
+def test_the_update_is_just_in_time_where_nothing_speaks_against_it_or_the_user_insists() -> None:
+    assert fit_harmony(Model()).strategy.step_report.update == "just-in-time"
+    insisted = fit_harmony(Model(lambda p: OwnSGD(p, lr=0.1)), harmony(update="just-in-time"))
+    assert insisted.strategy.step_report.update == "just-in-time"
+    assert "OwnSGD" in insisted.strategy.step_report.update_reason
+    assert_same(fit_plain(Model(lambda p: OwnSGD(p, lr=0.1))), insisted)
+
+
+def test_a_closure_that_lbfgs_calls_several_times_gives_what_plain_lightning_gives() -> None:
+    plain = trainer_for("auto")
+    plain.fit(Model(lbfgs), loader())
+    swapped = fit_harmony(Model(lbfgs), harmony(num_microbatches=1))
+    assert_same(plain, swapped)
