@@ -143,7 +143,7 @@ class Rich(Language):
         self.blocks = nn.ModuleList(RichBlock() for _ in range(4))
 
     def body(self, x: Tensor) -> Tensor:
-        mask = torch.ones(x.shape[:2]).tril()
+        mask = torch.ones(x.shape[:2], device=x.device).tril()
         for block in self.blocks:
             result = block((x, None), extra={"mask": mask, "unused": [None, 1]}, scale=0.5)
             assert result["count"] == 3

@@ -1,4 +1,4 @@
-"""Whatever fails in whichever thread surfaces from fit; all threads join, the module is whole, and the next fit works."""
+"""Whatever fails in any thread surfaces from fit; all threads join, the module is whole, and the next fit works."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUM_MICROBATCHES = 3
 BATCH_SIZE = 6
 NUM_STEPS = 2
 PHASES = ["before the first layer", "layer forward", "between layers", "loss", "layer backward"]
-# Where the running code is: its step and microbatch. Layers see it, though only the batch tells, as contexts reach lanes.
+# The step and microbatch of the running code: the batch tells them, and context variables bring them to the layers.
 where: ContextVar[tuple[int, int]] = ContextVar("where")
 
 
@@ -268,7 +268,7 @@ def faulty_stream(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], list[
     return inject
 
 
-@pytest.mark.parametrize("number", [1, 5, 11, 17])
+@pytest.mark.parametrize("number", [1, 4, 8])
 @pytest.mark.parametrize("stream", ["swap-in", "swap-out", "update"])
 def test_an_exception_in_a_helper_thread_surfaces(
     stream: str, number: int, faulty_stream: Callable[[str, int], list[str]]
@@ -277,7 +277,7 @@ def test_an_exception_in_a_helper_thread_surfaces(
     failed = faulty_stream(stream, number)
     with pytest.raises(Boom) as raised:
         fit(module)
-    assert failed
+    assert failed != []
     assert "faulty_work" in functions_in(raised.value)
     assert_recovered(module)
 

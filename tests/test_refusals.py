@@ -25,7 +25,9 @@ pytestmark = [
 ]
 
 
-def fit(module: pl.LightningModule, strategy: Any = None, *, collate: Any = None, steps: int = 2, **options: Any) -> Any:
+def fit(
+    module: pl.LightningModule, strategy: Any = None, *, collate: Any = None, steps: int = 2, **options: Any
+) -> Any:
     trainer = trainer_for(strategy or HarmonyStrategy(), steps, [], **options)
     trainer.fit(module, DataLoader(nets.tokens(16), batch_size=8, collate_fn=collate))
     return trainer
@@ -97,7 +99,9 @@ def test_too_little_host_memory_says_how_much_is_missing(monkeypatch: pytest.Mon
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     with monkeypatch.context() as patch:
         patch.setattr("lightning_harmony.strategy.free_host_bytes", lambda: 3 * num_bytes - 1024)
-        assert_refused(module, CapacityError, ["host", "1 KiB short", "Add host memory", "optimizer"], lambda: fit(module))
+        assert_refused(
+            module, CapacityError, ["host", "1 KiB short", "Add host memory", "optimizer"], lambda: fit(module)
+        )
     assert_trains(module, lambda: fit(module))
 
 
@@ -129,7 +133,12 @@ def test_nonsense_arguments_are_refused_when_the_strategy_is_made(arguments: dic
 @pytest.mark.parametrize("layers", ["Block", nets.Block, [nets.Block()], 5], ids=["name", "class", "module", "number"])
 def test_layers_that_are_no_classes_are_refused(layers: Any) -> None:
     module = Net(nets.Language())
-    assert_refused(module, TypeError, ["layers", "collection of module classes"], lambda: fit(module, HarmonyStrategy(layers=layers)))
+    assert_refused(
+        module,
+        TypeError,
+        ["layers", "collection of module classes"],
+        lambda: fit(module, HarmonyStrategy(layers=layers)),
+    )
     assert_trains(module, lambda: fit(module, HarmonyStrategy(layers=[nets.Block])))
 
 
@@ -360,7 +369,9 @@ class Penalised(Net):
 
 def test_double_backward_through_a_layer_is_refused() -> None:
     module = Penalised(nets.Language())
-    assert_refused(module, UnsupportedModelError, ["double backward", "create_graph=True", "strategy"], lambda: fit(module))
+    assert_refused(
+        module, UnsupportedModelError, ["double backward", "create_graph=True", "strategy"], lambda: fit(module)
+    )
     module.create_graph = False
     assert_trains(module, lambda: fit(module))
 

@@ -1,5 +1,7 @@
 """Layers cut into packs."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,7 +39,7 @@ def test_a_pack_over_budget_is_a_single_layer(costs: list[LayerCost], capacity: 
 @given(costs=costs_lists, capacity=capacities)
 def test_no_pack_had_room_for_the_layer_behind_it(costs: list[LayerCost], capacity: int) -> None:
     packs = fill_capacity(costs, capacity)
-    for pack, following in zip(packs, packs[1:], strict=False):
+    for pack, following in pairwise(packs):
         assert pack_bytes([costs[index] for index in (*pack, following[0])]) > capacity
 
 

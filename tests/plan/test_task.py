@@ -19,6 +19,6 @@ def test_prints_pack_phase_microbatch() -> None:
 
 @pytest.mark.parametrize("text", ["", "3F", "F0", "3X0", "3f0", "-1F0", "3F0 ", " 3F0", "3F0\n", "3F0B1"])
 def test_what_is_not_a_task_is_refused_and_quoted(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a task: expected <pack><F|B><microbatch>") as refused:
+    with pytest.raises(ValueError, match=r"is not a task: expected <pack><F\|B><microbatch>") as refused:
         Task.parse(text)
     assert repr(text) in str(refused.value)

@@ -37,8 +37,11 @@ class Lane:
         self._job: Callable[[], None] | None = None
         self._context = contextvars.copy_context()
         self._thread_state = ThreadState.capture()
-        self._go = threading.Semaphore(0)
-        self._back = threading.Semaphore(0)
+        # Bare locks, each released by the other side: a semaphore takes several times as long to hand over.
+        self._go = threading.Lock()
+        self._back = threading.Lock()
+        self._go.acquire()
+        self._back.acquire()
         self._thread = threading.Thread(target=self._loop, name=f"harmony-lane-{microbatch}", daemon=True)
         self._thread.start()
 

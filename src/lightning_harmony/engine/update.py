@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_harmony.engine.host_store import HostPool
 from lightning_harmony.engine.stream import Event, HostStream
@@ -20,7 +21,8 @@ from lightning_harmony.engine.swap import HostGradients
 SEPARABLE = frozenset(
     getattr(torch.optim, name)
     for name in (
-        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
+        "SGD",
     )
     if hasattr(torch.optim, name)
 )  # fmt: skip
@@ -33,6 +35,8 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
         return f"{name} is not known to update each parameter on its own"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"{name} has step hooks"
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return "step hooks are registered for all optimizers"
     return None
 
 

@@ -43,7 +43,8 @@ def verify_layer(layer: SwappedLayer, residency: Residency, outputs: Sequence[Te
 
 def _bits(tensor: Tensor) -> Tensor:
     """The bytes of the elements: a parameter that is not a number yet is still unchanged."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    # A single element may have any stride, and counts as contiguous.
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:

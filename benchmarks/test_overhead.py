@@ -1,0 +1,178 @@
+"""What swapping costs on a CPU device: the hand-over of a lane, and a whole step beside plain Lightning.
+
+pytest benchmarks/test_overhead.py --benchmark-only --benchmark-columns=median,min,max,rounds
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.decompose import Layer
+from lightning_harmony.engine.device import VirtualDevice
+from lightning_harmony.engine.executor import Executor, Microbatch
+
+NUM_LAYERS = 100
+NUM_MICROBATCHES = 4
+
+
+class Nothing(nn.Module):
+    """A layer with a parameter that does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_handing_a_lane_over_at_a_layer_boundary(benchmark: Any) -> None:
+    """Two microbatches through layers that do nothing, each layer a pack, against one, which never hands over."""
+    model = nn.ModuleList(Nothing() for _ in range(NUM_LAYERS))
+    layers = [Layer(str(number), module) for number, module in enumerate(model)]
+    executor = Executor(model, layers, VirtualDevice(None))
+    x = torch.zeros(1)
+
+    def step() -> None:
+        y = x
+        with torch.no_grad():
+            for layer in model:
+                y = layer(y)
+
+    def run(num_microbatches: int) -> None:
+        microbatches = [Microbatch(step, 1.0, number) for number in range(num_microbatches)]
+        executor.forward(microbatches, num_elements=0, predicted_gradient=None)
+        executor.abandon()
+
+    benchmark(run, NUM_MICROBATCHES)
+    alone = _median_seconds(lambda: run(1))
+    handovers = NUM_LAYERS * NUM_MICROBATCHES
+    whole = benchmark.stats.stats.median
+    benchmark.extra_info["microseconds per layer call, all included"] = round(1e6 * whole / handovers, 1)
+    # A lane alone is handed over at each pack, too; what it swaps, all lanes share.
+    benchmark.extra_info["microseconds per further lane at a layer"] = round(
+        1e6 * (whole - alone) / (NUM_LAYERS * (NUM_MICROBATCHES - 1)), 1
+    )
+    executor.close()
+
+
+def _median_seconds(work: Any) -> float:
+    seconds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, hidden // 64, 64).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, hidden))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(pl.LightningModule):
+    """Hidden size 512; recomputes each block if asked to."""
+
+    def __init__(self, *, recompute: bool, hidden: int = 512, num_blocks: int = 6, vocabulary: int = 512) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.embed = nn.Embedding(vocabulary, hidden)
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(num_blocks))
+        self.head = nn.Linear(hidden, vocabulary)
+        self.seconds: list[float] = []
+        self._start = 0.0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(batch[:, :-1])
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Tokens(Dataset[Tensor]):
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randint(0, 512, (129,), generator=torch.Generator().manual_seed(index))
+
+
+class Steps(pl.Callback):
+    """Seconds between the ends of optimizer steps."""
+
+    def __init__(self, num_batches: int) -> None:
+        self._num_batches = num_batches
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % self._num_batches == 0:
+            self.ends.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        return [after - before for before, after in zip(self.ends[2:], self.ends[3:], strict=False)]
+
+
+def _train(strategy: Any, *, num_batches: int, recompute: bool, num_steps: int = 9) -> list[float]:
+    torch.manual_seed(0)
+    steps = Steps(num_batches)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        max_steps=num_steps,
+        accumulate_grad_batches=num_batches,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[steps],
+    )
+    batch_size = 16 // num_batches
+    trainer.fit(GPT(recompute=recompute), DataLoader(Tokens(16 * num_steps), batch_size=batch_size))
+    return steps.seconds()
+
+
+@pytest.mark.parametrize("device_memory", [None, "96MiB"])
+def test_a_step_beside_plain_lightning_with_recompute(benchmark: Any, device_memory: str | None) -> None:
+    """The ratio of medians, both ways in turn in one run."""
+    plain: list[float] = []
+    harmony: list[float] = []
+
+    def both() -> None:
+        plain.extend(_train("auto", num_batches=NUM_MICROBATCHES, recompute=True))
+        strategy = HarmonyStrategy(num_microbatches=NUM_MICROBATCHES, device_memory=device_memory)
+        harmony.extend(_train(strategy, num_batches=1, recompute=False))
+
+    benchmark.pedantic(both, rounds=2, iterations=1)
+    benchmark.extra_info["plain seconds a step"] = round(statistics.median(plain), 4)
+    benchmark.extra_info["harmony seconds a step"] = round(statistics.median(harmony), 4)
+    benchmark.extra_info["ratio"] = round(statistics.median(harmony) / statistics.median(plain), 3)

@@ -1,0 +1,101 @@
+"""The same on a GPU, against plain Lightning on the GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import nets
+import pytest
+import torch
+from same_training import Net, assert_close, compare, train_harmony, train_plain
+from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
+
+from lightning_harmony import HarmonyStrategy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def build(net: str) -> Net:
+    torch.manual_seed(0)
+    return Net({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net](), OPTIMIZERS["sgd"])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("net", ["plain", "frozen", "rich", "own-parameters", "dropout", "spectral-norm"])
+def test_gradients_of_a_step_are_those_of_plain_lightning_on_the_gpu(net: str, precision: Any) -> None:
+    """The update's arithmetic is the host's, within rounding of the GPU's: only the first step's gradients have equal bits."""
+    module = build(net)
+    options = {"accelerator": "gpu", "precision": precision}
+    # One microbatch goes on with the caller's random stream, so that even dropout's masks are plain Lightning's.
+    num_microbatches = 1 if net == "dropout" else 4
+    plain = train_plain(copy.deepcopy(module), nets.tokens(), num_microbatches, 8, **options)
+    strategy = HarmonyStrategy(num_microbatches=num_microbatches)
+    harmony = train_harmony(copy.deepcopy(module), nets.tokens(), strategy, 8, with_gradients=True, **options)
+    for name, gradient in plain.gradients[0].items():
+        assert_close(name, gradient, _on_gpu(harmony.gradients[0][name]), 0.0)
+    compare(_without_gradients(plain), _without_gradients(harmony), 1e-2 if precision == "bf16-mixed" else 1e-5)
+
+
+def _on_gpu(gradient: Any) -> Any:
+    return None if gradient is None else gradient.cuda()
+
+
+def _without_gradients(training: Any) -> Any:
+    training.gradients = []
+    return training
+
+
+@pytest.mark.parametrize("net", ["plain", "dropout", "skipped", "reordered", "tied", "tied-by-code", "used-twice", "regularized"])
+def test_the_result_does_not_depend_on_the_capacity(net: str) -> None:
+    module = build(net)
+    runs = [
+        train_harmony(
+            copy.deepcopy(module),
+            nets.tokens(),
+            HarmonyStrategy(num_microbatches=4, device_memory=capacity, update=update),
+            8,
+            with_gradients=False,
+            accelerator="gpu",
+        )
+        for capacity, update in ((None, "deferred"), ("64MiB", "auto"), ("150KiB", "auto"))
+    ]
+    for other in runs[1:]:
+        compare(runs[0], other)
+
+
+@pytest.mark.parametrize("stream", ["swap_in", "swap_out", "update"])
+def test_slowing_a_stream_changes_no_bit(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    from lightning_harmony.engine import stream as streams
+
+    module = build("dropout")
+
+    def train() -> Any:
+        strategy = HarmonyStrategy(num_microbatches=4, device_memory="150KiB")
+        return train_harmony(copy.deepcopy(module), nets.tokens(), strategy, 8, with_gradients=False, accelerator="gpu")
+
+    expected = train()
+    if stream == "update":
+        submit = streams.HostStream.submit
+        monkeypatch.setattr(
+            streams.HostStream, "submit", lambda s, work, after=(): submit(s, lambda: (time.sleep(0.01), work())[1], after)
+        )
+    else:
+        original = streams.CudaStream.submit
+
+        def slow(self: Any, work: Any, after: Any = ()) -> Any:
+            return original(self, lambda: (torch.cuda._sleep(2_000_000), work())[1], after)
+
+        monkeypatch.setattr(streams.CudaStream, "submit", slow)
+    compare(expected, train())
