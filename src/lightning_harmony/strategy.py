@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from lightning_harmony.engine.batch import merge_outputs, microbatch_sizes, split_batch
 from lightning_harmony.engine.decompose import find_layers
-from lightning_harmony.engine.device import CudaDevice, Device, VirtualDevice, free_host_bytes
+from lightning_harmony.engine.device import CudaDevice, Device, VirtualDevice, free_device_bytes, free_host_bytes
 from lightning_harmony.engine.executor import Executor, Microbatch
 from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.report import StepReport
@@ -252,7 +252,7 @@ class HarmonyStrategyMixin(_Base):
 
     def _open_device(self) -> Device:
         if self.root_device.type == "cuda":
-            return CudaDevice(self.root_device, self._capacity_bytes)
+            return CudaDevice(self.root_device, self._capacity_bytes or free_device_bytes(self.root_device))
         return VirtualDevice(self._capacity_bytes)
 
     def _refuse_too_little_host_memory(self) -> None:

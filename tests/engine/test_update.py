@@ -185,10 +185,10 @@ class TestJustInTime:
 
 
 class TestSharedParameter:
-    CONTRIBUTIONS = ((0, 0), (0, 1), (1, 0), (2, 0))
+    CONTRIBUTIONS = ((0, 0), (0, 1), (0, 2), (1, 0), (2, 0))
 
     def total(self, pool: HostPool, updater: Updater, order: Sequence[int], gradients: Sequence[Tensor]) -> Tensor:
-        """The gradient of a parameter of three layers, the first called twice, if packs are delivered in an order."""
+        """The gradient of a parameter of three layers, the first called three times, if packs are delivered in an order."""
         shared = nn.Parameter(torch.zeros_like(gradients[0]))
         updater.begin(None, [[shared]] * 3)
         for index in order:
@@ -207,9 +207,10 @@ class TestSharedParameter:
 
     def test_is_summed_in_one_order_whichever_pack_comes_first(self, pool: HostPool, updater: Updater) -> None:
         # Of magnitudes so far apart that every order has another sum.
-        gradients = [torch.randn(100) * 10.0**power for power in (0, 4, 7, 3)]
-        first_use, second_use, *others = gradients
-        expected = second_use + first_use
+        gradients = [torch.randn(100) * 10.0**power for power in (0, 4, 7, 3, 5)]
+        first, second, third, *others = gradients
+        # As autograd meets them: the last use of a layer has its gradient first.
+        expected = third + second + first
         for gradient in others:
             expected = expected + gradient
         for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)):

@@ -320,6 +320,13 @@ def _flat(num_bytes: int, device: torch.device) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
+def free_device_bytes(device: torch.device) -> int:
+    """What this process may still allocate on a GPU, less a tenth for fragmentation and libraries' work space."""
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(0.9 * (free + cached))
+
+
 def free_host_bytes() -> int | None:
     """Host memory that can still be taken without swapping to disk; None where the system doesn't tell."""
     try:

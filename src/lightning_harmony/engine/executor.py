@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from lightning_harmony.engine.decompose import Layer
 from lightning_harmony.engine.device import Device, VirtualDevice
 from lightning_harmony.engine.glue import Glue
 from lightning_harmony.engine.host_store import HostPool, HostStore
-from lightning_harmony.engine.intercept import InterceptedForward
+from lightning_harmony.engine.intercept import InterceptedForward, LayerCall
 from lightning_harmony.engine.lane import Lane, LanePool, current_lane
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer, buffers_of, move_buffers, places_of
 from lightning_harmony.engine.report import Traffic
@@ -124,6 +125,8 @@ class Executor:
         self._measured_elements = -1
         self._measuring = True
         self._recorded = False
+        self._keeps_graphs = False
+        self._calls_with_graph: weakref.WeakSet[LayerCall] = weakref.WeakSet()
         self._predicted: float | None = None
         self._fuses = True
         self.plan = Plan((), ())
@@ -286,7 +289,7 @@ class Executor:
         self._stash.retire(wait=True)
         for pack in self._packs:
             pack.accumulators, pack.parked = {}, {}
-            self._swapper.evict(pack)
+            self._evict(pack)
         while self.device.retire(wait=True):
             pass
 
@@ -387,9 +390,11 @@ class Executor:
         if self._measuring:
             # Its work space isn't known: it gets all there is.
             self._evict_all_but(pack)
+        fused = self._predicted is not None and pack.index == self.plan.last_pack and phase is Phase.FORWARD
         needed = self._needed_bytes(pack, phase)
         missing = 0 if pack.residency is not None else pack.weight_bytes + pack.buffer_bytes
         self._ensure_room(missing + needed, pack, phase, position)
+        self._keeps_graphs = fused and self.device.room_for(missing + needed)
         try:
             self._swapper.swap_in(pack)
         except torch.OutOfMemoryError as error:
@@ -400,11 +405,14 @@ class Executor:
             self._prefetch(pack, phase, position, needed)
 
     def _needed_bytes(self, pack: SwappedPack, phase: Phase) -> int:
-        """What a pack's gradients and work will allocate."""
-        last = self._predicted is not None and pack.index == self.plan.last_pack
-        gradients = pack.gradient_layout()[1] if (phase is Phase.BACKWARD or last) and not pack.accumulators else 0
-        phases = list(Phase) if last else [phase]
-        return gradients + sum(self._work_bytes(pack, each) for each in phases)
+        """What a pack's gradients and work will allocate; of a fused pack, with the graphs of all its layers."""
+        fused = self._predicted is not None and pack.index == self.plan.last_pack and phase is Phase.FORWARD
+        gradients = pack.gradient_layout()[1] if (phase is Phase.BACKWARD or fused) and not pack.accumulators else 0
+        if fused:
+            work = sum(self._work[layer.index, each] for layer in pack.layers for each in Phase)
+        else:
+            work = self._work_bytes(pack, phase)
+        return gradients + work
 
     def _work_bytes(self, pack: SwappedPack, phase: Phase) -> int:
         """The most that one of a pack's layers was seen to allocate."""
@@ -424,7 +432,7 @@ class Executor:
             return True
         others = [other.index for other in self._packs if other.residency is not None and other is not pack]
         if others:
-            self._swapper.evict(self._packs[self.plan.needed_last(others, phase, position)])
+            self._evict(self._packs[self.plan.needed_last(others, phase, position)])
             return True
         summing = [other for other in self._packs if other.accumulators and other is not pack]
         for other in summing:
@@ -444,13 +452,20 @@ class Executor:
                 last = self.plan.needed_last([index, *others], phase, position)
                 if last == index:
                     return
-                self._swapper.evict(self._packs[last])
+                self._evict(self._packs[last])
             self._swapper.swap_in(following)
+
+    def _evict(self, pack: SwappedPack) -> None:
+        if pack.index == self.plan.last_pack:
+            for call in self._calls_with_graph:
+                call.forget()
+            self._calls_with_graph.clear()
+        self._swapper.evict(pack)
 
     def _evict_all_but(self, pack: SwappedPack) -> None:
         for other in self._packs:
             if other is not pack:
-                self._swapper.evict(other)
+                self._evict(other)
                 if other.accumulators:
                     self._swapper.park_gradients(other)
         self._stash.retire(wait=True)
@@ -522,7 +537,7 @@ class Executor:
             with self.device.computing():
                 yield pack.residency
         finally:
-            self._swapper.evict(pack)
+            self._evict(pack)
 
     def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
         """The layer that a parameter is when glue uses it; made when it is first used."""
@@ -577,6 +592,18 @@ class Executor:
         use = progress.uses[layer.index]
         progress.uses[layer.index] += 1
         return use
+
+    def is_last_backward(self) -> bool:
+        """Whether the current lane differentiates its loss."""
+        lane = current_lane()
+        return lane in self._progress and self._progress[lane].differentiating
+
+    def keep_graph(self, layer: SwappedLayer, call: LayerCall) -> bool:
+        """Whether a call may keep its graph: in the fused pack, where there is room, and while the pack stays."""
+        if not self._keeps_graphs or self._pack_of[layer.index].index != self.plan.last_pack:
+            return False
+        self._calls_with_graph.add(call)
+        return True
 
     def _refuse_late_call(self, layer: SwappedLayer) -> None:
         """A layer that is called in backward (reentrant checkpointing) has gradients of which nobody knows the last."""

@@ -36,6 +36,12 @@ class Runtime(Protocol):
     def expect_backward(self, layer: SwappedLayer) -> int:
         """Announce a backward of a layer; return which use of the layer in its microbatch this is."""
 
+    def keep_graph(self, layer: SwappedLayer, call: LayerCall) -> bool:
+        """Whether a call may keep its graph, for its backward comes at once. It is told to `forget` if it doesn't."""
+
+    def is_last_backward(self) -> bool:
+        """Whether no other backward of the current microbatch will follow."""
+
     def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Take the gradients of one announced backward."""
 
@@ -95,6 +101,7 @@ class LayerCall:
     """One call of a layer: what it takes to run it, and to run it again in backward."""
 
     residency: Residency
+    _graph: tuple[list[Tensor], list[Any]] | None = None
 
     def __init__(
         self, intercepted: InterceptedForward, runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -148,16 +155,24 @@ class LayerCall:
         versions = [tensor._version for tensor in checked]
         buffers = self.residency.buffers
         before = {key: tensor.clone() for key, tensor in buffers.items()}
-        # With grad enabled, though nothing is kept: under no_grad other kernels would run.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
-            args, kwargs = self._arguments([t.detach() for t in tensors], self._leaves)
+        keeps = self._runtime.keep_graph(self._layer, self)
+        hooks = (_keep, _keep) if keeps else (_drop, _dropped)
+        inputs = [tensor.detach() for tensor in tensors]
+        # With grad enabled, even if nothing is kept: under no_grad other kernels would run.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*hooks):
+            args, kwargs = self._arguments(inputs, self._leaves)
             with self._bound(buffers) as left:
                 result = self._original(*args, **kwargs)
         self._buffers_before = {key: before[key] for key in self._keep_buffers(left)}
         self._refuse_changed([t._version == version for t, version in zip(checked, versions, strict=True)])
         flat, self._output_spec = tree_flatten(result)
+        self._graph = (inputs, flat) if keeps else None
         self._leaves = []
         return tuple(flat)
+
+    def forget(self) -> None:
+        """Let the graph go: the backward will recompute."""
+        self._graph = None
 
     def unflatten_outputs(self, outputs: Any) -> Any:
         """The result in the shape in which the layer returned it."""
@@ -166,9 +181,7 @@ class LayerCall:
     def backward(self, gradients: Sequence[Tensor | None], *, sum_parameters: bool) -> list[Tensor | None]:
         """Recompute, and return the gradients of `tensors`."""
         with self.visit(Phase.BACKWARD):
-            inputs = [value.load() if isinstance(value, Stashed) else value for value in self._inputs]
-            inputs = [tensor.detach() for tensor in inputs]
-            flat, hidden = self._recompute(inputs)
+            inputs, flat, hidden = self._graph_of_forward()
             outputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
             wanted = [tensor for tensor in inputs if tensor.requires_grad]
             leaves = {p: self.residency.leaves[p] for p in self._layer.parameters if p.requires_grad}
@@ -181,7 +194,18 @@ class LayerCall:
                 of_parameters = zip(leaves, found[len(wanted) + len(hidden) :], strict=True)
                 summed = [(parameter, gradient) for parameter, gradient in of_parameters if gradient is not None]
                 self._runtime.accumulate(self._layer, self._use, summed)
+            if self._runtime.is_last_backward():
+                # The node lives as long as its graph; what it kept need not.
+                self._inputs, self._objects = [], []
             return [next(of_inputs) if tensor.requires_grad else None for tensor in inputs]
+
+    def _graph_of_forward(self) -> tuple[list[Tensor], list[Any], list[Tensor]]:
+        """Inputs, flat result and hidden tensors with the graph between them: kept, or recomputed."""
+        kept, self._graph = self._graph, None
+        if kept is not None:
+            return *kept, []
+        inputs = [(value.load() if isinstance(value, Stashed) else value).detach() for value in self._inputs]
+        return inputs, *self._recompute(inputs)
 
     def _recompute(self, inputs: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
         """Run the forward again as it ran; return its flat result, and the tensors hidden in objects."""
@@ -317,6 +341,10 @@ class _LayerFunction(torch.autograd.Function):
         wanted = anchor is not None and torch._C._will_engine_execute_node(anchor)
         of_tensors = [g for g, is_tensor in zip(gradients, ctx.is_tensor, strict=True) if is_tensor]
         return None, None, *call.backward(of_tensors, sum_parameters=wanted)
+
+
+def _keep(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _drop(tensor: Tensor) -> None:
