@@ -88,7 +88,9 @@ class Times(pl.Callback):
         """Start the clock."""
         self._start = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: dict[str, Tensor], *a: object) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: dict[str, Tensor], *a: object
+    ) -> None:
         """Stop it."""
         self.losses.append(float(outputs["loss"]))
         self.seconds.append(time.perf_counter() - self._start)
@@ -130,7 +132,9 @@ def main() -> None:
     size = options.batch_size // options.num_microbatches if plain else options.batch_size
     trainer.fit(model, DataLoader(samples, batch_size=size))
     peak = torch.cuda.max_memory_allocated()
-    print(f"{options.strategy}: {num_parameters / 1e9:.3f} B parameters, {options.precision}, {torch.cuda.get_device_name()}")
+    print(
+        f"{options.strategy}: {num_parameters / 1e9:.3f} B parameters, {options.precision}, {torch.cuda.get_device_name()}"
+    )
     print(f"losses {[round(loss, 4) for loss in times.losses]}")
     print(f"step {statistics.median(times.seconds[2:]):.3f} s, all {[round(s, 2) for s in times.seconds]}")
     print(f"max_memory_allocated {format_bytes(peak)}")

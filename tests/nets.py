@@ -132,7 +132,7 @@ class RichBlock(nn.Module):
         self.inner = Block()
 
     def forward(self, pair: tuple[Tensor, Any], *, extra: dict[str, Any], scale: float = 1.0) -> Any:
-        x, nothing = pair
+        x, _ = pair
         y = self.inner(x) * scale + extra["mask"].unsqueeze(-1)
         return {"pair": (y, None), "norm": y.norm(dim=-1, keepdim=True), "count": 3}
 

@@ -122,15 +122,25 @@ def _hugging_face(name: str) -> torch.nn.Module:
         ),
         "llama": lambda: hf.LlamaForCausalLM(
             hf.LlamaConfig(
-                **size, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
-                num_key_value_heads=1, tie_word_embeddings=False,
-            )  # fmt: skip
+                **size,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=3,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                tie_word_embeddings=False,
+            )
         ),
         "bert": lambda: hf.BertForMaskedLM(
             hf.BertConfig(
-                **size, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
-                max_position_embeddings=16, tie_word_embeddings=False,
-            )  # fmt: skip
+                **size,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=3,
+                num_attention_heads=2,
+                max_position_embeddings=16,
+                tie_word_embeddings=False,
+            )
         ),
     }
     return nets.HuggingFace(models[name]())

@@ -26,7 +26,8 @@ from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.stream import HostStream
 
 pytestmark = [
-    pytest.mark.timeout(60),
+    # By a thread: what hangs after Ctrl-C may hear no signal any more.
+    pytest.mark.timeout(60, method="thread"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
@@ -303,6 +304,11 @@ def send_signal() -> None:
     time.sleep(0.02)
 
 
+def raise_signal() -> None:
+    """As if the system had chosen the lane's thread to hear of Ctrl-C: the main thread learns of it when it wakes."""
+    signal.raise_signal(signal.SIGINT)
+
+
 def assert_interrupted(module: Faulty, *, validate: bool = False) -> None:
     with pytest.raises(SystemExit) as raised:
         fit(module, validate=validate)
@@ -317,7 +323,11 @@ def assert_interrupted(module: Faulty, *, validate: bool = False) -> None:
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize(
     ("action", "phase"),
-    [(interrupt, "layer forward"), (interrupt, "layer backward"), *((send_signal, phase) for phase in PHASES)],
+    [
+        *((interrupt, phase) for phase in ("layer forward", "layer backward")),
+        *((raise_signal, phase) for phase in ("layer forward", "layer backward")),
+        *((send_signal, phase) for phase in PHASES),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_ctrl_c_in_a_lane_ends_the_fit_as_lightning_does(action: Callable[[], None], phase: str, step: int) -> None:

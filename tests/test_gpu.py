@@ -55,7 +55,9 @@ def _without_gradients(training: Any) -> Any:
     return training
 
 
-@pytest.mark.parametrize("net", ["plain", "dropout", "skipped", "reordered", "tied", "tied-by-code", "used-twice", "regularized"])
+@pytest.mark.parametrize(
+    "net", ["plain", "dropout", "skipped", "reordered", "tied", "tied-by-code", "used-twice", "regularized"]
+)
 def test_the_result_does_not_depend_on_the_capacity(net: str) -> None:
     module = build(net)
     runs = [
@@ -89,7 +91,9 @@ def test_slowing_a_stream_changes_no_bit(stream: str, monkeypatch: pytest.Monkey
     if stream == "update":
         submit = streams.HostStream.submit
         monkeypatch.setattr(
-            streams.HostStream, "submit", lambda s, work, after=(): submit(s, lambda: (time.sleep(0.01), work())[1], after)
+            streams.HostStream,
+            "submit",
+            lambda s, work, after=(): submit(s, lambda: (time.sleep(0.01), work())[1], after),
         )
     else:
         original = streams.CudaStream.submit

@@ -95,7 +95,7 @@ def test_a_capacity_without_room_for_the_glue_is_refused_in_the_first_step() -> 
 
 
 def test_too_little_host_memory_says_how_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Net(nets.Language(), lambda parameters: torch.optim.AdamW(parameters))
+    module = Net(nets.Language(), torch.optim.AdamW)
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     with monkeypatch.context() as patch:
         patch.setattr("lightning_harmony.strategy.free_host_bytes", lambda: 3 * num_bytes - 1024)

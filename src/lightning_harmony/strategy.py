@@ -238,8 +238,7 @@ class HarmonyStrategyMixin(_Base):
         self.setup_precision_plugin()
 
     def _build_executor(self) -> Executor:
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         _refuse_sparse(module)
         device = self._open_device()
         layers = find_layers(module, max_layer_bytes=device.capacity_bytes, layers=self._layer_choice)
@@ -269,13 +268,7 @@ class HarmonyStrategyMixin(_Base):
 
     def model_to_device(self) -> None:
         """Leave parameters on the host; move what layers don't own, and tell the module its device."""
-        module = self.lightning_module
-        assert module is not None
-        for child in module.modules():
-            if isinstance(child, Metric):
-                child.to(self.root_device)
-            if hasattr(type(child), "device") and hasattr(child, "_device"):
-                child._device = self.root_device
+        _tell_device(self._module, self.root_device)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer state where the parameters are: on the host."""
@@ -289,11 +282,7 @@ class HarmonyStrategyMixin(_Base):
             executor.close()
         module = self.lightning_module
         if module is not None:
-            for child in module.modules():
-                if isinstance(child, Metric):
-                    child.to("cpu")
-                if hasattr(type(child), "device") and hasattr(child, "_device"):
-                    child._device = torch.device("cpu")
+            _tell_device(module, torch.device("cpu"))
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
@@ -303,22 +292,20 @@ class HarmonyStrategyMixin(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training_step on each microbatch; the backward runs when that of the result does."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         if not module.automatic_optimization or self._takes_iterator(module.training_step):
             return super().training_step(*args, **kwargs)
         start = time.perf_counter()
         batch, *rest = args
         sizes = self._sizes(batch)
         steps = [
-            _Step(self, module.training_step, (part, *rest), kwargs)
-            for part in split_batch(batch, sum(sizes), sizes)
+            _Step(self, module.training_step, (part, *rest), kwargs) for part in split_batch(batch, sum(sizes), sizes)
         ]
         weights = self._weights(sizes)
         self._run(steps, weights, sizes)
         output = merge_outputs([step.output for step in steps], sizes)
-        losses = [step.loss for step in steps]
-        if any(loss is None for loss in losses):
+        losses = [step.loss for step in steps if step.loss is not None]
+        if len(losses) < len(steps):
             self._engine.abandon()
             return output
         value = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
@@ -329,7 +316,7 @@ class HarmonyStrategyMixin(_Base):
         return {**output, "loss": value} if isinstance(output, Mapping) else value
 
     def _run(self, steps: Sequence[_Step], weights: Sequence[float], sizes: Sequence[int]) -> None:
-        module, engine = self.lightning_module, self._engine
+        module, engine = self._module, self._engine
         trainer = module.trainer
         batch_number = trainer.fit_loop.epoch_loop.total_batch_idx
         seed = torch.initial_seed()
@@ -368,7 +355,7 @@ class HarmonyStrategyMixin(_Base):
 
     def _predicted_gradient(self) -> float | None:
         """The gradient that Lightning will bring to the batch's loss; None where it adds to earlier gradients."""
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         if trainer.accumulate_grad_batches > 1:
             return None
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -412,7 +399,7 @@ class HarmonyStrategyMixin(_Base):
 
     def _reasons_to_defer(self) -> list[tuple[str, bool]]:
         """What forbids the update just in time: each reason, and whether it holds even when the user insists."""
-        module = self.lightning_module
+        module = self._module
         trainer = module.trainer
         reasons: list[tuple[str, bool]] = []
         if len(self.optimizers) != 1:
@@ -427,7 +414,9 @@ class HarmonyStrategyMixin(_Base):
             reasons.append(("layers are called during the backward (reentrant checkpointing)", True))
         is_overridden = self._lightning("utilities.model_helpers").is_overridden
         reasons += [
-            (f"{type(module).__name__}.{hook} is overridden", True) for hook in _MODULE_HOOKS if is_overridden(hook, module)
+            (f"{type(module).__name__}.{hook} is overridden", True)
+            for hook in _MODULE_HOOKS
+            if is_overridden(hook, module)
         ]
         callback_class = self._lightning("callbacks").Callback
         reasons += [
@@ -465,9 +454,14 @@ class HarmonyStrategyMixin(_Base):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """In manual optimization, bring the gradients of this backward to the host."""
-        if not self.lightning_module.automatic_optimization:
+        if not self._module.automatic_optimization:
             self._engine.flush_gradients()
         super().post_backward(closure_loss)
+
+    @property
+    def _module(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     @property
     def _engine(self) -> Executor:
@@ -528,6 +522,15 @@ class _DeferredBackward(torch.autograd.Function):
             )
         ctx.finish(gradient, *ctx.args)
         return None, None, None, *(None for _ in ctx.args)
+
+
+def _tell_device(module: nn.Module, device: torch.device) -> None:
+    """Move what only `.to()` moves, metrics, and set the device that modules say they are on."""
+    for child in module.modules():
+        if isinstance(child, Metric):
+            child.to(device)
+        if hasattr(type(child), "device") and hasattr(child, "_device"):
+            object.__setattr__(child, "_device", device)
 
 
 def _num_elements(value: Any) -> int:

@@ -129,9 +129,7 @@ class CudaDevice(Device):
     def empty(self, num_bytes: int) -> Tensor:
         """Allocate in the pool of the swap-in stream, so that the copies into it need no further event."""
         buffer: list[Tensor] = []
-        self.swap_in.submit(
-            lambda: buffer.append(_flat(num_bytes, self.torch_device))
-        )
+        self.swap_in.submit(lambda: buffer.append(_flat(num_bytes, self.torch_device)))
         return buffer[0]
 
     def scratch(self, num_bytes: int) -> Tensor:
@@ -180,7 +178,9 @@ class CudaDevice(Device):
         address = buffer.data_ptr()
         status = int(runtime.cudaHostRegister(address, buffer.numel(), 0))
         if status != 0:
-            raise RuntimeError(f"cudaHostRegister failed with status {status} for {buffer.numel()} bytes of host memory")
+            raise RuntimeError(
+                f"cudaHostRegister failed with status {status} for {buffer.numel()} bytes of host memory"
+            )
         return lambda: runtime.cudaHostUnregister(address)
 
 
@@ -267,7 +267,6 @@ class VirtualDevice(Device):
         """Count whatever is allocated."""
         with _Meter(self):
             yield
-
 
     @contextmanager
     def on_host(self) -> Iterator[None]:

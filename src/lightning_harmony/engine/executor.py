@@ -94,7 +94,9 @@ class Executor:
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], device: Device) -> None:
         self.device = device
-        self.cuda_devices = [device.torch_device.index] if isinstance(device.torch_device.index, int) else []
+        self.cuda_devices: Sequence[int] = (
+            [device.torch_device.index] if isinstance(device.torch_device.index, int) else []
+        )
         self.traffic = Traffic()
         self.reentrant = False
         self.on_switch: Callable[[int], None] | None = None
@@ -172,9 +174,7 @@ class Executor:
         """Pack the layers in the order in which the first step called them."""
         order = list(dict.fromkeys(calls))
         costs = [self._cost(self._layers[index]) for index in order]
-        packs = [
-            [self._layers[order[i]] for i in pack] for pack in fill_capacity(costs, self.device.capacity_bytes)
-        ]
+        packs = [[self._layers[order[i]] for i in pack] for pack in fill_capacity(costs, self.device.capacity_bytes)]
         uncalled = [[layer] for layer in self._layers if layer.index not in set(order)]
         self._arrange([*packs, *uncalled], calls)
 
@@ -212,7 +212,8 @@ class Executor:
         jobs = [lambda number=number: self._run_lane(number) for number in range(len(microbatches))]
         lanes = self._lanes.lanes(jobs)
         self._running = [
-            LaneProgress(lane, microbatch, LaneStash(self._stash)) for lane, microbatch in zip(lanes, microbatches, strict=True)
+            LaneProgress(lane, microbatch, LaneStash(self._stash))
+            for lane, microbatch in zip(lanes, microbatches, strict=True)
         ]
         self._progress = {progress.lane: progress for progress in self._running}
         with self._unwinding_on_error(), self._glue.stand_ins():
@@ -398,7 +399,9 @@ class Executor:
         try:
             self._swapper.swap_in(pack)
         except torch.OutOfMemoryError as error:
-            raise CapacityError(f"pack {pack.index} ({pack.name}) does not fit beside what glue keeps: {error}") from error
+            raise CapacityError(
+                f"pack {pack.index} ({pack.name}) does not fit beside what glue keeps: {error}"
+            ) from error
         assert pack.residency is not None
         pack.residency.ready.wait()
         if not self._measuring:

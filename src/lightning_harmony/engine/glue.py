@@ -62,7 +62,7 @@ class StandIn(Tensor):
             # Whoever gets past the stand-in must notice.
             element.fill_(torch.nan)
         stand_in = Tensor._make_subclass(StandIn, element.expand(parameter.shape), requires_grad)
-        stand_in._is_param = True  # type: ignore[attr-defined]
+        stand_in._is_param = True
         stand_in._parameter, stand_in._runtime = parameter, runtime
         return stand_in
 
@@ -105,14 +105,14 @@ _ANSWERED = _getters(
 ) | {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.__len__, Tensor.__hash__, Tensor.get_device,
-    Tensor.is_contiguous, Tensor.storage_offset, Tensor.register_hook, torch.is_floating_point, torch.is_complex,
-    torch.numel,
-} - {Tensor.register_hook}  # fmt: skip
-_DETACHING = {Tensor.data.__get__, Tensor.detach}  # type: ignore[attr-defined]
-_REFUSED = {
-    Tensor.data.__set__, Tensor.requires_grad.__set__, Tensor.grad.__set__, Tensor.requires_grad_,  # type: ignore[attr-defined]
-    Tensor.register_hook,
+    Tensor.is_contiguous, Tensor.storage_offset, torch.is_floating_point, torch.is_complex, torch.numel,
 }  # fmt: skip
+_DETACHING = {*_getters("data"), Tensor.detach}
+_REFUSED = {
+    *(getattr(Tensor, name).__set__ for name in ("data", "requires_grad", "grad")),
+    Tensor.requires_grad_,
+    Tensor.register_hook,
+}
 
 
 def _refusal(stand_in: StandIn) -> str:

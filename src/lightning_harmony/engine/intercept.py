@@ -73,6 +73,7 @@ class InterceptedForward:
             self._module.forward = self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer, swapped in."""
         call = LayerCall(self, self._runtime, args, kwargs)
         if not call.needs_gradients():
             return call.run_without_gradients()
@@ -324,7 +325,9 @@ class _LayerFunction(torch.autograd.Function):
         outputs = call.forward(tensors)
         ctx.is_tensor = [isinstance(leaf, Tensor) for leaf in outputs]
         detached = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs)
-        constant = [new for new, old in zip(detached, outputs) if isinstance(old, Tensor) and not old.requires_grad]
+        constant = [
+            new for new, old in zip(detached, outputs, strict=True) if isinstance(old, Tensor) and not old.requires_grad
+        ]
         ctx.mark_non_differentiable(*constant)
         return detached
 

@@ -209,7 +209,5 @@ class CastingState:
             torch.set_default_dtype(self._default_dtype)
             for device_type, (enabled, dtype) in self._types.items():
                 if (enabled, dtype) != (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)):
-                    stack.enter_context(
-                        torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
-                    )
+                    stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False))
             yield

@@ -50,7 +50,8 @@ def without_caches(model: nn.Module) -> Iterator[None]:
 
     Transformers itself does so when it checkpoints activations.
     """
-    configs = {id(config): config for module in model.modules() if _caches(config := getattr(module, "config", None))}
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in found if getattr(config, "use_cache", False) is True}
     try:
         for config in configs.values():
             config.use_cache = False
@@ -58,10 +59,6 @@ def without_caches(model: nn.Module) -> Iterator[None]:
     finally:
         for config in configs.values():
             config.use_cache = True
-
-
-def _caches(config: Any) -> bool:
-    return getattr(config, "use_cache", False) is True
 
 
 class _Pickler(pickle.Pickler):

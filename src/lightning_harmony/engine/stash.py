@@ -32,9 +32,7 @@ class Stashed:
         with device.on_host():
             self._buffer, free = stash.pool.take(num_bytes)
             host = self._buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
-        self._stored = device.swap_out.submit(
-            lambda: _copy(host, compact), after=[device.record(), *free]
-        )
+        self._stored = device.swap_out.submit(lambda: _copy(host, compact), after=[device.record(), *free])
         stash.traffic.count_out("stash", num_bytes)
         # The device copy must live until it is copied, and must not change before.
         stash.pending.append((self._stored, tensor, tensor._version, compact))

@@ -105,7 +105,7 @@ class CudaEvent:
 
     def done(self) -> bool:
         """Whether the work is done."""
-        return self._event.query()
+        return bool(self._event.query())
 
 
 class CudaStream:

@@ -302,5 +302,3 @@ def _buffer(key: BufferKey) -> Tensor:
 
 def _copy(destination: Tensor, source: Tensor) -> None:
     destination.copy_(source, non_blocking=True)
-
-
