@@ -157,6 +157,7 @@ def test_the_strategy_trains_in_both_trees_as_one_process_with_one_device(tree: 
     assert_equal(values(plainly().lightning_module), values(swapped))
 
 
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_the_command_line_builds_the_strategy_from_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py"])
     config = tmp_path / "config.yaml"
@@ -322,6 +323,24 @@ def test_validation_test_and_prediction_give_what_plain_lightning_gives() -> Non
     assert_equal(plain.predict(module, loader()), swapped.predict(module, loader()))
     # What inference mode leaves behind must not break a fit.
     assert_same(plainly(), fit_harmony(module))
+
+
+class Images(pl.LightningModule):
+    """Has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nets.Convolutions()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch))
+
+
+def test_validation_of_a_model_with_buffers_gives_what_plain_lightning_gives() -> None:
+    images = DataLoader(nets.images(8), batch_size=4)
+    plain, swapped = (trainer_for(s).validate(Images(), images, verbose=False) for s in ("auto", harmony()))
+    assert swapped == plain
 
 
 def test_validation_within_a_fit_gives_what_plain_lightning_gives() -> None:

@@ -188,7 +188,7 @@ class TestSharedParameter:
     CONTRIBUTIONS = ((0, 0), (0, 1), (0, 2), (1, 0), (2, 0))
 
     def total(self, pool: HostPool, updater: Updater, order: Sequence[int], gradients: Sequence[Tensor]) -> Tensor:
-        """The gradient of a parameter of three layers, the first called three times, if packs are delivered in an order."""
+        """The gradient of a parameter of three layers, the first called three times; packs come in an order."""
         shared = nn.Parameter(torch.zeros_like(gradients[0]))
         updater.begin(None, [[shared]] * 3)
         for index in order:

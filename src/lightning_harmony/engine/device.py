@@ -224,10 +224,13 @@ class VirtualDevice(Device):
     def _count_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         num_bytes = storage.nbytes()
+        known = self._live.get(key)
+        if known == num_bytes:
+            return
+        # Without the lock: what makes way may end in another thread.
+        while not self.room_for(num_bytes - (known or 0)) and self.relieve():
+            pass
         with self._lock:
-            known = self._live.get(key)
-            if known == num_bytes:
-                return
             self._live[key] = num_bytes
             # An operation may have resized a storage that is counted already.
             self._allocated_bytes += num_bytes - (known or 0)
