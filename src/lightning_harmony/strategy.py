@@ -82,7 +82,7 @@ class HarmonyStrategyMixin(_Base):
                 "give at most one of the two, the other follows from the batch"
             )
         for name, number in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
-            if number is not None and (not isinstance(number, int) or number < 1):
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
                 raise ValueError(f"HarmonyStrategy({name}={number!r}): a whole number of at least 1 is needed")
         _one_of("update", update, ("auto", "just-in-time", "deferred"))
         _one_of("loss_reduction", loss_reduction, ("mean", "sum"))

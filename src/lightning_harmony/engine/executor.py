@@ -216,7 +216,7 @@ class Executor:
             for lane, microbatch in zip(lanes, microbatches, strict=True)
         ]
         self._progress = {progress.lane: progress for progress in self._running}
-        with self._unwinding_on_error(), self._glue.stand_ins():
+        with self._glue.stand_ins(), self._unwinding_on_error():
             self._drive(Phase.FORWARD)
 
     def _run_lane(self, number: int) -> None:
@@ -248,10 +248,9 @@ class Executor:
         factor = self._check_prediction(gradient)
         self.updater.begin(optimizer, [pack.parameters for pack in self._packs])
         self._factor = factor
-        with self._unwinding_on_error():
+        with self._glue.stand_ins(), self._unwinding_on_error():
             self._deliver_final(self._packs)
-            with self._glue.stand_ins():
-                self._drive(Phase.BACKWARD)
+            self._drive(Phase.BACKWARD)
             self._deliver(pack for pack in self._packs if pack.index not in self._delivered)
             self.updater.finish()
         self._end()
@@ -319,6 +318,9 @@ class Executor:
         if progress.lane.finished:
             return False
         if request is None or request.phase is Phase.FORWARD:
+            return True
+        if request.pack is not None and not progress.differentiating:
+            # The step itself asks for a gradient, as torch.autograd.grad of an activation.
             return True
         return until is Phase.BACKWARD and not self._is_overtaking(progress, request.pack)
 

@@ -75,8 +75,9 @@ class StandIn(Tensor):
                 return func(*args, **kwargs)
         if func in _DETACHING:
             return args[0].detached()
-        if func in _REFUSED:
-            raise UnsupportedModelError(_refusal(args[0]))
+        name = getattr(func, "__name__", "")
+        if func in _REFUSED or (name.endswith("_") and not name.endswith("__")):
+            raise UnsupportedModelError(_refusal(next(leaf for leaf in tree_leaves(args) if isinstance(leaf, StandIn))))
         return _with_parameters(func, args, kwargs)
 
     def use(self) -> Tensor:
@@ -209,13 +210,19 @@ class Glue:
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
         """Stand-ins take the parameters' places within the context."""
+        shown = [(place, self._stand_in(place.parameter)) for place in self._places]
+        for place, stand_in in shown:
+            place.container[place.key] = stand_in
+        left: list[Any] = []
         try:
-            for place in self._places:
-                place.container[place.key] = self._stand_in(place.parameter)
             yield
         finally:
-            for place in self._places:
+            for place, _ in shown:
+                left.append(place.container.get(place.key) if isinstance(place.container, dict) else None)
                 place.container[place.key] = place.parameter
+        for (place, stand_in), now in zip(shown, left, strict=True):
+            if isinstance(place.container, dict) and now is not stand_in:
+                raise UnsupportedModelError(_refusal(stand_in))
 
     def _stand_in(self, parameter: nn.Parameter) -> StandIn:
         known = self._stand_ins.get(parameter)

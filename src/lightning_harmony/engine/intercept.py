@@ -162,7 +162,7 @@ class LayerCall:
         # With grad enabled, even if nothing is kept: under no_grad other kernels would run.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*hooks):
             args, kwargs = self._arguments(inputs, self._leaves)
-            with self._bound(buffers) as left:
+            with self._bound(buffers) as left, self._explaining():
                 result = self._original(*args, **kwargs)
         self._buffers_before = {key: before[key] for key in self._keep_buffers(left)}
         self._refuse_changed([t._version == version for t, version in zip(checked, versions, strict=True)])
@@ -262,14 +262,27 @@ class LayerCall:
     def _restored(self, leaf: Any, hidden: list[Tensor]) -> Any:
         return leaf.load(hidden) if isinstance(leaf, _StashedObject) else leaf
 
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Say what it means that an input is a leaf of the layer's own graph."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):
+                raise UnsupportedModelError(self._in_place_message()) from error
+            raise
+
+    def _in_place_message(self) -> str:
+        return (
+            f"layer {self._layer.name!r} modifies one of its inputs in place, so that its backward could not run it again; "
+            "make that operation out of place (for example nn.ReLU(inplace=False))"
+        )
+
     def _refuse_changed(self, unchanged: Sequence[bool]) -> None:
         *inputs, weights = unchanged
         name = self._layer.name
         if not all(inputs):
-            raise UnsupportedModelError(
-                f"layer {name!r} modifies one of its inputs in place, so that its backward could not run it again; "
-                "make that operation out of place (for example nn.ReLU(inplace=False))"
-            )
+            raise UnsupportedModelError(self._in_place_message())
         if not weights:
             raise UnsupportedModelError(
                 f"layer {name!r} modifies a parameter in place in its forward, which swapping would lose; "

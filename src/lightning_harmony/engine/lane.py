@@ -69,12 +69,20 @@ class Lane:
             raise error
 
     def _exchange(self) -> None:
-        """Give the baton away and take it back. Ctrl-C may end the wait: then the lane still has the baton."""
+        """Give the baton away and take it back.
+
+        Ctrl-C can end this anywhere: then the lane may still have the baton, or its return was not noticed yet.
+        """
         if not self._has_baton:
+            self._back.acquire(blocking=False)
             self._has_baton = True
             self._go.release()
-        self._back.acquire()
+        while self._has_baton:
+            self._back.acquire()
+
+    def _hand_back(self) -> None:
         self._has_baton = False
+        self._back.release()
 
     def park(self, request: Any) -> None:
         """Hand the baton back and wait until `run` is called again. Called by the job."""
@@ -82,7 +90,7 @@ class Lane:
             raise LaneAborted
         dtype = torch.get_default_dtype()
         self.request = request
-        self._back.release()
+        self._hand_back()
         self._go.acquire()
         self.request = None
         torch.set_default_dtype(dtype)
@@ -109,7 +117,7 @@ class Lane:
             if self._closing:
                 return
             self._run_job()
-            self._back.release()
+            self._hand_back()
 
     def _run_job(self) -> None:
         _local.lane = self

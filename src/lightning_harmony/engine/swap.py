@@ -157,8 +157,12 @@ class Swapper:
 
     def swap_in(self, pack: SwappedPack) -> None:
         """Start to copy a pack's weights and buffers to the device, if they aren't there."""
-        if pack.residency is not None:
-            return
+        if pack.residency is None:
+            # Views made in inference mode could not be written by a copy outside of it.
+            with torch.inference_mode(False):
+                self._start_swap_in(pack)
+
+    def _start_swap_in(self, pack: SwappedPack) -> None:
         device, arena = self._device, self._store.arena
         weights = device.empty(pack.weight_bytes)
         buffers = {key: self._empty_like(_buffer(key)) for key in pack.buffers}
