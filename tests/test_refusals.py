@@ -363,7 +363,7 @@ class Penalised(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = self.net.embed(batch[:, :-1])
         y = self.net.logits(self.net.body(x)).square().mean()
-        (gradient,) = torch.autograd.grad(y, x, create_graph=self.create_graph)
+        (gradient,) = torch.autograd.grad(y, x, create_graph=self.create_graph, retain_graph=True)
         return y + gradient.square().sum()
 
 

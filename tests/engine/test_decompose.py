@@ -325,8 +325,9 @@ class TestOverride:
         root = root_of(blocks=nn.ModuleList([Block()]), dropout=nn.Dropout(), metric=Learned())
         assert names(root, layers=lambda name, module: True) == ["blocks.0"]
 
-    def test_a_match_without_parameters_changes_nothing(self):
-        assert names(Decoder(2), layers={nn.ReLU}) == names(Decoder(2))
+    def test_a_choice_that_matches_nothing_is_refused(self):
+        with pytest.raises(ValueError, match="matches no module of Decoder"):
+            names(Decoder(2), layers={nn.ReLU})
 
     @pytest.mark.parametrize("layers", [Block, ["Block"], {Block()}], ids=["class", "name", "module"])
     def test_anything_but_classes_or_a_predicate_is_refused(self, layers):

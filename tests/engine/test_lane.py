@@ -260,20 +260,23 @@ class TestAbort:
 
 
 class _Interrupted:
-    """A semaphore whose next wait Ctrl-C ends."""
+    """A lock whose next wait Ctrl-C ends, before the lane hands back or right after."""
 
-    def __init__(self, semaphore: threading.Semaphore) -> None:
-        self._semaphore = semaphore
+    def __init__(self, lock: Any, *, after: bool) -> None:
+        self._lock = lock
+        self._after = after
         self._armed = True
 
-    def acquire(self) -> None:
-        if self._armed:
-            self._armed = False
-            raise KeyboardInterrupt
-        self._semaphore.acquire()
+    def acquire(self, blocking: bool = True) -> bool:
+        if not blocking or not self._armed:
+            return self._lock.acquire(blocking)
+        self._armed = False
+        if self._after:
+            self._lock.acquire()
+        raise KeyboardInterrupt
 
     def release(self) -> None:
-        self._semaphore.release()
+        self._lock.release()
 
 
 class TestInterruption:
@@ -294,14 +297,31 @@ class TestInterruption:
                 left.append(True)
 
         (lane,) = pool.lanes([job])
-        monkeypatch.setattr(lane, "_back", _Interrupted(lane._back))
+        monkeypatch.setattr(lane, "_back", _Interrupted(lane._back, after=False))
         with pytest.raises(KeyboardInterrupt):
             lane.run()
+        # The job still runs in its thread.
         started.wait(60)
         assert not left
         go.set()
         pool.abort()
         assert left == [True]
+        assert lane.finished
+        assert in_lane(pool, lambda: 7) == 7
+
+    @pytest.mark.parametrize("num_parks", [0, 1, 2])
+    def test_as_a_lane_hands_back_leaves_one_that_can_be_aborted(
+        self, pool: LanePool, monkeypatch: pytest.MonkeyPatch, num_parks: int
+    ) -> None:
+        def job() -> None:
+            for _ in range(num_parks):
+                parking().park(None)
+
+        (lane,) = pool.lanes([job])
+        monkeypatch.setattr(lane, "_back", _Interrupted(lane._back, after=True))
+        with pytest.raises(KeyboardInterrupt):
+            lane.run()
+        pool.abort()
         assert lane.finished
         assert in_lane(pool, lambda: 7) == 7
 

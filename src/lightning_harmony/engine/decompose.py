@@ -151,17 +151,21 @@ def _chosen(root: nn.Module, layers: LayerChoice | None) -> frozenset[int]:
     if layers is None:
         return frozenset()
     matches = _predicate(layers)
-    return frozenset(
+    chosen = frozenset(
         id(module)
         for name, module in _tree(root)
         if module is not root and _can_be_layer(module) and matches(name, module)
     )
+    if not chosen:
+        raise ValueError(f"HarmonyStrategy(layers={layers!r}) matches no module of {type(root).__name__}")
+    return chosen
 
 
 def _predicate(layers: LayerChoice) -> Callable[[str, nn.Module], bool]:
     if callable(layers) and not isinstance(layers, type):
         return layers
-    if isinstance(layers, type) or not all(isinstance(kind, type) for kind in layers):
+    is_collection = isinstance(layers, Collection) and not isinstance(layers, str)
+    if not is_collection or not all(isinstance(kind, type) for kind in layers):
         raise TypeError(f"`layers` takes a collection of module classes or a predicate, not {layers!r}.")
     kinds = tuple(layers)
     return lambda _, module: isinstance(module, kinds)

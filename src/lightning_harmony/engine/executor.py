@@ -542,7 +542,10 @@ class Executor:
             with self.device.computing():
                 yield pack.residency
         finally:
+            self._swapper.park_gradients(pack)
             self._evict(pack)
+            self._stash.retire(wait=True)
+            self.device.retire(wait=True)
 
     def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
         """The layer that a parameter is when glue uses it; made when it is first used."""
@@ -578,7 +581,9 @@ class Executor:
         """Keep a tensor for the backward: on the host, unless it is small or needed again at once."""
         lane = current_lane()
         progress = self._progress.get(lane) if lane is not None else None
-        if progress is None or self._in_last_pack(progress):
+        if progress is None:
+            return self._stash.put(tensor) or tensor.detach()
+        if self._in_last_pack(progress):
             return tensor.detach()
         return progress.stash.put(tensor) or tensor.detach()
 
