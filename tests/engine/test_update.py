@@ -222,7 +222,7 @@ class TestSharedParameter:
         optimizer = SGD([shared], lr=1.0)
         updater.begin(optimizer, [[shared], [shared]])
         updater.deliver([shared], [on_host(pool, layer_of(1, shared), {shared: torch.ones(3)})])
-        updater._drain()
+        updater.drain()
         assert shared.tolist() == [0, 0, 0]
         updater.deliver([shared], [on_host(pool, layer_of(0, shared), {shared: torch.ones(3)})])
         updater.finish()
@@ -241,7 +241,7 @@ class TestSharedParameter:
         updater.begin(SGD([shared, own], lr=1.0), [[shared, own], [shared]])
         source = on_host(pool, layer_of(0), {shared: torch.ones(3), own: torch.ones(3)})
         updater.deliver([shared, own], [source])
-        updater._drain()
+        updater.drain()
         assert own.tolist() == [-1, -1, -1]
         assert pool.take(source.buffer.numel())[0] is not source.buffer
         updater.deliver([shared], [])

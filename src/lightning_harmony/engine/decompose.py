@@ -164,11 +164,16 @@ def _chosen(root: nn.Module, layers: LayerChoice | None) -> frozenset[int]:
 def _predicate(layers: LayerChoice) -> Callable[[str, nn.Module], bool]:
     if callable(layers) and not isinstance(layers, type):
         return layers
-    is_collection = isinstance(layers, Collection) and not isinstance(layers, str)
-    if not is_collection or not all(isinstance(kind, type) for kind in layers):
-        raise TypeError(f"`layers` takes a collection of module classes or a predicate, not {layers!r}.")
+    if isinstance(layers, str | type) or not isinstance(layers, Collection):
+        raise _not_a_choice(layers)
     kinds = tuple(layers)
+    if not all(isinstance(kind, type) for kind in kinds):
+        raise _not_a_choice(layers)
     return lambda _, module: isinstance(module, kinds)
+
+
+def _not_a_choice(layers: object) -> TypeError:
+    return TypeError(f"`layers` takes a collection of module classes or a predicate, not {layers!r}.")
 
 
 def _blocks(root: nn.Module) -> frozenset[int]:

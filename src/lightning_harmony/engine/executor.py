@@ -299,6 +299,8 @@ class Executor:
             yield
         except BaseException:
             self._lanes.abort()
+            # Whoever handles the error may save a checkpoint: no update may run meanwhile.
+            self.updater.drain()
             self._stash.clear()
             self._reset()
             raise

@@ -76,7 +76,7 @@ class Updater:
             packs: the parameters of each pack that `deliver` will be called for.
         """
         # A step that failed never came to its end: what it left must not run into this one.
-        self._drain()
+        self.drain()
         self._submitted = []
         self._optimizer = optimizer
         self._parts = defaultdict(list)
@@ -105,13 +105,13 @@ class Updater:
 
     def finish(self) -> None:
         """Wait until every gradient is in place and every update is done; raise what the first of them raised."""
-        self._drain()
+        self.drain()
         submitted, self._submitted = self._submitted, []
         self._optimizer = None
         for taken in submitted:
             taken.synchronize()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Wait until nothing is under way."""
         self._stream.submit(lambda: None).synchronize()
 
