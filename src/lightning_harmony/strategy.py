@@ -94,7 +94,6 @@ class HarmonyStrategyMixin(_Base):
         self._loss_reduction = loss_reduction
         self._executor: Executor | None = None
         self._report: StepReport | None = None
-        self._peak_stash_bytes = 0
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -83,15 +83,12 @@ class InterceptedForward:
         return call.unflatten_outputs(outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._for_copy(memo[id(self._module)])
+        return _bound_forward(memo[id(self._module)])
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._own is not None:
             raise TypeError(f"layer {self.layer.name} cannot be pickled while it trains")
         return _bound_forward, (self._module,)
-
-    def _for_copy(self, module: nn.Module) -> Any:
-        return _bound_forward(module)
 
 
 def _bound_forward(module: nn.Module) -> Any:

@@ -31,7 +31,6 @@ class SwappedLayer:
         module: the module, None for a parameter of the glue.
         parameters: its parameters, each once.
         buffers: owner and name of each of its buffers.
-        mutated_buffers: the buffers that its last forward changed.
     """
 
     def __init__(self, index: int, name: str, module: nn.Module | None, parameters: Sequence[nn.Parameter]) -> None:

@@ -20,9 +20,3 @@ class LayerCost:
     gradient_bytes: int
     forward_work_bytes: int = 0
     backward_work_bytes: int = 0
-
-    @property
-    def backward_bytes(self) -> int:
-        """The least capacity with which this layer can be trained."""
-        work = max(self.forward_work_bytes - self.gradient_bytes, self.backward_work_bytes)
-        return self.weight_bytes + self.gradient_bytes + work
