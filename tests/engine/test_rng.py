@@ -1,6 +1,7 @@
 """Random streams: what a lane draws depends on its seed and on nothing else."""
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_harmony.engine import rng
 from lightning_harmony.engine.rng import RandomState, RandomStreams, stream_seed
 
 GENERATORS: dict[str, Callable[[], Any]] = {
@@ -146,3 +148,30 @@ class TestRandomState:
         for _ in range(2):
             state.restore()
             assert torch.equal(torch.rand(3), first)
+
+
+class TestPythonsGenerator:
+    """Its state is copied as bytes where CPython has it, through the public functions elsewhere."""
+
+    @pytest.fixture(params=[True, False], ids=["bytes", "public functions"])
+    def copies_bytes(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+        if request.param and not rng._copies_bytes():
+            pytest.skip("this interpreter has it elsewhere")
+        monkeypatch.setattr(rng, "_copies_bytes", lambda: request.param)
+        return bool(request.param)
+
+    @pytest.mark.parametrize("num_draws", [0, 1, 311, 312, 1000])
+    def test_goes_on_where_it_was(self, copies_bytes: bool, num_draws: int) -> None:
+        for _ in range(num_draws):
+            random.random()
+        # One of a pair of normal numbers is kept for the next call.
+        random.gauss(0, 1)
+        public = random.getstate()
+        state = RandomState.capture([])
+        expected = [random.random() for _ in range(700)] + [random.gauss(0, 1), random.getrandbits(32)]
+        state.restore()
+        assert random.getstate() == public
+        assert [random.random() for _ in range(700)] + [random.gauss(0, 1), random.getrandbits(32)] == expected
+
+    def test_is_where_cpython_has_it(self) -> None:
+        assert rng._copies_bytes() == (sys.implementation.name == "cpython")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,20 +27,20 @@ class RandomState:
 
     cpu: Tensor
     cuda: dict[int, Tensor]
-    python: tuple[Any, ...]
+    python: Any
 
     @classmethod
     def capture(cls, cuda_devices: Sequence[int]) -> RandomState:
         """Read the generators as they are."""
         cuda = {index: torch.cuda.get_rng_state(index) for index in cuda_devices}
-        return cls(torch.get_rng_state(), cuda, random.getstate())
+        return cls(torch.default_generator.get_state(), cuda, _get_python_state())
 
     def restore(self) -> None:
         """Set the generators to this state."""
-        torch.set_rng_state(self.cpu)
+        torch.default_generator.set_state(self.cpu)
         for index, state in self.cuda.items():
             torch.cuda.set_rng_state(state, index)
-        random.setstate(self.python)
+        _set_python_state(self.python)
 
 
 class RandomStreams:
@@ -107,3 +109,45 @@ def _numpy_random() -> Any:
     """NumPy's random module, where it is loaded and can exchange bit generators (1.24 and later)."""
     module = sys.modules.get("numpy.random")
     return module if hasattr(module, "set_bit_generator") else None
+
+
+# CPython's generator: behind the object's header an index and 624 words (Modules/_randommodule.c). Through the public
+# functions the words become as many Python integers, each time: most of what a change of lanes would cost.
+_PYTHON_STATE_BYTES = 4 + 624 * 4
+
+
+def _state_address(generator: random.Random) -> int:
+    return id(generator) + object.__basicsize__
+
+
+@cache
+def _copies_bytes() -> bool:
+    """Whether the state of Python's generator is where CPython has it, so that it may be copied as bytes."""
+    if sys.implementation.name != "cpython":
+        return False
+    generator = random.Random(1)
+    generator.random()
+    _, (*words, index), _ = generator.getstate()
+    expected = b"".join(number.to_bytes(4, sys.byteorder) for number in (index, *words))
+    return ctypes.string_at(_state_address(generator), _PYTHON_STATE_BYTES) == expected
+
+
+def _get_python_state() -> Any:
+    generator = _python_generator()
+    if not _copies_bytes():
+        return generator.getstate()
+    return ctypes.string_at(_state_address(generator), _PYTHON_STATE_BYTES), generator.gauss_next
+
+
+def _set_python_state(state: Any) -> None:
+    generator = _python_generator()
+    if not _copies_bytes():
+        generator.setstate(state)
+        return
+    words, generator.gauss_next = state
+    ctypes.memmove(_state_address(generator), words, _PYTHON_STATE_BYTES)
+
+
+def _python_generator() -> Any:
+    """The generator behind the functions of the random module."""
+    return random.random.__self__  # type: ignore[attr-defined]

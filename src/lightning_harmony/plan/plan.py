@@ -1,7 +1,11 @@
 """The plan of a step: packs, the order in which the forward visits them, and what follows from that order."""
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 
 from lightning_harmony.plan.task import Phase
 
@@ -33,28 +37,47 @@ class Plan:
 
         A pack that the order doesn't name from there on was not foreseen: it is served where the lane stands.
         """
-        order = self.order(phase)
+        first = self._place(phase, 0)
         try:
-            return order.index(pack, start)
+            return self._step.index(pack, first + start, first + len(self.visits)) - first
         except ValueError:
             return start
 
     def order(self, phase: Phase) -> tuple[int, ...]:
         """The visits of one phase."""
-        return self.visits if phase is Phase.FORWARD else self.visits[::-1]
+        return self._step[: len(self.visits)] if phase is Phase.FORWARD else self._step[len(self.visits) :]
 
     def upcoming(self, phase: Phase, position: int) -> Iterator[int]:
         """The packs that are needed after ``position`` of ``phase``, to the end of the step, soonest first."""
-        yield from self.order(phase)[position + 1 :]
-        if phase is Phase.FORWARD:
-            yield from self.order(Phase.BACKWARD)
+        return islice(self._step, self._place(phase, position) + 1, None)
 
     def needed_last(self, packs: Sequence[int], phase: Phase, position: int) -> int:
         """The one of ``packs`` that is needed last, or never again: the one to evict (Belady's rule)."""
-        distance: dict[int, int] = {}
-        for steps, pack in enumerate(self.upcoming(phase, position)):
-            distance.setdefault(pack, steps)
-        return max(packs, key=lambda pack: distance.get(pack, len(self.visits) * 2))
+        now = self._place(phase, position)
+
+        def next_visit(pack: int) -> int:
+            places = self._places[pack]
+            following = bisect_right(places, now)
+            return places[following] if following < len(places) else len(self._step)
+
+        return max(packs, key=next_visit)
+
+    @cached_property
+    def _step(self) -> tuple[int, ...]:
+        """The visits of the whole step: of the forward, then of the backward."""
+        return self.visits + self.visits[::-1]
+
+    @cached_property
+    def _places(self) -> defaultdict[int, list[int]]:
+        """Where in the step each pack is visited."""
+        places: defaultdict[int, list[int]] = defaultdict(list)
+        for place, pack in enumerate(self._step):
+            places[pack].append(place)
+        return places
+
+    def _place(self, phase: Phase, position: int) -> int:
+        """A position of a phase as a place in the step."""
+        return position if phase is Phase.FORWARD else len(self.visits) + position
 
 
 def visits_of(calls: Sequence[int]) -> tuple[int, ...]:
