@@ -28,11 +28,17 @@ def parking() -> Lane:
     return lane
 
 
+def run(pool: LanePool, *lanes: Lane) -> None:
+    """Let lanes go on, one after the other, each until it parks or ends."""
+    turns = iter(lanes)
+    pool.drive(lambda previous: next(turns, None))
+
+
 def in_lane(pool: LanePool, job: Callable[[], Any]) -> Any:
     """What a job returns when a lane runs it."""
     results: list[Any] = []
     (lane,) = pool.lanes([lambda: results.append(job())])
-    lane.run()
+    run(pool, lane)
     assert lane.finished
     return results[0]
 
@@ -58,7 +64,7 @@ class TestBaton:
         (lane,) = pool.lanes([lambda: done.append("ran")])
         assert not done
         assert not lane.finished
-        lane.run()
+        run(pool, lane)
         assert done == ["ran"]
         assert lane.finished
 
@@ -73,7 +79,7 @@ class TestBaton:
         (lane,) = pool.lanes([job])
         seen = []
         while not lane.finished:
-            lane.run()
+            run(pool, lane)
             seen.append((lane.request, list(done)))
         assert seen == [("after 0", [0]), ("after 1", [0, 1]), ("after 2", [0, 1, 2]), (None, [0, 1, 2])]
 
@@ -92,16 +98,16 @@ class TestBaton:
         lanes = pool.lanes([lambda number=number: job(number) for number in range(4)])
         wanted = [2, 0, 3, 1] * 5 + [1, 3, 0, 2] * 5
         for number in wanted:
-            lanes[number].run()
+            run(pool, lanes[number])
         assert order == wanted
 
     def test_backward_parks_inside_autograd(self, pool: LanePool) -> None:
         x = torch.ones(3, requires_grad=True)
         (lane,) = pool.lanes([lambda: _Park.apply(x * 2).sum().backward()])
-        lane.run()
+        run(pool, lane)
         assert lane.request == "backward"
         assert x.grad is None
-        lane.run()
+        run(pool, lane)
         assert lane.finished
         assert torch.equal(x.grad, torch.full((3,), 2.0))
 
@@ -114,7 +120,7 @@ class TestBaton:
         lanes = pool.lanes([lambda x=x: job(x) for x in inputs])
         for _ in range(3):
             for lane in lanes:
-                lane.run()
+                run(pool, lane)
         assert all(lane.finished for lane in lanes)
         assert all(torch.equal(x.grad, 2 * x) for x in inputs)
 
@@ -125,7 +131,7 @@ class TestBaton:
         found: list[Lane | None] = []
         lanes = pool.lanes([lambda: found.append(current_lane())] * 3)
         for lane in lanes:
-            lane.run()
+            run(pool, lane)
         assert found == lanes
         assert [lane.microbatch for lane in lanes] == [0, 1, 2]
 
@@ -135,6 +141,44 @@ class TestBaton:
         assert first is not threading.current_thread()
 
 
+class TestChoosing:
+    def test_happens_in_the_lane_that_has_the_baton(self, pool: LanePool) -> None:
+        choosers: list[Lane | None] = []
+        lanes = pool.lanes([lambda: parking().park(None)] * 2)
+        turns = iter([lanes[0], lanes[1], lanes[1], lanes[0]])
+
+        def choose(previous: Lane | None) -> Lane | None:
+            assert current_lane() is previous
+            choosers.append(previous)
+            return next(turns, None)
+
+        pool.drive(choose)
+        assert choosers == [None, lanes[0], lanes[1], lanes[1], lanes[0]]
+        assert all(lane.finished for lane in lanes)
+
+    def test_an_error_of_it_is_raised_in_the_caller_and_not_in_the_lane(self, pool: LanePool) -> None:
+        caught: list[BaseException] = []
+
+        def job() -> None:
+            try:
+                parking().park(None)
+            except Exception as error:
+                caught.append(error)
+
+        (lane,) = pool.lanes([job])
+
+        def choose(previous: Lane | None) -> Lane | None:
+            if previous is not None:
+                raise ZeroDivisionError("while choosing")
+            return lane
+
+        with pytest.raises(ZeroDivisionError, match="while choosing"):
+            pool.drive(choose)
+        pool.abort()
+        assert not caught
+        assert lane.finished
+
+
 class TestErrors:
     def test_an_error_is_raised_in_the_caller_with_its_own_traceback(self, pool: LanePool) -> None:
         def culprit() -> None:
@@ -142,7 +186,7 @@ class TestErrors:
 
         (lane,) = pool.lanes([culprit])
         with pytest.raises(ZeroDivisionError, match="in the lane") as raised:
-            lane.run()
+            run(pool, lane)
         names = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
         assert names[-1] == "culprit"
         assert lane.finished
@@ -154,7 +198,7 @@ class TestErrors:
 
         (lane,) = pool.lanes([job])
         with pytest.raises(error):
-            lane.run()
+            run(pool, lane)
 
     def test_an_error_in_backward_is_raised(self, pool: LanePool) -> None:
         def job() -> None:
@@ -165,7 +209,7 @@ class TestErrors:
 
         (lane,) = pool.lanes([job])
         with pytest.raises(ZeroDivisionError):
-            lane.run()
+            run(pool, lane)
 
     def test_a_lane_that_failed_takes_another_job(self, pool: LanePool) -> None:
         def job() -> None:
@@ -173,7 +217,7 @@ class TestErrors:
 
         (lane,) = pool.lanes([job])
         with pytest.raises(ZeroDivisionError):
-            lane.run()
+            run(pool, lane)
         assert in_lane(pool, lambda: 7) == 7
 
 
@@ -189,7 +233,7 @@ class TestAbort:
 
         lanes = pool.lanes([lambda number=number: job(number) for number in range(3)])
         for lane in lanes[:2]:
-            lane.run()
+            run(pool, lane)
         pool.abort()
         assert left == [0, 1]
         assert all(lane.finished for lane in lanes)
@@ -204,7 +248,7 @@ class TestAbort:
                 went_on.append(True)
 
         (lane,) = pool.lanes([job])
-        lane.run()
+        run(pool, lane)
         pool.abort()
         assert not went_on
         assert lane.finished
@@ -220,7 +264,7 @@ class TestAbort:
                     caught.append(error)
 
         (lane,) = pool.lanes([job])
-        lane.run()
+        run(pool, lane)
         pool.abort()
         assert [type(error) for error in caught] == [LaneAborted] * 3
         assert lane.finished
@@ -228,7 +272,7 @@ class TestAbort:
     def test_unwinds_a_backward(self, pool: LanePool) -> None:
         x = torch.ones(3, requires_grad=True)
         (lane,) = pool.lanes([lambda: _Park.apply(x).sum().backward()])
-        lane.run()
+        run(pool, lane)
         pool.abort()
         assert lane.finished
         assert x.grad is None
@@ -248,7 +292,7 @@ class TestAbort:
                 raise ZeroDivisionError
 
         (lane,) = pool.lanes([job])
-        lane.run()
+        run(pool, lane)
         pool.abort()
         assert in_lane(pool, lambda: 7) == 7
 
@@ -297,9 +341,9 @@ class TestInterruption:
                 left.append(True)
 
         (lane,) = pool.lanes([job])
-        monkeypatch.setattr(lane, "_back", _Interrupted(lane._back, after=False))
+        monkeypatch.setattr(pool, "_back", _Interrupted(pool._back, after=False))
         with pytest.raises(KeyboardInterrupt):
-            lane.run()
+            run(pool, lane)
         # The job still runs in its thread.
         started.wait(60)
         assert not left
@@ -318,9 +362,9 @@ class TestInterruption:
                 parking().park(None)
 
         (lane,) = pool.lanes([job])
-        monkeypatch.setattr(lane, "_back", _Interrupted(lane._back, after=True))
+        monkeypatch.setattr(pool, "_back", _Interrupted(pool._back, after=True))
         with pytest.raises(KeyboardInterrupt):
-            lane.run()
+            run(pool, lane)
         pool.abort()
         assert lane.finished
         assert in_lane(pool, lambda: 7) == 7
@@ -331,7 +375,7 @@ class TestClose:
         before = len(lane_threads())
         pool = LanePool()
         lanes = pool.lanes([lambda: parking().park(None)] * 3)
-        lanes[0].run()
+        run(pool, lanes[0])
         assert len(lane_threads()) == before + 3
         pool.close()
         assert len(lane_threads()) == before
@@ -381,10 +425,10 @@ class TestThreadState:
         dtypes = [torch.float64, torch.float16, torch.float32]
         lanes = pool.lanes([lambda dtype=dtype: job(dtype) for dtype in dtypes])
         for lane in lanes:
-            lane.run()
+            run(pool, lane)
             assert torch.get_default_dtype() is torch.float32
         for lane in lanes:
-            lane.run()
+            run(pool, lane)
         assert found == dtypes
         assert torch.get_default_dtype() is torch.float32
 
@@ -395,7 +439,7 @@ class TestThreadState:
 
         lanes = pool.lanes([job, job])
         for lane in lanes:
-            lane.run()
+            run(pool, lane)
         pool.abort()
         assert torch.get_default_dtype() is torch.float32
 
@@ -419,7 +463,7 @@ class TestThreadState:
         found: list[bool] = []
         with torch.no_grad():
             (lane,) = pool.lanes([lambda: found.append(torch.is_grad_enabled())])
-        lane.run()
+        run(pool, lane)
         assert found == [False]
 
     def test_lanes_that_take_turns_keep_their_own(self, pool: LanePool) -> None:
@@ -433,7 +477,7 @@ class TestThreadState:
         lanes = pool.lanes([lambda: job(enabled=True), lambda: job(enabled=False)])
         for _ in range(2):
             for lane in lanes:
-                lane.run()
+                run(pool, lane)
         assert found == [True, False]
 
     def test_backward_runs_in_the_lanes_own_thread(self, pool: LanePool) -> None:

@@ -191,7 +191,7 @@ class VirtualDevice(Device):
         super().__init__(torch.device("cpu"), capacity_bytes)
         self.swap_in = HostStream("swap-in")
         self.swap_out = HostStream("swap-out")
-        self._live: dict[int, int] = {}
+        self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._allocated_bytes = 0
         self._peak_bytes = 0
         self._watched_bytes = 0
@@ -224,18 +224,16 @@ class VirtualDevice(Device):
     def _count_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         num_bytes = storage.nbytes()
-        known = self._live.get(key)
-        if known == num_bytes:
+        # An operation may have resized a storage that is counted already.
+        before, end = self._live.get(key) or (0, None)
+        if before == num_bytes and end is not None:
             return
         # Without the lock: what makes way may end in another thread.
-        while not self.room_for(num_bytes - (known or 0)) and self.relieve():
+        while not self.room_for(num_bytes - before) and self.relieve():
             pass
         with self._lock:
-            self._live[key] = num_bytes
-            # An operation may have resized a storage that is counted already.
-            self._allocated_bytes += num_bytes - (known or 0)
-            if known is None:
-                weakref.finalize(storage, self._forget, key).atexit = False
+            self._live[key] = num_bytes, end or weakref.ref(storage, lambda _: self._forget(key))
+            self._allocated_bytes += num_bytes - before
             if self.capacity_bytes is not None and self._allocated_bytes > self.capacity_bytes:
                 raise DeviceOutOfMemoryError(self._allocated_bytes - self.capacity_bytes)
             self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
@@ -243,7 +241,7 @@ class VirtualDevice(Device):
 
     def _forget(self, key: int) -> None:
         with self._lock:
-            self._allocated_bytes -= self._live.pop(key)
+            self._allocated_bytes -= self._live.pop(key)[0]
 
     def allocated_bytes(self) -> int:
         """The bytes of all storages alive."""
@@ -298,6 +296,11 @@ class _Meter(TorchDispatchMode):
     def __init__(self, device: VirtualDevice) -> None:
         super().__init__()
         self._device = device
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # There is nothing to compile in it, and to tell so takes twice as long as to count.
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

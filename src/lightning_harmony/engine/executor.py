@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._mode_utils import no_dispatch
 
 from lightning_harmony.engine.decompose import Layer
 from lightning_harmony.engine.device import Device, VirtualDevice
@@ -77,6 +77,25 @@ class LaneProgress:
     differentiating: bool = False
 
 
+@dataclass(frozen=True)
+class Grant:
+    """A lane's turn.
+
+    Attributes:
+        progress: whose it is.
+        phase: the phase of the pack.
+        pack: the one that it runs; None for the code before the first layer.
+        measured: gives the most bytes that were allocated during the turn, where that is measured.
+        bytes_before: what was allocated before it.
+    """
+
+    progress: LaneProgress
+    phase: Phase
+    pack: SwappedPack | None
+    measured: Callable[[], int] | None
+    bytes_before: int
+
+
 class Executor:
     """Runs the steps of a model whose layers are swapped.
 
@@ -134,6 +153,10 @@ class Executor:
         self.plan = Plan((), ())
         self._arrange([[layer] for layer in self._layers], list(range(len(self._layers))))
         self._running: list[LaneProgress] = []
+        self._granted: Grant | None = None
+        self._visit: tuple[SwappedPack, Phase, int] | None = None
+        self._reserved_bytes = 0
+        self._prefetched = False
         self._num_elements = 0
         self._in_backward = False
         self._factor = 1.0
@@ -284,7 +307,7 @@ class Executor:
     def _reset(self) -> None:
         if isinstance(self.device, VirtualDevice):
             self.device.relieve = lambda: False
-        self._progress, self._running = {}, []
+        self._progress, self._running, self._visit = {}, [], None
         self._random.switch_back()
         self._stash.retire(wait=True)
         for pack in self._packs:
@@ -309,11 +332,34 @@ class Executor:
 
     def _drive(self, until: Phase) -> None:
         """Grant lanes, one at a time, until each has ended or waits for what comes after ``until``."""
-        while True:
+        try:
+            self._lanes.drive(partial(self._next, until))
+        except torch.OutOfMemoryError as error:
+            if self._granted is None:
+                raise
+            raise self._out_of_memory(self._granted, error) from error
+        except Exception as error:
+            granted = self._granted
+            if granted is not None and granted.pack is not None and hasattr(error, "add_note"):
+                task = Task(granted.pack.index, granted.phase, granted.progress.lane.microbatch)
+                error.add_note(f"in task {task} ({granted.pack.name})")
+            raise
+        finally:
+            self._granted = None
+
+    def _next(self, until: Phase, previous: Lane | None) -> Lane | None:
+        """The lane whose turn it is, everything ready for it. Called in whichever lane has the baton."""
+        # Modes that are active in that lane are not to see this.
+        with torch.no_grad(), no_dispatch():
+            granted, self._granted = self._granted, None
+            if granted is not None:
+                self._take_stock(granted)
             ready = [progress for progress in self._running if self._may_run(progress, until)]
             if not ready:
-                return
-            self._grant(min(ready, key=self._turn))
+                return None
+            progress = min(ready, key=self._turn) if len(ready) > 1 else ready[0]
+            self._granted = self._grant(progress)
+            return progress.lane
 
     def _may_run(self, progress: LaneProgress, until: Phase) -> bool:
         request = progress.lane.request
@@ -343,7 +389,7 @@ class Executor:
         position = self.plan.position(request.phase, request.pack, progress.position[request.phase])
         return request.phase is Phase.BACKWARD, position, request.pack, number
 
-    def _grant(self, progress: LaneProgress) -> None:
+    def _grant(self, progress: LaneProgress) -> Grant:
         request = progress.lane.request
         pack = None
         if request is not None and request.pack is not None:
@@ -358,33 +404,31 @@ class Executor:
         if self.on_switch is not None:
             self.on_switch(progress.lane.microbatch)
         measured = self.device.watch_peak() if self._measuring else None
-        before = self.device.allocated_bytes()
-        try:
-            progress.lane.run()
-        except torch.OutOfMemoryError as error:
-            raise self._out_of_memory(pack, progress, error) from error
-        except Exception as error:
-            if pack is not None and hasattr(error, "add_note"):
-                error.add_note(f"in task {Task(pack.index, request.phase, progress.lane.microbatch)} ({pack.name})")
-            raise
-        if measured is not None and pack is not None:
+        phase = Phase.FORWARD if request is None else request.phase
+        return Grant(progress, phase, pack, measured, self.device.allocated_bytes())
+
+    def _take_stock(self, granted: Grant) -> None:
+        """After a lane's turn: what it took, what can go now, and which gradients are final."""
+        pack = granted.pack
+        if granted.measured is not None and pack is not None:
             for layer in pack.layers:
-                key = layer.index, request.phase
-                self._work[key] = max(self._work[key], measured() - before)
+                key = layer.index, granted.phase
+                self._work[key] = max(self._work[key], granted.measured() - granted.bytes_before)
         self._stash.retire()
         self.device.retire()
         if self._in_backward and pack is not None:
             self._deliver_final([pack])
 
-    def _out_of_memory(self, pack: SwappedPack | None, progress: LaneProgress, error: BaseException) -> CapacityError:
+    def _out_of_memory(self, granted: Grant, error: BaseException) -> CapacityError:
+        pack = granted.pack
         where = f"pack {pack.index} ({pack.name})" if pack is not None else "the code before the first layer"
         capacity = self.device.capacity_bytes
         limit = "the device" if capacity is None else f"the capacity of {format_bytes(capacity)}"
         short = getattr(error, "short_bytes", None)
         missing = "" if short is None else f" by {format_bytes(short)}"
         return CapacityError(
-            f"{where} with microbatch {progress.lane.microbatch} exceeds {limit}{missing}: weights, gradients and work "
-            "space together do not fit. Use smaller microbatches with HarmonyStrategy(num_microbatches=...), more "
+            f"{where} with microbatch {granted.progress.lane.microbatch} exceeds {limit}{missing}: weights, gradients and "
+            "work space together do not fit. Use smaller microbatches with HarmonyStrategy(num_microbatches=...), more "
             f"memory with HarmonyStrategy(device_memory=...), or smaller layers with HarmonyStrategy(layers=...). ({error})"
         )
 
@@ -392,14 +436,23 @@ class Executor:
 
     def _make_ready(self, pack: SwappedPack, phase: Phase, position: int) -> None:
         """Bring a pack to the device, with room for its work, and start to fetch what comes after it."""
+        if self._visit == (pack, phase, position) and pack.residency is not None:
+            # A further lane in the same pack: only the room that the last one took may be missing.
+            self._reserved_bytes = self._needed_bytes(pack, phase)
+            self._ensure_room(self._reserved_bytes, pack, phase, position)
+        else:
+            self._begin_visit(pack, phase, position)
+        if not self._measuring and not self._prefetched:
+            self._prefetched = self._prefetch(pack, phase, position, self._reserved_bytes)
+
+    def _begin_visit(self, pack: SwappedPack, phase: Phase, position: int) -> None:
         if self._measuring:
             # Its work space isn't known: it gets all there is.
             self._evict_all_but(pack)
-        fused = self._predicted is not None and pack.index == self.plan.last_pack and phase is Phase.FORWARD
         needed = self._needed_bytes(pack, phase)
         missing = 0 if pack.residency is not None else pack.weight_bytes + pack.buffer_bytes
         self._ensure_room(missing + needed, pack, phase, position)
-        self._keeps_graphs = fused and self.device.room_for(missing + needed)
+        self._keeps_graphs = self._is_fused(pack, phase) and self.device.room_for(missing + needed)
         try:
             self._swapper.swap_in(pack)
         except torch.OutOfMemoryError as error:
@@ -408,12 +461,15 @@ class Executor:
             ) from error
         assert pack.residency is not None
         pack.residency.ready.wait()
-        if not self._measuring:
-            self._prefetch(pack, phase, position, needed)
+        self._visit, self._reserved_bytes, self._prefetched = (pack, phase, position), needed, False
+
+    def _is_fused(self, pack: SwappedPack, phase: Phase) -> bool:
+        """Whether a lane goes through a pack's forward, its loss and the pack's backward in one turn."""
+        return self._predicted is not None and pack.index == self.plan.last_pack and phase is Phase.FORWARD
 
     def _needed_bytes(self, pack: SwappedPack, phase: Phase) -> int:
         """What a pack's gradients and work will allocate; of a fused pack, with the graphs of all its layers."""
-        fused = self._predicted is not None and pack.index == self.plan.last_pack and phase is Phase.FORWARD
+        fused = self._is_fused(pack, phase)
         gradients = pack.gradient_layout()[1] if (phase is Phase.BACKWARD or fused) and not pack.accumulators else 0
         if fused:
             work = sum(self._work[layer.index, each] for layer in pack.layers for each in Phase)
@@ -446,21 +502,35 @@ class Executor:
             self._swapper.park_gradients(other)
         return bool(summing)
 
-    def _prefetch(self, pack: SwappedPack, phase: Phase, position: int, reserved_bytes: int) -> None:
-        """Start to swap in the packs that come next, as far as there is room; what is needed later makes way."""
-        upcoming = dict.fromkeys(index for index in self.plan.upcoming(phase, position) if index != pack.index)
-        for index in islice(upcoming, LOOKAHEAD):
-            following = self._packs[index]
+    def _prefetch(self, pack: SwappedPack, phase: Phase, position: int, reserved_bytes: int) -> bool:
+        """Start to swap in the packs that come next, as far as there is room; what is needed later makes way.
+
+        Returns:
+            Whether there was room for all.
+        """
+        for following in self._following(pack, phase, position):
             if following.residency is not None:
                 continue
             wanted = following.weight_bytes + following.buffer_bytes + reserved_bytes
             while not self.device.room_for(wanted):
                 others = [p.index for p in self._packs if p.residency is not None and p is not pack]
-                last = self.plan.needed_last([index, *others], phase, position)
-                if last == index:
-                    return
+                last = self.plan.needed_last([following.index, *others], phase, position)
+                if last == following.index:
+                    return False
                 self._evict(self._packs[last])
             self._swapper.swap_in(following)
+        return True
+
+    def _following(self, pack: SwappedPack, phase: Phase, position: int) -> list[SwappedPack]:
+        """The next packs after one, as many as are fetched ahead."""
+        following: list[SwappedPack] = []
+        for index in self.plan.upcoming(phase, position):
+            other = self._packs[index]
+            if other is not pack and other not in following:
+                following.append(other)
+                if len(following) == LOOKAHEAD:
+                    break
+        return following
 
     def _evict(self, pack: SwappedPack) -> None:
         if pack.index == self.plan.last_pack:

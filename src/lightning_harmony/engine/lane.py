@@ -18,7 +18,7 @@ class LaneAborted(BaseException):
 
 
 class Lane:
-    """A pooled thread. `run` lets its job go on until it parks or ends; `park`, called by the job, hands back.
+    """A pooled thread that runs a job while it has the baton, and parks where the job calls `park`.
 
     Attributes:
         microbatch: which microbatch it runs; its number in the pool.
@@ -26,100 +26,60 @@ class Lane:
         finished: whether there is no job, or it has ended.
     """
 
-    def __init__(self, microbatch: int) -> None:
+    def __init__(self, microbatch: int, pool: LanePool) -> None:
         self.microbatch = microbatch
         self.request: Any = None
         self.finished = True
-        self._error: BaseException | None = None
+        self._pool = pool
         self._aborted = False
         self._closing = False
-        self._has_baton = False
         self._job: Callable[[], None] | None = None
         self._context = contextvars.copy_context()
         self._thread_state = ThreadState.capture()
-        # Bare locks, each released by the other side: a semaphore takes several times as long to hand over.
-        self._go = threading.Lock()
-        self._back = threading.Lock()
-        self._go.acquire()
-        self._back.acquire()
+        # A bare lock, released by the other side: a semaphore takes several times as long to hand over.
+        self.go = threading.Lock()
+        self.go.acquire()
         self._thread = threading.Thread(target=self._loop, name=f"harmony-lane-{microbatch}", daemon=True)
         self._thread.start()
 
     def begin(self, job: Callable[[], None]) -> None:
-        """Take a job, to be started by the first `run`, in the context of the calling thread."""
+        """Take a job, to be started when the lane first gets the baton, in the context of the calling thread."""
         assert self.finished
-        self._job, self._error, self._aborted, self.finished = job, None, False, False
+        self._job, self._aborted, self.finished = job, False, False
         self._context = contextvars.copy_context()
         self._thread_state = ThreadState.capture()
 
-    def run(self) -> None:
-        """Let the job go on until it parks or ends.
-
-        Raises:
-            BaseException: what the job raised, with its own traceback.
-        """
-        # The default dtype is the process's, and user code sets it for a while (Lightning's 64-true does).
-        dtype = torch.get_default_dtype()
-        try:
-            self._exchange()
-        finally:
-            torch.set_default_dtype(dtype)
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _exchange(self) -> None:
-        """Give the baton away and take it back.
-
-        Ctrl-C can end this anywhere: then the lane may still have the baton, or its return was not noticed yet.
-        """
-        if not self._has_baton:
-            self._back.acquire(blocking=False)
-            self._has_baton = True
-            self._go.release()
-        while self._has_baton:
-            self._back.acquire()
-
-    def _hand_back(self) -> None:
-        self._has_baton = False
-        self._back.release()
-
     def park(self, request: Any) -> None:
-        """Hand the baton back and wait until `run` is called again. Called by the job."""
+        """Hand the baton on and wait until it comes back. Called by the job."""
         if self._aborted:
             raise LaneAborted
+        # The default dtype is the process's, and user code sets it for a while (Lightning's 64-true does).
         dtype = torch.get_default_dtype()
         self.request = request
-        self._hand_back()
-        self._go.acquire()
+        self._pool.hand_on(self)
         self.request = None
-        torch.set_default_dtype(dtype)
+        _set_default_dtype(dtype)
         if self._aborted:
             raise LaneAborted
 
     def abort(self) -> None:
-        """Unwind the job, wherever it is parked."""
+        """From now on, unwind the job wherever it parks or is parked."""
         self._aborted = True
-        while not self.finished or self._has_baton:
-            self._exchange()
-        self._error = None
 
     def close(self) -> None:
-        """Unwind the job and join the thread."""
-        self.abort()
+        """Join the thread. The job must have ended."""
         self._closing = True
-        self._go.release()
+        self.go.release()
         self._thread.join()
 
     def _loop(self) -> None:
         while True:
-            self._go.acquire()
+            self.go.acquire()
             if self._closing:
                 return
-            self._run_job()
-            self._hand_back()
+            self._pool.end(self, self._run_job())
 
-    def _run_job(self) -> None:
+    def _run_job(self) -> BaseException | None:
         _local.lane = self
         job, self._job = self._job, None
         assert job is not None
@@ -130,10 +90,11 @@ class Lane:
         except LaneAborted:
             pass
         except BaseException as error:
-            self._error = error
+            return error
         finally:
             self.request = None
             self.finished = True
+        return None
 
 
 def current_lane() -> Lane | None:
@@ -141,31 +102,111 @@ def current_lane() -> Lane | None:
     return getattr(_local, "lane", None)
 
 
+def _set_default_dtype(dtype: torch.dtype) -> None:
+    # Setting it takes longer than handing over does.
+    if torch.get_default_dtype() is not dtype:
+        torch.set_default_dtype(dtype)
+
+
+# Given the lane that parked or ended, None at first: the lane that goes on, or None for the caller of `LanePool.drive`.
+Choose = Callable[[Lane | None], Lane | None]
+
+
 class LanePool:
-    """Lanes that live across steps."""
+    """Lanes that live across steps, and the baton that goes from one to the next."""
 
     def __init__(self) -> None:
         self._lanes: list[Lane] = []
+        self._choose: Choose | None = None
+        self._holder: Lane | None = None
+        self._error: BaseException | None = None
+        self._back = threading.Lock()
+        self._back.acquire()
 
     def lanes(self, jobs: Sequence[Callable[[], None]]) -> list[Lane]:
         """A lane for each job, not yet started."""
         while len(self._lanes) < len(jobs):
-            self._lanes.append(Lane(len(self._lanes)))
+            self._lanes.append(Lane(len(self._lanes), self))
         lanes = self._lanes[: len(jobs)]
         for lane, job in zip(lanes, jobs, strict=True):
             lane.begin(job)
         return lanes
 
+    def drive(self, choose: Choose) -> None:
+        """Let lanes run, one at a time, until ``choose`` names none.
+
+        The lane that parks or ends calls ``choose`` in its own thread and wakes the next itself: handing over takes one
+        change of threads, and none where a lane goes on.
+
+        Raises:
+            BaseException: what a job or ``choose`` raised, with its own traceback.
+        """
+        self._choose = choose
+        dtype = torch.get_default_dtype()
+        try:
+            first = choose(None)
+            if first is not None:
+                self._run_until_back(first)
+        finally:
+            # Ctrl-C can end this anywhere: the lane that has the baton must give it back.
+            self._choose = None
+            _set_default_dtype(dtype)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def hand_on(self, lane: Lane) -> None:
+        """Called by the lane that has the baton: choose who goes on, and wait for the baton unless it is the lane."""
+        following = self._following(lane)
+        if following is not lane:
+            self._give(following)
+            lane.go.acquire()
+
+    def end(self, lane: Lane, error: BaseException | None) -> None:
+        """Called by the lane whose job has ended."""
+        self._error = self._error or error
+        self._give(self._following(lane))
+
     def abort(self) -> None:
         """Unwind all lanes; they can be used again."""
         for lane in self._lanes:
             lane.abort()
+        self._wait()
+        for lane in self._lanes:
+            while not lane.finished:
+                self._run_until_back(lane)
+        self._error = None
 
     def close(self) -> None:
         """Unwind all lanes and join their threads."""
+        self.abort()
         for lane in self._lanes:
             lane.close()
         self._lanes.clear()
+
+    def _following(self, lane: Lane) -> Lane | None:
+        choose = self._choose
+        if choose is None or self._error is not None:
+            return None
+        try:
+            return choose(lane)
+        except BaseException as error:
+            self._error = error
+            return None
+
+    def _give(self, to: Lane | None) -> None:
+        self._holder = to
+        (self._back if to is None else to.go).release()
+
+    def _run_until_back(self, lane: Lane) -> None:
+        # What came back when nobody waited any more.
+        self._back.acquire(blocking=False)
+        self._give(lane)
+        self._wait()
+
+    def _wait(self) -> None:
+        while self._holder is not None:
+            self._back.acquire()
 
 
 class ThreadState:

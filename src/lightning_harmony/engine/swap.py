@@ -95,6 +95,7 @@ class SwappedPack:
         self.residency: Residency | None = None
         self.accumulators: dict[int, Accumulator] = {}
         self.parked: dict[int, HostGradients] = {}
+        self._gradient_layouts: dict[tuple[bool, ...], tuple[dict[GradientKey, Slot], int]] = {}
 
     @property
     def name(self) -> str:
@@ -110,9 +111,13 @@ class SwappedPack:
 
     def gradient_layout(self) -> tuple[dict[GradientKey, Slot], int]:
         """A slot for the gradient of each trainable parameter of each layer, and the bytes of the whole."""
-        keys = [(layer, p) for layer in self.layers for p in layer.parameters if p.requires_grad]
-        slots, num_bytes = lay_out([parameter for _, parameter in keys])
-        return dict(zip(keys, slots, strict=True)), num_bytes
+        trainable = tuple(parameter.requires_grad for parameter in self.parameters)
+        known = self._gradient_layouts.get(trainable)
+        if known is None:
+            keys = [(layer, p) for layer in self.layers for p in layer.parameters if p.requires_grad]
+            slots, num_bytes = lay_out([parameter for _, parameter in keys])
+            known = self._gradient_layouts[trainable] = dict(zip(keys, slots, strict=True)), num_bytes
+        return known
 
 
 def _runs(parameters: Iterable[nn.Parameter], store: HostStore) -> tuple[list[Run], dict[nn.Parameter, Slot], int]:
