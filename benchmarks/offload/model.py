@@ -1,0 +1,106 @@
+"""The GPT that every contender trains, and its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a GPT; by default of 5.09 billion parameters."""
+
+    hidden: int = 4096
+    layers: int = 24
+    heads: int = 64
+    vocabulary: int = 32000
+    length: int = 2048
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with an FFN of four times the hidden size."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        hidden = shape.hidden
+        self.heads = shape.heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend and feed forward."""
+        batch, length, hidden = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, hidden))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(pl.LightningModule):
+    """An ordinary GPT with an untied head.
+
+    Args:
+        shape: its size.
+        recompute: whether each block is recomputed in backward, as training in memory does to save activations.
+    """
+
+    def __init__(self, shape: Shape, *, recompute: bool, fused: bool | None) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.fused = fused
+        self.embed = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Next-token loss."""
+        x = self.embed(batch[:, :-1])
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.fused)
+
+
+def build(shape: Shape, *, recompute: bool, fused: bool | None) -> GPT:
+    """A model on the host, its numbers drawn on the GPU: on the host that would take a minute."""
+    with torch.device("meta"):
+        model = GPT(shape, recompute=recompute, fused=fused)
+    model.to_empty(device="cpu")
+    generator = torch.Generator("cuda").manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                drawn = torch.empty(parameter.shape, device="cuda").normal_(0, 0.02, generator=generator)
+                parameter.copy_(drawn)
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+    torch.cuda.empty_cache()
+    return model
+
+
+class Tokens(Dataset[Tensor]):
+    """Random tokens."""
+
+    def __init__(self, num_samples: int, shape: Shape) -> None:
+        self._num_samples = num_samples
+        self._shape = shape
+
+    def __len__(self) -> int:
+        """Samples."""
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Tokens of one sample."""
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(0, self._shape.vocabulary, (self._shape.length + 1,), generator=generator)

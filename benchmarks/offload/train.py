@@ -1,0 +1,114 @@
+"""Train the GPT one way, and print one line of JSON.
+
+python benchmarks/offload/train.py --strategy harmony --device-memory 16GiB
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from model import Shape, Tokens, build
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy
+
+
+class Times(pl.Callback):
+    """Seconds and losses of each optimizer step."""
+
+    def __init__(self, num_batches: int) -> None:
+        self._num_batches = num_batches
+        self.ends: list[float] = []
+        self.losses: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: dict[str, Tensor], batch: Any, batch_idx: int
+    ) -> None:
+        """The end of a step, once its work is done."""
+        self.losses.append(float(outputs["loss"]))
+        if (batch_idx + 1) % self._num_batches == 0:
+            torch.cuda.synchronize()
+            self.ends.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Of each step after the first."""
+        return [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strategy", choices=("plain", "recompute", "harmony"), default="harmony")
+    parser.add_argument("--precision", default="bf16-mixed")
+    parser.add_argument("--device-memory", default="16GiB")
+    parser.add_argument("--num-microbatches", type=int, default=8)
+    parser.add_argument("--microbatch-size", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--clip", type=float, default=None)
+    for name, value in asdict(Shape()).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = parser.parse_args(arguments)
+    shape = Shape(*(getattr(options, name) for name in asdict(Shape())))
+    harmony = options.strategy == "harmony"
+    start = time.perf_counter()
+    model = build(shape, recompute=options.strategy == "recompute", fused=True)
+    built = time.perf_counter() - start
+    batch_size = options.num_microbatches * options.microbatch_size
+    samples = Tokens(options.steps * batch_size, shape)
+    times = Times(1 if harmony else options.num_microbatches)
+    strategy: Any = "auto"
+    if harmony:
+        strategy = HarmonyStrategy(device_memory=options.device_memory, num_microbatches=options.num_microbatches)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="gpu",
+        devices=1,
+        precision=options.precision,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=options.clip,
+        callbacks=[times],
+        accumulate_grad_batches=1 if harmony else options.num_microbatches,
+    )
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    trainer.fit(model, DataLoader(samples, batch_size=batch_size if harmony else options.microbatch_size))
+    seconds = times.seconds()
+    group = 1 if harmony else options.num_microbatches
+    losses = [statistics.mean(times.losses[i : i + group]) for i in range(0, len(times.losses), group)]
+    row: dict[str, Any] = {
+        "strategy": options.strategy,
+        "capacity": options.device_memory if harmony else None,
+        "precision": options.precision,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens": batch_size * shape.length,
+        "step": round(statistics.median(seconds[2:]), 3),
+        "steps": [round(each, 3) for each in seconds],
+        "first step": round(times.ends[0] - start, 1),
+        "model built": round(built, 1),
+        "device GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "reserved GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+        "host GiB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
+        "losses": [round(loss, 5) for loss in losses],
+        "gpu": torch.cuda.get_device_name(),
+    }
+    if harmony:
+        row["report"] = asdict(trainer.strategy.step_report)
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
