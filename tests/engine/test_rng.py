@@ -154,11 +154,12 @@ class TestPythonsGenerator:
     """Its state is copied as bytes where CPython has it, through the public functions elsewhere."""
 
     @pytest.fixture(params=[True, False], ids=["bytes", "public functions"])
-    def copies_bytes(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    def copies_bytes(self, seeded: None, request: pytest.FixtureRequest) -> Iterator[bool]:
         if request.param and not rng._copies_bytes():
             pytest.skip("this interpreter has it elsewhere")
-        monkeypatch.setattr(rng, "_copies_bytes", lambda: request.param)
-        return bool(request.param)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rng, "_copies_bytes", lambda: request.param)
+            yield request.param
 
     @pytest.mark.parametrize("num_draws", [0, 1, 311, 312, 1000])
     def test_goes_on_where_it_was(self, copies_bytes: bool, num_draws: int) -> None:
