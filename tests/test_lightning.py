@@ -500,7 +500,8 @@ def test_weights_come_once_a_phase_and_gradients_go_once_whatever_the_number_of_
     )
     raw, padded = raw_bytes(module), padded_bytes(module)
     assert raw <= roomy.swapped_in_bytes["weights"] <= padded
-    assert 1.5 * raw <= tight.swapped_in_bytes["weights"] <= 2 * padded
+    # The packs behind which the loss lies come once.
+    assert 1.2 * raw <= tight.swapped_in_bytes["weights"] <= 2 * padded
     for report in (roomy, tight):
         assert raw <= report.swapped_out_bytes["gradients"] <= padded
         assert report.swapped_in_bytes["gradients"] == 0

@@ -447,7 +447,7 @@ class HarmonyStrategyMixin(_Base):
         engine = self._engine
         engine.on_switch = None
         run = Microbatch(lambda: outputs.append(step(*args, **kwargs)), 1.0, None)
-        engine.forward([run], num_elements=_num_elements(args), predicted_gradient=None)
+        engine.forward([run], num_elements=_num_elements(args), predicted_gradient=None, is_training=False)
         engine.abandon()
         return outputs[0]
 

@@ -10,14 +10,14 @@ from lightning_harmony.plan.plan import Plan, merge_calls, visits_of
 from lightning_harmony.plan.task import Phase
 
 # Packs 0 1 2 0 3: the first is visited twice.
-TWICE = Plan((("embed",), ("block.0", "block.1"), ("block.2",), ("head",)), (0, 1, 2, 0, 3))
+TWICE = Plan((("embed",), ("block.0", "block.1"), ("block.2",), ("head",)), (0, 1, 2, 0, 3), 4)
 NUM_PACKS = 4
 visits_lists = st.lists(st.integers(0, NUM_PACKS - 1), min_size=1, max_size=8).map(visits_of)
 call_lists = st.lists(st.integers(0, 5), max_size=8)
 
 
 def plan_of(visits: tuple[int, ...]) -> Plan:
-    return Plan(tuple((f"layer {index}",) for index in range(NUM_PACKS)), visits)
+    return Plan(tuple((f"layer {index}",) for index in range(NUM_PACKS)), visits, len(visits) - 1)
 
 
 class TestText:
@@ -27,7 +27,7 @@ pack 0: embed
 pack 1: block.0, block.1
 pack 2: block.2
 pack 3: head
-visits: 0 1 2 0 3"""
+visits: 0 1 2 0 [3]"""
         assert str(TWICE) == expected
 
 
@@ -53,11 +53,12 @@ class TestPosition:
 
     @pytest.mark.parametrize("start", [0, 2, 4])
     def test_of_a_pack_that_was_not_foreseen_is_where_the_lane_stands(self, start: int) -> None:
-        assert Plan((), (0, 1, 0, 1, 0)).position(Phase.FORWARD, 7, start) == start
+        assert Plan((), (0, 1, 0, 1, 0), 4).position(Phase.FORWARD, 7, start) == start
 
-    def test_last_pack_is_where_the_forward_ends(self) -> None:
-        assert TWICE.last_pack == 3
-        assert Plan((), ()).last_pack is None
+    def test_the_fused_visits_are_those_where_the_forward_ends(self) -> None:
+        assert TWICE.fused_visits == (3,)
+        assert TWICE.fused == {3}
+        assert Plan((), (), 0).fused == set()
 
 
 class TestUpcoming:

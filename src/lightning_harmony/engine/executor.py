@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.intercept import InterceptedForward, LayerCall
 from lightning_harmony.engine.lane import Lane, LanePool, current_lane
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer, buffers_of, move_buffers, places_of
+from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.rng import RandomStreams
 from lightning_harmony.engine.stash import LaneStash, Stash, Stashed
@@ -28,7 +29,8 @@ from lightning_harmony.engine.swap import Residency, SwappedPack, Swapper
 from lightning_harmony.engine.update import Updater
 from lightning_harmony.engine.verify import verify_layer
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
-from lightning_harmony.plan.cost import LayerCost
+from lightning_harmony.plan.cost import Cost, pack_cost
+from lightning_harmony.plan.graphs import fused_from, kept
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.packing import fill_capacity
 from lightning_harmony.plan.plan import Plan, merge_calls, visits_of
@@ -87,6 +89,7 @@ class Grant:
         pack: the one that it runs; None for the code before the first layer.
         measured: gives the most bytes that were allocated during the turn, where that is measured.
         bytes_before: what was allocated before it.
+        summing: whether the pack had gradients before it.
     """
 
     progress: LaneProgress
@@ -94,6 +97,22 @@ class Grant:
     pack: SwappedPack | None
     measured: Callable[[], int] | None
     bytes_before: int
+    summing: bool
+
+
+@dataclass
+class Visit:
+    """The stay of lanes in a pack, one after the other.
+
+    Attributes:
+        place: the pack, the phase, and where in the phase's order.
+        reserved_bytes: what the lane that comes next will allocate.
+        has_prefetched: whether all that is fetched ahead is under way.
+    """
+
+    place: tuple[SwappedPack, Phase, int]
+    reserved_bytes: int
+    has_prefetched: bool = False
 
 
 class Executor:
@@ -141,22 +160,25 @@ class Executor:
         self._packs: list[SwappedPack] = []
         self._pack_of: dict[int, SwappedPack] = {}
         self._work: Counter[tuple[int, Phase]] = Counter()
+        self._graph_bytes: Counter[int] = Counter()
         self._delivered: set[int] = set()
         self._verified: set[int] = set()
         self._measured_elements = -1
         self._measuring = True
         self._recorded = False
-        self._keeps_graphs = False
-        self._calls_with_graph: weakref.WeakSet[LayerCall] = weakref.WeakSet()
+        self._is_watching = False
+        self._has_watched = False
+        self._watched: set[int] = set()
+        self._calls: list[int] = []
+        self._calls_with_graph: dict[int, weakref.WeakSet[LayerCall]] = {}
         self._predicted: float | None = None
         self._fuses = True
-        self.plan = Plan((), ())
-        self._arrange([[layer] for layer in self._layers], list(range(len(self._layers))))
+        self.plan = Plan((), (), 0)
+        self._arrange([[layer] for layer in self._layers])
+        self._set_plan(list(range(len(self._layers))))
         self._running: list[LaneProgress] = []
         self._granted: Grant | None = None
-        self._visit: tuple[SwappedPack, Phase, int] | None = None
-        self._reserved_bytes = 0
-        self._prefetched = False
+        self._visit: Visit | None = None
         self._num_elements = 0
         self._in_backward = False
         self._factor = 1.0
@@ -186,26 +208,38 @@ class Executor:
 
     # ---- plan ----------------------------------------------------------------------------------------------------------
 
-    def _arrange(self, packs: Sequence[Sequence[SwappedLayer]], calls: Sequence[int]) -> None:
-        """Make packs of layers, with the plan that follows from the order of calls."""
+    def _arrange(self, packs: Sequence[Sequence[SwappedLayer]]) -> None:
+        """Make packs of layers."""
         self._packs = [SwappedPack(index, layers, self.store) for index, layers in enumerate(packs)]
         self._pack_of = {layer.index: pack for pack in self._packs for layer in pack.layers}
-        names = tuple(tuple(layer.name for layer in pack.layers) for pack in self._packs)
-        self.plan = Plan(names, visits_of([self._pack_of[call].index for call in calls]))
 
-    def _plan_from_record(self, calls: list[int]) -> None:
+    def _set_plan(self, calls: Sequence[int], *, num_microbatches: int | None = None) -> None:
+        """Plan for an order of calls; with the number of microbatches, also whose graphs are kept."""
+        names = tuple(tuple(layer.name for layer in pack.layers) for pack in self._packs)
+        visits = visits_of([self._pack_of[call].index for call in calls])
+        first_fused, keeping = len(visits), frozenset[int]()
+        if num_microbatches is not None:
+            capacity = self.device.capacity_bytes
+            costs = [pack_cost([self._cost(layer) for layer in pack.layers]) for pack in self._packs]
+            first_fused = fused_from(visits, costs, capacity)
+            keeping = kept(visits, first_fused, costs, num_microbatches, capacity)
+        self.plan = Plan(names, visits, first_fused, keeping)
+
+    def _plan_from_record(self, calls: list[int], num_microbatches: int) -> None:
         """Pack the layers in the order in which the first step called them."""
         order = list(dict.fromkeys(calls))
         costs = [self._cost(self._layers[index]) for index in order]
         packs = [[self._layers[order[i]] for i in pack] for pack in fill_capacity(costs, self.device.capacity_bytes)]
         uncalled = [[layer] for layer in self._layers if layer.index not in set(order)]
-        self._arrange([*packs, *uncalled], calls)
+        self._arrange([*packs, *uncalled])
+        self._set_plan(calls, num_microbatches=num_microbatches)
 
-    def _cost(self, layer: SwappedLayer) -> LayerCost:
-        pack = self._pack_of[layer.index]
-        forward, backward = (self._work_bytes(pack, phase) for phase in Phase)
-        weights = pack.weight_bytes + pack.buffer_bytes
-        return LayerCost(layer.name, weights, pack.gradient_layout()[1], forward, backward)
+    def _cost(self, layer: SwappedLayer) -> Cost:
+        forward, backward = (self._work[layer.index, phase] for phase in Phase)
+        alone = SwappedPack(-1, [layer], self.store)
+        alone.is_narrow = True
+        weights = alone.swap_in_bytes
+        return Cost(layer.name, weights, alone.gradient_layout()[1], forward, backward, self._graph_bytes[layer.index])
 
     @property
     def is_planned(self) -> bool:
@@ -215,23 +249,34 @@ class Executor:
     # ---- the step ------------------------------------------------------------------------------------------------------
 
     def forward(
-        self, microbatches: Sequence[Microbatch], *, num_elements: int, predicted_gradient: float | None
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        num_elements: int,
+        predicted_gradient: float | None,
+        is_training: bool = True,
     ) -> None:
         """Run the user's step on all microbatches, up to their losses.
 
         Args:
             microbatches: one for each lane.
+            is_training: whether it is the step that is run again and again. What is learned from that, such as which
+                weights may be narrow, holds for no other.
             num_elements: elements of the largest microbatch. More than ever before are run with care, and measured.
-            predicted_gradient: the gradient of the batch's loss that `backward` will bring, if it is known. The last pack's
-                backward then follows each loss at once.
+            predicted_gradient: the gradient of the batch's loss that `backward` will bring, if it is known. The backward of
+                the last packs then follows each loss at once.
         """
         self.abandon()
-        self._predicted = predicted_gradient if self._fuses and self._recorded else None
         self._measuring = num_elements > self._measured_elements
+        # Where work space isn't known, a lane goes from pack to pack.
+        self._predicted = predicted_gradient if self._fuses and self._recorded and not self._measuring else None
         self._num_elements = num_elements
         self._random = RandomStreams([microbatch.seed for microbatch in microbatches], self.cuda_devices)
         self.updater.reclaim()
         self._in_backward = False
+        self._is_watching = is_training and not self._recorded
+        for pack in self._packs:
+            pack.is_narrow = is_training
         jobs = [lambda number=number: self._run_lane(number) for number in range(len(microbatches))]
         lanes = self._lanes.lanes(jobs)
         self._running = [
@@ -292,11 +337,16 @@ class Executor:
         """Nothing outlives a step on the device: its weights are stale after an update, whoever makes it."""
         if self._measuring:
             self._measured_elements = self._num_elements
-        calls = merge_calls([progress.calls for progress in self._running])
+        calls, num_microbatches = merge_calls([progress.calls for progress in self._running]), len(self._running)
+        measured = self._measuring
         self._reset()
         if not self._recorded and calls:
             self._recorded = True
-            self._plan_from_record(calls)
+            self._calls = calls
+            self._plan_from_record(calls, num_microbatches)
+        elif measured and self._recorded:
+            # The packs stay, but the graphs of larger microbatches may no longer fit.
+            self._set_plan(self._calls, num_microbatches=num_microbatches)
 
     def abandon(self) -> None:
         """End a step whose backward never came."""
@@ -313,6 +363,7 @@ class Executor:
         for pack in self._packs:
             pack.accumulators, pack.parked = {}, {}
             self._evict(pack)
+            pack.is_narrow = False
         while self.device.retire(wait=True):
             pass
 
@@ -366,19 +417,31 @@ class Executor:
         if progress.lane.finished:
             return False
         if request is None or request.phase is Phase.FORWARD:
-            return True
+            return request is None or not self._is_too_early(progress, request.pack)
         if request.pack is not None and not progress.differentiating:
             # The step itself asks for a gradient, as torch.autograd.grad of an activation.
             return True
         return until is Phase.BACKWARD and not self._is_overtaking(progress, request.pack)
+
+    def _is_too_early(self, progress: LaneProgress, pack: int | None) -> bool:
+        """Whether a lane asks for the fused packs while one before it has not yet been through: it would have to wait."""
+        if self._predicted is None or pack not in self.plan.fused:
+            return False
+        return not all(other.differentiating or other.lane.finished for other in self._earlier(progress))
+
+    def _earlier(self, progress: LaneProgress) -> list[LaneProgress]:
+        """The lanes of the microbatches before one."""
+        return self._running[: progress.lane.microbatch]
 
     def _is_overtaking(self, progress: LaneProgress, pack: int | None) -> bool:
         """Whether an earlier microbatch still has gradients for a pack: sums are made in the order of microbatches."""
         if pack is None:
             return False
         layers = self._packs[pack].layers
-        earlier = self._running[: progress.lane.microbatch]
-        return any(not other.lane.finished and any(other.pending[layer.index] for layer in layers) for other in earlier)
+        return any(
+            not other.lane.finished and any(other.pending[layer.index] for layer in layers)
+            for other in self._earlier(progress)
+        )
 
     def _turn(self, progress: LaneProgress) -> tuple[bool, int, int, int]:
         """Forward before backward, then by place in the plan: the lanes behind catch up, and share a pack's visit."""
@@ -394,30 +457,51 @@ class Executor:
         pack = None
         if request is not None and request.pack is not None:
             pack = self._packs[request.pack]
-            position = self.plan.position(request.phase, pack.index, progress.position[request.phase])
-            progress.position[request.phase] = position
-            progress.task = request.phase, pack.index
-            self._make_ready(pack, request.phase, position)
-            if isinstance(self.device, VirtualDevice):
-                self.device.relieve = partial(self._make_room, pack, request.phase, position)
+            self._enter(progress, pack, request.phase)
         self._random.switch_to(progress.lane.microbatch)
         if self.on_switch is not None:
             self.on_switch(progress.lane.microbatch)
-        measured = self.device.watch_peak() if self._measuring else None
         phase = Phase.FORWARD if request is None else request.phase
-        return Grant(progress, phase, pack, measured, self.device.allocated_bytes())
+        measured = self.device.watch_peak() if self._measuring else None
+        summing = pack is not None and bool(pack.accumulators)
+        return Grant(progress, phase, pack, measured, self.device.allocated_bytes(), summing)
+
+    def _enter(self, progress: LaneProgress, pack: SwappedPack, phase: Phase) -> None:
+        """A lane comes to a pack: make it ready."""
+        position = self.plan.position(phase, pack.index, progress.position[phase])
+        progress.position[phase] = position
+        progress.task = phase, pack.index
+        self._make_ready(pack, phase, position)
+        if isinstance(self.device, VirtualDevice):
+            self.device.relieve = partial(self._make_room, pack, phase, position)
 
     def _take_stock(self, granted: Grant) -> None:
         """After a lane's turn: what it took, what can go now, and which gradients are final."""
         pack = granted.pack
-        if granted.measured is not None and pack is not None:
-            for layer in pack.layers:
-                key = layer.index, granted.phase
-                self._work[key] = max(self._work[key], granted.measured() - granted.bytes_before)
+        if granted.measured is not None:
+            self._note_work(granted, granted.measured() - granted.bytes_before)
         self._stash.retire()
         self.device.retire()
         if self._in_backward and pack is not None:
             self._deliver_final([pack])
+
+    def _note_work(self, granted: Grant, num_bytes: int) -> None:
+        """Keep the most that was allocated in a pack."""
+        pack = granted.pack
+        if pack is None and granted.phase is Phase.BACKWARD and self.plan.visits:
+            # From the loss back to the last layer: glue counts to the layer before it.
+            pack = self._packs[self.plan.visits[-1]]
+        has_watched, self._has_watched = self._has_watched, False
+        if pack is None or (has_watched and len(self._running) > 1):
+            return
+        if pack.accumulators and not granted.summing:
+            # They were made in this turn, and count as gradients. Where others follow, those tell what the work takes.
+            if len(self._running) > 1:
+                return
+            num_bytes -= pack.gradient_layout()[1]
+        for layer in pack.layers:
+            key = layer.index, granted.phase
+            self._work[key] = max(self._work[key], num_bytes)
 
     def _out_of_memory(self, granted: Grant, error: BaseException) -> CapacityError:
         pack = granted.pack
@@ -436,23 +520,23 @@ class Executor:
 
     def _make_ready(self, pack: SwappedPack, phase: Phase, position: int) -> None:
         """Bring a pack to the device, with room for its work, and start to fetch what comes after it."""
-        if self._visit == (pack, phase, position) and pack.residency is not None:
+        visit = self._visit
+        if visit is not None and visit.place == (pack, phase, position) and pack.residency is not None:
             # A further lane in the same pack: only the room that the last one took may be missing.
-            self._reserved_bytes = self._needed_bytes(pack, phase)
-            self._ensure_room(self._reserved_bytes, pack, phase, position)
+            visit.reserved_bytes = self._needed_bytes(pack, phase)
+            self._ensure_room(visit.reserved_bytes, pack, phase, position)
         else:
-            self._begin_visit(pack, phase, position)
-        if not self._measuring and not self._prefetched:
-            self._prefetched = self._prefetch(pack, phase, position, self._reserved_bytes)
+            visit = self._begin_visit(pack, phase, position)
+        if not self._measuring and not visit.has_prefetched:
+            visit.has_prefetched = self._prefetch(pack, phase, position, visit.reserved_bytes)
 
-    def _begin_visit(self, pack: SwappedPack, phase: Phase, position: int) -> None:
+    def _begin_visit(self, pack: SwappedPack, phase: Phase, position: int) -> Visit:
         if self._measuring:
             # Its work space isn't known: it gets all there is.
             self._evict_all_but(pack)
         needed = self._needed_bytes(pack, phase)
-        missing = 0 if pack.residency is not None else pack.weight_bytes + pack.buffer_bytes
+        missing = 0 if pack.residency is not None else pack.swap_in_bytes
         self._ensure_room(missing + needed, pack, phase, position)
-        self._keeps_graphs = self._is_fused(pack, phase) and self.device.room_for(missing + needed)
         try:
             self._swapper.swap_in(pack)
         except torch.OutOfMemoryError as error:
@@ -461,20 +545,22 @@ class Executor:
             ) from error
         assert pack.residency is not None
         pack.residency.ready.wait()
-        self._visit, self._reserved_bytes, self._prefetched = (pack, phase, position), needed, False
+        self._visit = Visit((pack, phase, position), needed)
+        return self._visit
 
     def _is_fused(self, pack: SwappedPack, phase: Phase) -> bool:
-        """Whether a lane goes through a pack's forward, its loss and the pack's backward in one turn."""
-        return self._predicted is not None and pack.index == self.plan.last_pack and phase is Phase.FORWARD
+        """Whether a lane that comes to a pack goes on to its loss and comes back through it, all in one turn."""
+        return self._predicted is not None and phase is Phase.FORWARD and pack.index in self.plan.fused
 
     def _needed_bytes(self, pack: SwappedPack, phase: Phase) -> int:
-        """What a pack's gradients and work will allocate; of a fused pack, with the graphs of all its layers."""
+        """What a pack's gradients, work and kept graphs will allocate."""
         fused = self._is_fused(pack, phase)
         gradients = pack.gradient_layout()[1] if (phase is Phase.BACKWARD or fused) and not pack.accumulators else 0
-        if fused:
-            work = sum(self._work[layer.index, each] for layer in pack.layers for each in Phase)
-        else:
-            work = self._work_bytes(pack, phase)
+        work = self._work_bytes(pack, phase)
+        if phase is Phase.FORWARD and (fused or pack.index in self.plan.kept):
+            work += sum(self._graph_bytes[layer.index] for layer in pack.layers)
+        if fused and pack.index == self.plan.visits[-1]:
+            work += self._work_bytes(pack, Phase.BACKWARD)
         return gradients + work
 
     def _work_bytes(self, pack: SwappedPack, phase: Phase) -> int:
@@ -493,7 +579,7 @@ class Executor:
         if self._stash.pending:
             self._stash.retire(wait=True)
             return True
-        others = [other.index for other in self._packs if other.residency is not None and other is not pack]
+        others = self._evictable(pack) or [p.index for p in self._packs if p.residency is not None and p is not pack]
         if others:
             self._evict(self._packs[self.plan.needed_last(others, phase, position)])
             return True
@@ -511,15 +597,23 @@ class Executor:
         for following in self._following(pack, phase, position):
             if following.residency is not None:
                 continue
-            wanted = following.weight_bytes + following.buffer_bytes + reserved_bytes
+            wanted = following.swap_in_bytes + reserved_bytes
             while not self.device.room_for(wanted):
-                others = [p.index for p in self._packs if p.residency is not None and p is not pack]
+                others = self._evictable(pack)
                 last = self.plan.needed_last([following.index, *others], phase, position)
                 if last == following.index:
                     return False
                 self._evict(self._packs[last])
             self._swapper.swap_in(following)
         return True
+
+    def _evictable(self, pack: SwappedPack) -> list[int]:
+        """The packs on the device besides one that no lane needs soon, as far as the plan tells."""
+        pinned: frozenset[int] = frozenset()
+        if self._predicted is not None and not all(p.differentiating or p.lane.finished for p in self._running):
+            # Lanes behind the one that runs will come through the fused packs, too.
+            pinned = self.plan.fused
+        return [p.index for p in self._packs if p.residency is not None and p is not pack and p.index not in pinned]
 
     def _following(self, pack: SwappedPack, phase: Phase, position: int) -> list[SwappedPack]:
         """The next packs after one, as many as are fetched ahead."""
@@ -533,10 +627,8 @@ class Executor:
         return following
 
     def _evict(self, pack: SwappedPack) -> None:
-        if pack.index == self.plan.last_pack:
-            for call in self._calls_with_graph:
-                call.forget()
-            self._calls_with_graph.clear()
+        for call in self._calls_with_graph.pop(pack.index, ()):
+            call.forget()
         self._swapper.evict(pack)
 
     def _evict_all_but(self, pack: SwappedPack) -> None:
@@ -583,26 +675,43 @@ class Executor:
             return
         if phase is Phase.FORWARD:
             progress.calls.append(layer.index)
-        if not self._is_granted(progress, phase, pack):
-            progress.lane.park(Request(phase, pack.index))
+        if progress.task != (phase, pack.index) or pack.residency is None:
+            if self._may_go_on(progress, phase, pack):
+                with torch.no_grad(), no_dispatch():
+                    self._enter(progress, pack, phase)
+                if self._granted is not None:
+                    self._granted = replace(self._granted, pack=pack, phase=phase)
+            else:
+                progress.lane.park(Request(phase, pack.index))
         else:
             # Between the layers of a pack, what the last one left to be swapped out may still be there.
             self._ensure_room(self._needed_bytes(pack, phase), pack, phase, progress.position[phase])
+        if phase is Phase.FORWARD and pack.layout.casts and not self._casts_as_known(pack):
+            self._widen(pack, phase, progress.position[phase])
         assert pack.residency is not None
         yield pack.residency
 
-    def _is_granted(self, progress: LaneProgress, phase: Phase, pack: SwappedPack) -> bool:
-        """Whether the lane may go on in the pack that it is in. After the loss that holds for its backward, too."""
-        if progress.task is None or progress.task[1] != pack.index or pack.residency is None:
+    def _casts_as_known(self, pack: SwappedPack) -> bool:
+        """Whether autocast does now what it did when the pack's layers were watched."""
+        dtype = autocast_dtype(self.device.torch_device)
+        return all(narrow == dtype for narrow in pack.narrow_parameters().values())
+
+    def _widen(self, pack: SwappedPack, phase: Phase, position: int) -> None:
+        """Give a pack its weights as they are."""
+        with torch.no_grad(), no_dispatch():
+            self._evict(pack)
+            pack.widen()
+            self._begin_visit(pack, phase, position)
+
+    def _may_go_on(self, progress: LaneProgress, phase: Phase, pack: SwappedPack) -> bool:
+        """Whether a lane enters a pack without parking: within the fused ones, forth and back."""
+        if self._predicted is None or self._in_backward or pack.index not in self.plan.fused:
             return False
-        if progress.task[0] is phase:
-            return True
-        if self._predicted is None or self._in_backward:
+        if progress.task is None or progress.task[1] not in self.plan.fused:
             return False
-        # Fused: the lane has come from the pack's forward to its backward.
-        earlier = self._running[: progress.lane.microbatch]
-        in_order = all(other.differentiating or other.lane.finished for other in earlier)
-        return in_order and not self._is_overtaking(progress, pack.index)
+        if phase is Phase.FORWARD:
+            return not progress.differentiating
+        return not self._is_overtaking(progress, pack.index)
 
     @contextmanager
     def _alone(self, pack: SwappedPack) -> Iterator[Residency]:
@@ -655,12 +764,15 @@ class Executor:
         progress = self._progress.get(lane) if lane is not None else None
         if progress is None:
             return self._stash.put(tensor) or tensor.detach()
-        if self._in_last_pack(progress):
+        if self._keeps_graph_in(progress.task):
             return tensor.detach()
         return progress.stash.put(tensor) or tensor.detach()
 
-    def _in_last_pack(self, progress: LaneProgress) -> bool:
-        return self._predicted is not None and progress.task == (Phase.FORWARD, self.plan.last_pack)
+    def _keeps_graph_in(self, task: tuple[Phase, int] | None) -> bool:
+        """Whether a task keeps graphs on the device, and with them what would go to the stash."""
+        if task is None or task[0] is not Phase.FORWARD or self._measuring:
+            return False
+        return task[1] in self.plan.kept or self._is_fused(self._packs[task[1]], Phase.FORWARD)
 
     def expect_backward(self, layer: SwappedLayer) -> int:
         """Announce a backward of a layer."""
@@ -675,17 +787,38 @@ class Executor:
         progress.uses[layer.index] += 1
         return use
 
+    def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
+        """What a layer does with its weights, if that isn't known yet: the watch, to be active during its call."""
+        dtype = autocast_dtype(self.device.torch_device)
+        if not self._is_watching or layer.index in self._watched or dtype is None:
+            return None
+        self._watched.add(layer.index)
+        self._has_watched = True
+        return CastWatch(residency, dtype)
+
     def is_last_backward(self) -> bool:
         """Whether the current lane differentiates its loss."""
         lane = current_lane()
         return lane in self._progress and self._progress[lane].differentiating
 
     def keep_graph(self, layer: SwappedLayer, call: LayerCall) -> bool:
-        """Whether a call may keep its graph: in the fused pack, where there is room, and while the pack stays."""
-        if not self._keeps_graphs or self._pack_of[layer.index].index != self.plan.last_pack:
+        """Whether a call may keep its graph, where there is room, and while its pack stays."""
+        pack = self._pack_of[layer.index]
+        if not self._keeps_graph_in((Phase.FORWARD, pack.index)):
             return False
-        self._calls_with_graph.add(call)
+        if not self.device.room_for(self._graph_bytes[layer.index] + self._work_bytes(pack, Phase.FORWARD)):
+            return False
+        self._calls_with_graph.setdefault(pack.index, weakref.WeakSet()).add(call)
         return True
+
+    @contextmanager
+    def measuring_graph(self, layer: SwappedLayer) -> Iterator[None]:
+        """The context in which a layer's graph is made again."""
+        before = self.device.allocated_bytes()
+        yield
+        if self._measuring:
+            grown = self.device.allocated_bytes() - before
+            self._graph_bytes[layer.index] = max(self._graph_bytes[layer.index], grown)
 
     def _refuse_late_call(self, layer: SwappedLayer) -> None:
         """A layer that is called in backward (reentrant checkpointing) has gradients of which nobody knows the last."""

@@ -33,16 +33,24 @@ class Slot:
 
     def view(self, buffer: Tensor) -> Tensor:
         """The tensor in a flat uint8 buffer."""
-        flat = buffer[self.offset : self.offset + self.num_bytes].view(self.dtype)
-        return flat.as_strided(self.shape, self.stride)
+        return self.flat(buffer).as_strided(self.shape, self.stride)
+
+    def flat(self, buffer: Tensor) -> Tensor:
+        """Its elements in the order in which they lie in the buffer."""
+        return buffer[self.offset : self.offset + self.num_bytes].view(self.dtype)
 
 
-def lay_out(tensors: Sequence[Tensor]) -> tuple[list[Slot], int]:
-    """Slots one behind the other, and the bytes of the whole buffer. Dense strides are kept, others made contiguous."""
+def lay_out(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None) -> tuple[list[Slot], int]:
+    """Slots one behind the other, and the bytes of the whole buffer. Dense strides are kept, others made contiguous.
+
+    Args:
+        tensors: what is laid out.
+        dtypes: the types in which they are, where those aren't their own.
+    """
     slots, offset = [], 0
-    for tensor in tensors:
+    for tensor, dtype in zip(tensors, dtypes or [tensor.dtype for tensor in tensors], strict=True):
         stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-        slot = Slot(offset, tensor.shape, stride, tensor.dtype)
+        slot = Slot(offset, tensor.shape, stride, dtype)
         slots.append(slot)
         offset += -(-slot.num_bytes // ALIGNMENT) * ALIGNMENT
     return slots, offset

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_harmony.engine.glue import StandIn
 from lightning_harmony.engine.lane import CastingState
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer
+from lightning_harmony.engine.narrow import CastWatch
 from lightning_harmony.engine.opaque import ObjectSnapshot, is_opaque
 from lightning_harmony.engine.rng import RandomState
 from lightning_harmony.engine.stash import Stashed
@@ -33,11 +34,17 @@ class Runtime(Protocol):
     def stash(self, tensor: Tensor) -> Stashed | Tensor:
         """Keep a tensor for the backward, on the host or as an alias."""
 
+    def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
+        """What a layer does with its weights, if that isn't known yet: the watch, to be active during its call."""
+
     def expect_backward(self, layer: SwappedLayer) -> int:
         """Announce a backward of a layer; return which use of the layer in its microbatch this is."""
 
     def keep_graph(self, layer: SwappedLayer, call: LayerCall) -> bool:
         """Whether a call may keep its graph, for its backward comes at once. It is told to `forget` if it doesn't."""
+
+    def measuring_graph(self, layer: SwappedLayer) -> AbstractContextManager[None]:
+        """The context in which a layer's inputs are loaded and its graph is made again."""
 
     def is_last_backward(self) -> bool:
         """Whether no other backward of the current microbatch will follow."""
@@ -99,6 +106,7 @@ class LayerCall:
     """One call of a layer: what it takes to run it, and to run it again in backward."""
 
     residency: Residency
+    _buffers_before: dict[BufferKey, Tensor]
     _graph: tuple[list[Tensor], list[Any]] | None = None
 
     def __init__(
@@ -134,10 +142,18 @@ class LayerCall:
     def run_without_gradients(self) -> Any:
         """Only swap."""
         with self.visit(Phase.FORWARD):
+            watch = self._runtime.watch(self._layer, self.residency)
+            if watch is not None:
+                self._random = RandomState.capture(self._runtime.cuda_devices)
             args, kwargs = tree_unflatten(self._leaves, self._spec)
-            with self._bound(self.residency.buffers) as left:
+            with self._bound(self.residency.buffers) as left, watch or nullcontext():
                 result = self._original(*args, **kwargs)
-            self._keep_buffers(left)
+            changed = self._keep_buffers(left)
+            if watch is not None and not changed:
+                self._casting, self._buffers_before, self._objects = CastingState(), {}, self._leaves
+                self._requires_grad = [False] * len(self.tensors)
+                # Without gradients, a layer may change its inputs in place.
+                self._try_narrow(watch, [tensor.clone() for tensor in self.tensors], tree_flatten(result)[0])
             return result
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -159,14 +175,35 @@ class LayerCall:
         # With grad enabled, even if nothing is kept: under no_grad other kernels would run.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*hooks):
             args, kwargs = self._arguments(inputs, self._leaves)
-            with self._bound(buffers) as left, self._explaining():
+            watch = self._runtime.watch(self._layer, self.residency)
+            with self._bound(buffers) as left, self._explaining(), watch or nullcontext():
                 result = self._original(*args, **kwargs)
         self._buffers_before = {key: before[key] for key in self._keep_buffers(left)}
         self._refuse_changed([t._version == version for t, version in zip(checked, versions, strict=True)])
         flat, self._output_spec = tree_flatten(result)
         self._graph = (inputs, flat) if keeps else None
+        if watch is not None:
+            self._try_narrow(watch, [tensor.detach() for tensor in self.tensors], flat)
         self._leaves = []
         return tuple(flat)
+
+    def _try_narrow(self, watch: CastWatch, inputs: list[Tensor], outputs: Sequence[Any]) -> None:
+        """Run the layer once more with narrow weights: only if it returns the same bits will it get them from now on."""
+        dtype, leaves = watch.dtype, self.residency.leaves
+        casts = watch.narrow()
+        try:
+            with torch.no_grad():
+                narrow = {p: nn.Parameter(leaves[p].to(dtype), p.requires_grad) for p in casts}
+            self.residency.leaves = {**leaves, **narrow}
+            with torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
+                again, _ = self._recompute(inputs)
+        except torch.OutOfMemoryError:
+            # No room to try in: they stay as they are.
+            return
+        finally:
+            self.residency.leaves = leaves
+        if all(_same(one, other) for one, other in zip(outputs, again, strict=True)):
+            self._layer.narrow = dict.fromkeys(casts, dtype)
 
     def forget(self) -> None:
         """Let the graph go: the backward will recompute."""
@@ -202,8 +239,9 @@ class LayerCall:
         kept, self._graph = self._graph, None
         if kept is not None:
             return *kept, []
-        inputs = [(value.load() if isinstance(value, Stashed) else value).detach() for value in self._inputs]
-        return inputs, *self._recompute(inputs)
+        with self._runtime.measuring_graph(self._layer):
+            inputs = [(value.load() if isinstance(value, Stashed) else value).detach() for value in self._inputs]
+            return inputs, *self._recompute(inputs)
 
     def _recompute(self, inputs: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
         """Run the forward again as it ran; return its flat result, and the tensors hidden in objects."""
@@ -316,6 +354,10 @@ class _StashedObject:
             if requires_grad:
                 hidden.append(tensor.requires_grad_())
         return self._snapshot.restore(tensors)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return not isinstance(one, Tensor) or (one.dtype == other.dtype and torch.equal(one, other))
 
 
 def _gradients(

@@ -31,6 +31,7 @@ class SwappedLayer:
         module: the module, None for a parameter of the glue.
         parameters: its parameters, each once.
         buffers: owner and name of each of its buffers.
+        narrow: the parameters that it reads through a cast alone, and to which type.
     """
 
     def __init__(self, index: int, name: str, module: nn.Module | None, parameters: Sequence[nn.Parameter]) -> None:
@@ -39,6 +40,7 @@ class SwappedLayer:
         self.module = module
         self.parameters = list(dict.fromkeys(parameters))
         self.buffers = buffers_of(module) if module is not None else []
+        self.narrow: dict[nn.Parameter, torch.dtype] = {}
         self._places = places_of(module, self.parameters) if module is not None else []
 
     @contextmanager

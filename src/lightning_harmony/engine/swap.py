@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -77,6 +77,25 @@ class Accumulator:
     includes_earlier: set[nn.Parameter] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How a pack's weights lie on a device.
+
+    Attributes:
+        slots: where each parameter lies.
+        num_bytes: of all of them.
+        runs: the ranges of the arena that are copied as they are.
+        casts: the parameters that are cast to a narrower type on their way.
+        staging_bytes: what is needed on the device besides while they come.
+    """
+
+    slots: dict[nn.Parameter, Slot]
+    num_bytes: int
+    runs: list[Run]
+    casts: list[nn.Parameter]
+    staging_bytes: int
+
+
 class SwappedPack:
     """Consecutive layers that are swapped together.
 
@@ -84,6 +103,7 @@ class SwappedPack:
         index: number in the plan.
         layers: in execution order.
         parameters: of all its layers, each once.
+        is_narrow: whether it is swapped in narrow, as far as its layers allow.
     """
 
     def __init__(self, index: int, layers: Sequence[SwappedLayer], store: HostStore) -> None:
@@ -91,7 +111,9 @@ class SwappedPack:
         self.layers = list(layers)
         self.parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters))
         self.buffers = [key for layer in layers for key in layer.buffers]
-        self.runs, self.slots, self.weight_bytes = _runs(self.parameters, store)
+        self.is_narrow = False
+        self._store = store
+        self._layouts: dict[bool, Layout] = {}
         self.residency: Residency | None = None
         self.accumulators: dict[int, Accumulator] = {}
         self.parked: dict[int, HostGradients] = {}
@@ -102,6 +124,33 @@ class SwappedPack:
         """Its first and last layer."""
         first, last = self.layers[0].name, self.layers[-1].name
         return first if first == last else f"{first} … {last}"
+
+    @property
+    def layout(self) -> Layout:
+        """How its weights lie on the device when it is swapped in."""
+        if self.is_narrow not in self._layouts:
+            narrow = self.narrow_parameters() if self.is_narrow else {}
+            self._layouts[self.is_narrow] = _layout(self.parameters, narrow, self._store)
+        return self._layouts[self.is_narrow]
+
+    def narrow_parameters(self) -> dict[nn.Parameter, torch.dtype]:
+        """The parameters that all of its layers may have narrow, and how narrow."""
+        owners: dict[nn.Parameter, list[SwappedLayer]] = {}
+        for layer in self.layers:
+            for parameter in layer.parameters:
+                owners.setdefault(parameter, []).append(layer)
+        return {p: layers[0].narrow[p] for p, layers in owners.items() if all(p in layer.narrow for layer in layers)}
+
+    def widen(self) -> None:
+        """From now on, swap all of its parameters in as they are."""
+        for layer in self.layers:
+            layer.narrow = {}
+        self._layouts.pop(True, None)
+
+    @property
+    def swap_in_bytes(self) -> int:
+        """What swapping it in takes on the device: weights, buffers, and for a moment the staging of casts."""
+        return self.layout.num_bytes + self.buffer_bytes + self.layout.staging_bytes
 
     @property
     def buffer_bytes(self) -> int:
@@ -120,19 +169,26 @@ class SwappedPack:
         return known
 
 
-def _runs(parameters: Iterable[nn.Parameter], store: HostStore) -> tuple[list[Run], dict[nn.Parameter, Slot], int]:
-    """The ranges of the arena that hold ``parameters``, where each comes to lie on the device, and the bytes of all."""
+# A parameter that is cast on its way comes in pieces of this size.
+STAGING_BYTES = 64 * 1024 * 1024
+
+
+def _layout(parameters: Iterable[nn.Parameter], narrow: Mapping[nn.Parameter, torch.dtype], store: HostStore) -> Layout:
     ordered = sorted(parameters, key=lambda parameter: store.slot(parameter).offset)
-    placed, num_bytes = lay_out(ordered)
+    placed, num_bytes = lay_out(ordered, [narrow.get(parameter, parameter.dtype) for parameter in ordered])
     runs: list[Run] = []
     for parameter, slot in zip(ordered, placed, strict=True):
+        if parameter in narrow:
+            continue
         offset, size = store.slot(parameter).offset, slot.num_bytes
         last = runs[-1] if runs else None
         if last is not None and offset - last.arena_offset == slot.offset - last.device_offset:
             runs[-1] = Run(last.arena_offset, last.device_offset, slot.offset + size - last.device_offset)
         else:
             runs.append(Run(offset, slot.offset, size))
-    return runs, dict(zip(ordered, placed, strict=True)), num_bytes
+    casts = [parameter for parameter in ordered if parameter in narrow]
+    staging = max((min(store.slot(parameter).num_bytes, STAGING_BYTES) for parameter in casts), default=0)
+    return Layout(dict(zip(ordered, placed, strict=True)), num_bytes, runs, casts, staging)
 
 
 class Swapper:
@@ -168,20 +224,24 @@ class Swapper:
                 self._start_swap_in(pack)
 
     def _start_swap_in(self, pack: SwappedPack) -> None:
-        device, arena = self._device, self._store.arena
-        weights = device.empty(pack.weight_bytes)
+        device, arena, layout = self._device, self._store.arena, pack.layout
+        weights = device.empty(layout.num_bytes)
+        staging = device.empty(layout.staging_bytes)
         buffers = {key: self._empty_like(_buffer(key)) for key in pack.buffers}
 
         def copy() -> None:
-            for run in pack.runs:
+            for run in layout.runs:
                 source = arena[run.arena_offset : run.arena_offset + run.num_bytes]
                 weights[run.device_offset : run.device_offset + run.num_bytes].copy_(source, non_blocking=True)
+            for parameter in layout.casts:
+                _cast(self._store.slot(parameter), arena, layout.slots[parameter], weights, staging)
             for key, tensor in buffers.items():
                 tensor.copy_(_buffer(key))
 
         ready = device.swap_in.submit(copy)
-        self._traffic.count_in("weights", sum(run.num_bytes for run in pack.runs) + pack.buffer_bytes)
-        leaves = {p: nn.Parameter(slot.view(weights), p.requires_grad) for p, slot in pack.slots.items()}
+        copied = sum(run.num_bytes for run in layout.runs) + sum(self._store.slot(p).num_bytes for p in layout.casts)
+        self._traffic.count_in("weights", copied + pack.buffer_bytes)
+        leaves = {p: nn.Parameter(slot.view(weights), p.requires_grad) for p, slot in layout.slots.items()}
         pack.residency = Residency(weights, ready, leaves, buffers)
 
     def _empty_like(self, tensor: Tensor) -> Tensor:
@@ -307,6 +367,16 @@ def _buffer(key: BufferKey) -> Tensor:
     buffer = key[0]._buffers[key[1]]
     assert buffer is not None
     return buffer
+
+
+def _cast(host: Slot, arena: Tensor, slot: Slot, weights: Tensor, staging: Tensor) -> None:
+    """Copy a parameter and cast it on the device: a narrow copy on the host would have to be kept up to date."""
+    source, destination, space = host.flat(arena), slot.flat(weights), staging.view(host.dtype)
+    for start in range(0, source.numel(), space.numel()):
+        piece = source[start : start + space.numel()]
+        staged = space[: piece.numel()]
+        staged.copy_(piece, non_blocking=True)
+        destination[start : start + piece.numel()].copy_(staged)
 
 
 def _copy(destination: Tensor, source: Tensor) -> None:

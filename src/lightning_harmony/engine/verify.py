@@ -34,11 +34,23 @@ def verify_layer(layer: SwappedLayer, residency: Residency, outputs: Sequence[Te
             "pass it as an argument, or make a larger module the layer with HarmonyStrategy(layers=...)"
         )
     for parameter in layer.parameters:
-        if not torch.equal(_bits(residency.leaves[parameter].cpu()), _bits(parameter)):
+        if _differ(residency.leaves[parameter], parameter):
             raise UnsupportedModelError(
                 f"layer {layer.name!r} changes the data of a parameter in its forward, which swapping would lose; "
                 "do that in a hook such as on_train_batch_start"
             )
+
+
+# Compared on the device, in pieces: the way to the host is slow, and there may be no room for a second weight.
+_PIECE_BYTES = 16 * 1024 * 1024
+
+
+def _differ(leaf: Tensor, parameter: Tensor) -> bool:
+    """Whether a weight on the device is no longer what was swapped in."""
+    ours, theirs = _bits(leaf), _bits(parameter.detach().to(leaf.dtype))
+    pieces = zip(ours.split(_PIECE_BYTES), theirs.split(_PIECE_BYTES), strict=True)
+    found = [(one != other.to(one.device, non_blocking=True)).any() for one, other in pieces]
+    return bool(found) and bool(torch.stack(found).any())
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""What a layer costs: the bytes that deciding needs, counted by the engine."""
+"""What a layer or a pack costs: the bytes that deciding needs, counted by the engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class LayerCost:
-    """Bytes of one layer on a device.
+class Cost:
+    """Bytes of one layer, or of one pack, on a device.
 
     Attributes:
         name: qualified name of the layer in the model.
@@ -13,6 +14,7 @@ class LayerCost:
         gradient_bytes: the accumulator of its trainable parameters.
         forward_work_bytes: most that its forward, with the glue behind it, allocates for one microbatch.
         backward_work_bytes: the same of recompute and backward.
+        graph_bytes: what its graph holds for one microbatch, from its forward to its backward, if it is kept.
     """
 
     name: str
@@ -20,3 +22,26 @@ class LayerCost:
     gradient_bytes: int
     forward_work_bytes: int = 0
     backward_work_bytes: int = 0
+    graph_bytes: int = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights and gradients."""
+        return self.weight_bytes + self.gradient_bytes
+
+    @property
+    def work_bytes(self) -> int:
+        """Work space for forward and backward together, as where one follows the other at once."""
+        return self.forward_work_bytes + self.backward_work_bytes
+
+
+def pack_cost(costs: Sequence[Cost]) -> Cost:
+    """What a pack of layers costs, of which one works at a time."""
+    return Cost(
+        costs[0].name if len(costs) == 1 else f"{costs[0].name} … {costs[-1].name}",
+        sum(cost.weight_bytes for cost in costs),
+        sum(cost.gradient_bytes for cost in costs),
+        max(cost.forward_work_bytes for cost in costs),
+        max(cost.backward_work_bytes for cost in costs),
+        sum(cost.graph_bytes for cost in costs),
+    )

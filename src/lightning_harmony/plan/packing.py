@@ -2,16 +2,20 @@
 
 from collections.abc import Sequence
 
-from lightning_harmony.plan.cost import LayerCost
+from lightning_harmony.plan.cost import Cost, pack_cost
 
 # The pack that runs, the one that comes in behind it, and the gradients of the one that goes out.
 BUFFERING = 3
+# What cannot hide under compute is the first pack's way in and the last one's way out and its update: small packs make
+# it short. But each visit of a pack costs a change of lanes for each microbatch.
+USEFUL_PACKS = 24
 
 
-def fill_capacity(costs: Sequence[LayerCost], capacity_bytes: int | None) -> tuple[tuple[int, ...], ...]:
+def fill_capacity(costs: Sequence[Cost], capacity_bytes: int | None) -> tuple[tuple[int, ...], ...]:
     """Pack greedily: each pack takes layers until three of its like would no longer fit beside the work space.
 
-    A layer that is too large for that stands alone: it then runs without a neighbour being prefetched.
+    No pack takes more than its share of the model in `USEFUL_PACKS` packs. A layer that is too large for either stands
+    alone: it then runs without a neighbour being prefetched.
 
     Args:
         costs: one for each layer, in execution order.
@@ -22,18 +26,19 @@ def fill_capacity(costs: Sequence[LayerCost], capacity_bytes: int | None) -> tup
     """
     if capacity_bytes is None:
         return (tuple(range(len(costs))),) if costs else ()
+    share = sum(cost.state_bytes for cost in costs) / USEFUL_PACKS
     packs: list[list[int]] = []
     for index in range(len(costs)):
         candidate = [*packs[-1], index] if packs else [index]
-        if packs and _pack_bytes([costs[i] for i in candidate]) <= capacity_bytes:
+        cost = pack_cost([costs[i] for i in candidate])
+        fits = BUFFERING * cost.state_bytes + _work_bytes([costs[i] for i in candidate]) <= capacity_bytes
+        if packs and fits and cost.state_bytes <= share:
             packs[-1] = candidate
         else:
             packs.append([index])
     return tuple(tuple(pack) for pack in packs)
 
 
-def _pack_bytes(pack: Sequence[LayerCost]) -> int:
-    """Bytes that a pack takes while it runs backward between two packs of its size."""
-    state = sum(cost.weight_bytes + cost.gradient_bytes for cost in pack)
-    work = max(cost.forward_work_bytes + cost.backward_work_bytes for cost in pack)
-    return BUFFERING * state + work
+def _work_bytes(pack: Sequence[Cost]) -> int:
+    """The most that one of a pack's layers takes for its own forward and backward."""
+    return max(cost.work_bytes for cost in pack)

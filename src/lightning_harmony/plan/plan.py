@@ -18,19 +18,29 @@ class Plan:
         packs: names of the layers of each pack.
         visits: indices of the packs in the order in which one microbatch's forward reaches them. A pack that is
             used twice is visited twice; the backward goes the same way in reverse.
+        first_fused: the visit from which a microbatch runs through to its loss and back without parking.
+        kept: the packs before that keep their graphs from forward to backward.
     """
 
     packs: tuple[tuple[str, ...], ...]
     visits: tuple[int, ...]
+    first_fused: int
+    kept: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
         lines = [f"pack {index}: {', '.join(layers)}" for index, layers in enumerate(self.packs)]
-        return "\n".join([*lines, "visits: " + " ".join(map(str, self.visits))])
+        before, fused = (" ".join(map(str, part)) for part in (self.visits[: self.first_fused], self.fused_visits))
+        return "\n".join([*lines, f"visits: {before} [{fused}]".replace("  ", " ")])
 
     @property
-    def last_pack(self) -> int | None:
-        """The pack whose forward, loss and backward follow each other at once, if there is one."""
-        return self.visits[-1] if self.visits else None
+    def fused_visits(self) -> tuple[int, ...]:
+        """The visits of which forward, loss and backward follow each other at once."""
+        return self.visits[self.first_fused :]
+
+    @cached_property
+    def fused(self) -> frozenset[int]:
+        """The packs of these visits."""
+        return frozenset(self.fused_visits)
 
     def position(self, phase: Phase, pack: int, start: int) -> int:
         """Where in a phase's order a lane stands that asks for ``pack``, having come as far as ``start``.

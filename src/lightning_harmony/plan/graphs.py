@@ -1,0 +1,70 @@
+"""Whose graphs are kept from forward to backward, so that nothing is recomputed."""
+
+from collections.abc import Sequence
+
+from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.packing import BUFFERING
+
+
+def fused_from(visits: Sequence[int], packs: Sequence[Cost], capacity_bytes: int | None) -> int:
+    """The visit from which a microbatch runs through to its loss and back, with the graphs of one microbatch kept.
+
+    The packs of these visits stay on the device until the last microbatch has come back, and only then are updated: so
+    they are at most half of the model, whose update hides under the backward of the other half.
+
+    Args:
+        visits: the packs in the order in which a forward reaches them.
+        packs: what each pack costs.
+        capacity_bytes: what the device may hold; None for no limit.
+
+    Returns:
+        A position in ``visits``; the end where even the last pack is visited before.
+    """
+    start = len(visits)
+    half = sum(packs[index].state_bytes for index in set(visits)) / 2
+    for position in range(len(visits) - 1, -1, -1):
+        tail = set(visits[position:])
+        if tail & set(visits[:position]):
+            continue
+        # The last pack alone takes nothing but the graphs that its backward needs anyway.
+        if len(tail) > 1:
+            if sum(packs[index].state_bytes for index in tail) > half:
+                break
+            if capacity_bytes is not None and _fused_bytes(visits, position, packs) > capacity_bytes:
+                break
+        start = position
+    return start
+
+
+def kept(
+    visits: Sequence[int], first_fused: int, packs: Sequence[Cost], num_microbatches: int, capacity_bytes: int | None
+) -> frozenset[int]:
+    """The packs before the fused ones that keep the graphs of all microbatches, as far as there is room.
+
+    The last ones: their graphs are kept for the shortest time.
+
+    Args:
+        visits: the packs in the order in which a forward reaches them.
+        first_fused: the visit from which packs are fused.
+        packs: what each pack costs.
+        num_microbatches: how many graphs of a pack are kept.
+        capacity_bytes: what the device may hold; None for no limit.
+    """
+    chosen: set[int] = set()
+    room = None if capacity_bytes is None else capacity_bytes - _fused_bytes(visits, first_fused, packs)
+    for index in dict.fromkeys(reversed(visits[:first_fused])):
+        if room is not None:
+            room -= packs[index].weight_bytes + num_microbatches * packs[index].graph_bytes
+            if room < 0:
+                break
+        chosen.add(index)
+    return frozenset(chosen)
+
+
+def _fused_bytes(visits: Sequence[int], position: int, packs: Sequence[Cost]) -> int:
+    """What is on the device while one microbatch runs through the fused packs, or the others beside their gradients."""
+    tail, rest = set(visits[position:]), set(visits[:position])
+    fused = sum(packs[index].state_bytes + packs[index].graph_bytes for index in tail)
+    work = max((packs[index].work_bytes for index in {*tail, *rest}), default=0)
+    swapped = max((packs[index].state_bytes for index in rest), default=0)
+    return fused + work + (BUFFERING - 1) * swapped
