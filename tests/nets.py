@@ -77,6 +77,27 @@ class OwnParameters(Language):
         return x * self.temperature.exp() + self.temperature
 
 
+class Offset(nn.Module):
+    """A layer that returns its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class ReturnedParameter(Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = Offset()
+
+    def body(self, x: Tensor) -> Tensor:
+        offset = self.offset()
+        return super().body(x + offset) * offset
+
+
 class Frozen(Language):
     def __init__(self) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ import nets
 import pytest
 import torch
 from same_training import Net, assert_same_training, compare, train_harmony
+from torch import nn
 
 from lightning_harmony import HarmonyStrategy
 
@@ -19,7 +20,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
 }
-NETS: dict[str, Callable[[], torch.nn.Module]] = {
+NETS: dict[str, Callable[[], nn.Module]] = {
     "plain": nets.Language,
     "dropout": lambda: nets.Language(dropout=0.3),
     "frozen": nets.Frozen,
@@ -27,12 +28,13 @@ NETS: dict[str, Callable[[], torch.nn.Module]] = {
     "reordered": nets.Reordered,
     "rich": nets.Rich,
     "own-parameters": nets.OwnParameters,
+    "returned-parameter": nets.ReturnedParameter,
     "spectral-norm": nets.SpectralNorm,
 }
 CAPACITIES = {"all": None, "some": "88KiB", "tight": "60KiB"}
 
 
-def build(net: Callable[[], torch.nn.Module], optimizer: str = "sgd") -> Net:
+def build(net: Callable[[], nn.Module], optimizer: str = "sgd") -> Net:
     torch.manual_seed(0)
     return Net(net(), OPTIMIZERS[optimizer])
 
@@ -74,6 +76,45 @@ def test_precisions(precision: Any) -> None:
     assert_same_training(module, nets.tokens(), device_memory="96KiB", precision=precision)
 
 
+class Casting(nn.Module):
+    """Uses one weight as autocast likes, one as it is, one both ways, and one twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cast, self.wide, self.both, self.twice = (nn.Linear(nets.WIDTH, nets.WIDTH) for _ in range(4))
+        self.norm = nn.LayerNorm(nets.WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x + self.cast(x))
+        with torch.autocast("cpu", enabled=False):
+            x = x + torch.tanh(self.wide(x.float()))
+        x = x + torch.tanh(self.both(x)) * self.both.weight.abs().mean()
+        return x + self.twice(torch.tanh(self.twice(x)))
+
+
+class Casts(nets.Language):
+    """Calls a layer under autocast at first, and from the second step on without."""
+
+    def __init__(self, *, changes: bool) -> None:
+        super().__init__()
+        self.casting = Casting()
+        self.changes = changes
+        self.num_calls = 0
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        with torch.autocast("cpu", enabled=not self.changes or self.num_calls <= 4, dtype=torch.bfloat16):
+            x = self.casting(x)
+        return super().body(x)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("capacity", [None, "96KiB"])
+def test_weights_are_narrow_only_where_autocast_alone_reads_them(capacity: str | None, changes: bool) -> None:
+    module = build(lambda: Casts(changes=changes))
+    assert_same_training(module, nets.tokens(), device_memory=capacity, precision="bf16-mixed")
+
+
 SUMMED_IN_ANOTHER_ORDER = {
     "tied": nets.Tied,
     "tied-by-code": nets.TiedByCode,
@@ -112,11 +153,11 @@ def _train(module: Net, strategy: Any) -> Any:
     return train_harmony(copy.deepcopy(module), nets.tokens(), strategy, 8, with_gradients=False)
 
 
-def _hugging_face(name: str) -> torch.nn.Module:
+def _hugging_face(name: str) -> nn.Module:
     import transformers as hf
 
     size = {"vocab_size": nets.VOCABULARY}
-    models: dict[str, Callable[[], torch.nn.Module]] = {
+    models: dict[str, Callable[[], nn.Module]] = {
         "gpt2": lambda: hf.GPT2LMHeadModel(
             hf.GPT2Config(**size, n_embd=16, n_layer=3, n_head=2, n_positions=16, tie_word_embeddings=False)
         ),

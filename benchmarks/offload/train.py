@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
+from lightning_harmony.plan.memory_size import parse_bytes
 
 
 class Times(pl.Callback):
@@ -55,13 +56,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--microbatch-size", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--clip", type=float, default=None)
+    parser.add_argument(
+        "--gpu-memory", help="let torch's allocator have no more than this, as a GPU of that size would"
+    )
     for name, value in asdict(Shape()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args(arguments)
     shape = Shape(*(getattr(options, name) for name in asdict(Shape())))
     harmony = options.strategy == "harmony"
+    if options.gpu_memory:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(parse_bytes(options.gpu_memory) / total)
     start = time.perf_counter()
-    model = build(shape, recompute=options.strategy == "recompute", fused=True)
+    model = build(shape, recompute=options.strategy == "recompute", fused=None if harmony or options.clip else True)
     built = time.perf_counter() - start
     batch_size = options.num_microbatches * options.microbatch_size
     samples = Tokens(options.steps * batch_size, shape)
@@ -103,6 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "reserved GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2),
         "host GiB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
         "losses": [round(loss, 5) for loss in losses],
+        "allocator retries": torch.cuda.memory_stats()["num_alloc_retries"],
         "gpu": torch.cuda.get_device_name(),
     }
     if harmony:

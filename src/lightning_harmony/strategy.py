@@ -22,7 +22,7 @@ from lightning_harmony.engine.executor import Executor, Microbatch
 from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.report import StepReport
 from lightning_harmony.engine.rng import stream_seed
-from lightning_harmony.engine.update import why_not_separable
+from lightning_harmony.engine.update import fuse, why_not_separable
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.logs import MicrobatchLogs
 from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
@@ -94,6 +94,7 @@ class HarmonyStrategyMixin(_Base):
         self._loss_reduction = loss_reduction
         self._executor: Executor | None = None
         self._report: StepReport | None = None
+        self._fused: set[int] = set()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -362,6 +363,7 @@ class HarmonyStrategyMixin(_Base):
 
     def _finish(self, gradient: Tensor, start: float, num_microbatches: int) -> None:
         engine = self._engine
+        self._fuse_optimizers()
         update, reason = self._update_policy()
         if update == "just-in-time" and not engine.is_planned:
             update, reason = "deferred", "the first step measures, and changes nothing until it has succeeded"
@@ -376,8 +378,21 @@ class HarmonyStrategyMixin(_Base):
             num_microbatches=num_microbatches,
             num_packs=len(engine.plan.packs),
             update=update,
-            update_reason=reason,
+            update_reason=reason if not self._fused else f"{reason}; fused on the host",
         )
+
+    def _fuse_optimizers(self) -> None:
+        """On a GPU machine's host, where the user left it open; on the CPU arithmetic stays as the user wrote it."""
+        if self.root_device.type == "cuda":
+            self._fused |= {id(group) for optimizer in self.optimizers for group in fuse(optimizer)}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The optimizer's state, as it would be without the strategy's own choice of implementation."""
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            if id(group) in self._fused:
+                saved["fused"] = None
+        return state
 
     def _optimizer_bytes(self) -> int:
         tensors = [leaf for o in self.optimizers for state in o.state.values() for leaf in tree_leaves(dict(state))]

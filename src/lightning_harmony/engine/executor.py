@@ -168,6 +168,7 @@ class Executor:
         self._recorded = False
         self._is_watching = False
         self._has_watched = False
+        self._has_watched_all = False
         self._watched: set[int] = set()
         self._calls: list[int] = []
         self._calls_with_graph: dict[int, weakref.WeakSet[LayerCall]] = {}
@@ -274,7 +275,7 @@ class Executor:
         self._random = RandomStreams([microbatch.seed for microbatch in microbatches], self.cuda_devices)
         self.updater.reclaim()
         self._in_backward = False
-        self._is_watching = is_training and not self._recorded
+        self._is_watching = is_training and not self._recorded and not self._has_watched_all
         for pack in self._packs:
             pack.is_narrow = is_training
         jobs = [lambda number=number: self._run_lane(number) for number in range(len(microbatches))]
@@ -340,7 +341,15 @@ class Executor:
         calls, num_microbatches = merge_calls([progress.calls for progress in self._running]), len(self._running)
         measured = self._measuring
         self._reset()
-        if not self._recorded and calls:
+        if self._is_watching and any(layer.narrow for layer in self._layers):
+            # What was measured is the work with weights as they are: once more, with the narrow ones.
+            self._work.clear()
+            self._graph_bytes.clear()
+            self._measured_elements = -1
+            self._arrange([[layer] for layer in self._layers])
+            self._set_plan(calls)
+            self._has_watched_all = True
+        elif not self._recorded and calls:
             self._recorded = True
             self._calls = calls
             self._plan_from_record(calls, num_microbatches)
@@ -359,7 +368,7 @@ class Executor:
             self.device.relieve = lambda: False
         self._progress, self._running, self._visit = {}, [], None
         self._random.switch_back()
-        self._stash.retire(wait=True)
+        self._stash.drain()
         for pack in self._packs:
             pack.accumulators, pack.parked = {}, {}
             self._evict(pack)
@@ -573,14 +582,20 @@ class Executor:
             pass
 
     def _make_room(self, pack: SwappedPack, phase: Phase, position: int) -> bool:
-        """Free something that isn't needed now, cheapest first; False if there is nothing left."""
-        if self.device.retire(wait=True):
+        """Free something that isn't needed now, cheapest first; False if there is nothing left.
+
+        To wait for a copy stops the host, which then has no work ready for the device: what can go at once goes first.
+        """
+        if self.device.retire() or self._stash.retire():
             return True
-        if self._stash.pending:
-            self._stash.retire(wait=True)
+        soon = [following.index for following in self._following(pack, phase, position)]
+        others = self._evictable(pack)
+        if later := [index for index in others if index not in soon]:
+            self._evict(self._packs[self.plan.needed_last(later, phase, position)])
             return True
-        others = self._evictable(pack) or [p.index for p in self._packs if p.residency is not None and p is not pack]
-        if others:
+        if self._stash.retire(wait=True) or self.device.retire(wait=True):
+            return True
+        if others or (others := [p.index for p in self._packs if p.residency is not None and p is not pack]):
             self._evict(self._packs[self.plan.needed_last(others, phase, position)])
             return True
         summing = [other for other in self._packs if other.accumulators and other is not pack]
@@ -637,7 +652,7 @@ class Executor:
                 self._evict(other)
                 if other.accumulators:
                     self._swapper.park_gradients(other)
-        self._stash.retire(wait=True)
+        self._stash.drain()
         while self.device.retire(wait=True):
             pass
 
@@ -670,8 +685,8 @@ class Executor:
         lane = current_lane()
         progress = self._progress.get(lane) if lane is not None else None
         if progress is None:
-            with self._alone(pack) as residency:
-                yield residency
+            with self._alone(pack) as alone:
+                yield alone
             return
         if phase is Phase.FORWARD:
             progress.calls.append(layer.index)
@@ -688,8 +703,11 @@ class Executor:
             self._ensure_room(self._needed_bytes(pack, phase), pack, phase, progress.position[phase])
         if phase is Phase.FORWARD and pack.layout.casts and not self._casts_as_known(pack):
             self._widen(pack, phase, progress.position[phase])
-        assert pack.residency is not None
-        yield pack.residency
+        residency = pack.residency
+        assert residency is not None
+        yield residency
+        # Glue uses its parameters when the visit is over.
+        residency.last_use = self.device.record() if layer.module is not None else None
 
     def _casts_as_known(self, pack: SwappedPack) -> bool:
         """Whether autocast does now what it did when the pack's layers were watched."""
@@ -725,7 +743,7 @@ class Executor:
         finally:
             self._swapper.park_gradients(pack)
             self._evict(pack)
-            self._stash.retire(wait=True)
+            self._stash.drain()
             self.device.retire(wait=True)
 
     def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:

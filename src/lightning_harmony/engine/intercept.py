@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from lightning_harmony.engine.glue import StandIn
 from lightning_harmony.engine.lane import CastingState
@@ -154,7 +154,7 @@ class LayerCall:
                 self._requires_grad = [False] * len(self.tensors)
                 # Without gradients, a layer may change its inputs in place.
                 self._try_narrow(watch, [tensor.clone() for tensor in self.tensors], tree_flatten(result)[0])
-            return result
+            return tree_map_only(Tensor, self.own, result)
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """Run the layer and stash what its recompute needs."""
@@ -204,6 +204,10 @@ class LayerCall:
             self.residency.leaves = leaves
         if all(_same(one, other) for one, other in zip(outputs, again, strict=True)):
             self._layer.narrow = dict.fromkeys(casts, dtype)
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """An output that will outlive the visit: what lies in the weights' memory is copied out of it."""
+        return tensor.clone() if _lies_in(tensor, self.residency.weights) else tensor
 
     def forget(self) -> None:
         """Let the graph go: the backward will recompute."""
@@ -356,6 +360,12 @@ class _StashedObject:
         return self._snapshot.restore(tensors)
 
 
+def _lies_in(tensor: Tensor, buffer: Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.device != buffer.device:
+        return False
+    return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
 def _same(one: Any, other: Any) -> bool:
     return not isinstance(one, Tensor) or (one.dtype == other.dtype and torch.equal(one, other))
 
@@ -376,7 +386,7 @@ class _LayerFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         outputs = call.forward(tensors)
         ctx.is_tensor = [isinstance(leaf, Tensor) for leaf in outputs]
-        detached = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs)
+        detached = tuple(call.own(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in outputs)
         constant = [
             new for new, old in zip(detached, outputs, strict=True) if isinstance(old, Tensor) and not old.requires_grad
         ]

@@ -76,20 +76,31 @@ class Stash:
             return None
         return Stashed(self, tensor.detach())
 
-    def retire(self, *, wait: bool = False) -> None:
-        """Let go of the device copies whose swap-out is done, or of all.
+    def retire(self, *, wait: bool = False) -> bool:
+        """Let go of the device copies whose swap-out is done; with ``wait``, of the oldest in any case.
+
+        Returns:
+            Whether there was one to let go.
 
         Raises:
             UnsupportedModelError: if a tensor was modified in place before it was swapped out.
         """
+        retired = False
         while self.pending and (wait or self.pending[0][0].done()):
             event, tensor, version, _ = self.pending.popleft()
             event.synchronize()
+            wait, retired = False, True
             if tensor._version != version:
                 raise UnsupportedModelError(
                     f"a tensor of shape {tuple(tensor.shape)} that a layer had taken as input was modified in place "
                     "after the call; make that operation out of place"
                 )
+        return retired
+
+    def drain(self) -> None:
+        """Let go of all device copies, each once it is swapped out."""
+        while self.retire(wait=True):
+            pass
 
     def clear(self) -> None:
         """Forget what is under way after an error."""

@@ -51,12 +51,23 @@ class HostGradients:
 
 @dataclass
 class Residency:
-    """The weights and buffers of a pack on a device."""
+    """The weights and buffers of a pack on a device.
+
+    Attributes:
+        weights: the buffer that holds all weights.
+        ready: the end of the copies that bring them.
+        leaves: each parameter, as a view of the buffer.
+        buffers: the layers' buffers.
+        last_use: the end of the last work that used them, if it is known. What is evicted makes way for the next pack, which
+            would otherwise wait for all that was launched since.
+        dirty_buffers: those that layers changed.
+    """
 
     weights: Tensor
     ready: Event
     leaves: dict[nn.Parameter, nn.Parameter]
     buffers: dict[BufferKey, Tensor]
+    last_use: Event | None = None
     dirty_buffers: set[BufferKey] = field(default_factory=set)
 
 
@@ -254,7 +265,7 @@ class Swapper:
         if residency is None:
             return
         self.write_back(residency)
-        uses = [self._device.record(), residency.ready]
+        uses = [residency.last_use or self._device.record(), residency.ready]
         self._device.free(residency.weights, uses)
         for buffer in residency.buffers.values():
             self._device.free(buffer, uses)

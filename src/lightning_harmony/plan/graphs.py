@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.packing import BUFFERING
 
+# The host updates about as fast as a GPU runs backward: what it cannot begin in time, it ends too late.
+FUSED_SHARE = 0.25
+
 
 def fused_from(visits: Sequence[int], packs: Sequence[Cost], capacity_bytes: int | None) -> int:
     """The visit from which a microbatch runs through to its loss and back, with the graphs of one microbatch kept.
 
     The packs of these visits stay on the device until the last microbatch has come back, and only then are updated: so
-    they are at most half of the model, whose update hides under the backward of the other half.
+    they are at most a part of the model, whose update hides under the backward of the rest.
 
     Args:
         visits: the packs in the order in which a forward reaches them.
@@ -21,14 +24,14 @@ def fused_from(visits: Sequence[int], packs: Sequence[Cost], capacity_bytes: int
         A position in ``visits``; the end where even the last pack is visited before.
     """
     start = len(visits)
-    half = sum(packs[index].state_bytes for index in set(visits)) / 2
+    most = sum(packs[index].state_bytes for index in set(visits)) * FUSED_SHARE
     for position in range(len(visits) - 1, -1, -1):
         tail = set(visits[position:])
         if tail & set(visits[:position]):
             continue
         # The last pack alone takes nothing but the graphs that its backward needs anyway.
         if len(tail) > 1:
-            if sum(packs[index].state_bytes for index in tail) > half:
+            if sum(packs[index].state_bytes for index in tail) > most:
                 break
             if capacity_bytes is not None and _fused_bytes(visits, position, packs) > capacity_bytes:
                 break
