@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", choices=("plain", "recompute", "harmony"), default="harmony")
     parser.add_argument("--precision", default="bf16-mixed")
-    parser.add_argument("--device-memory", default="16GiB")
+    parser.add_argument("--device-memory", help="the capacity under harmony; all of the GPU if not given")
     parser.add_argument("--num-microbatches", type=int, default=8)
     parser.add_argument("--microbatch-size", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
@@ -98,11 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     losses = [statistics.mean(times.losses[i : i + group]) for i in range(0, len(times.losses), group)]
     row: dict[str, Any] = {
         "strategy": options.strategy,
-        "capacity": options.device_memory if harmony else None,
         "precision": options.precision,
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens": batch_size * shape.length,
         "step": round(statistics.median(seconds[2:]), 3),
+        "device memory": options.device_memory,
         "steps": [round(each, 3) for each in seconds],
         "first step": round(times.ends[0] - start, 1),
         "model built": round(built, 1),

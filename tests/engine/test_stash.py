@@ -223,9 +223,9 @@ class TestBuffers:
     def test_come_back_with_the_event_of_their_last_copy(
         self, device: VirtualDevice, stash: Stash, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        outs, ins = Recording(device.swap_out), Recording(device.swap_in)
+        outs, ins = Recording(device.swap_out), Recording(device.stash_in)
         monkeypatch.setattr(device, "swap_out", outs)
-        monkeypatch.setattr(device, "swap_in", ins)
+        monkeypatch.setattr(device, "stash_in", ins)
         stashed = put(stash, torch.ones(32))
         stashed.load()
         stashed.load()

@@ -34,12 +34,14 @@ class Device(ABC):
         capacity_bytes: what may be allocated on it; None for no limit.
         swap_in: the stream of host-to-device copies. Separate, so that a copy runs under compute.
         swap_out: the stream of device-to-host copies: both directions of the bus work at once.
+        stash_in: the stream on which the stash comes back, which a lane needs at once: it is not to queue behind a pack.
     """
 
     torch_device: torch.device
     capacity_bytes: int | None
     swap_in: Stream
     swap_out: Stream
+    stash_in: Stream
 
     def __init__(self, torch_device: torch.device, capacity_bytes: int | None) -> None:
         self.torch_device = torch_device
@@ -47,8 +49,8 @@ class Device(ABC):
         self._kept: deque[tuple[Event, Tensor]] = deque()
 
     @abstractmethod
-    def empty(self, num_bytes: int) -> Tensor:
-        """A flat uint8 buffer, to be filled by `swap_in`."""
+    def empty(self, num_bytes: int, stream: Stream | None = None) -> Tensor:
+        """A flat uint8 buffer, to be filled by a stream, `swap_in` if none is given."""
 
     @abstractmethod
     def scratch(self, num_bytes: int) -> Tensor:
@@ -113,8 +115,8 @@ class Device(ABC):
 
     def close(self) -> None:
         """Finish all copies and release the streams."""
-        self.swap_in.close()
-        self.swap_out.close()
+        for stream in (self.swap_in, self.swap_out, self.stash_in):
+            stream.close()
 
 
 class CudaDevice(Device):
@@ -124,12 +126,13 @@ class CudaDevice(Device):
         super().__init__(torch_device, capacity_bytes)
         self.swap_in = CudaStream(torch_device)
         self.swap_out = CudaStream(torch_device)
+        self.stash_in = CudaStream(torch_device)
         self._peak_bytes = 0
 
-    def empty(self, num_bytes: int) -> Tensor:
-        """Allocate in the pool of the swap-in stream, so that the copies into it need no further event."""
+    def empty(self, num_bytes: int, stream: Stream | None = None) -> Tensor:
+        """Allocate in the pool of the stream, so that the copies into it need no further event."""
         buffer: list[Tensor] = []
-        self.swap_in.submit(lambda: buffer.append(_flat(num_bytes, self.torch_device)))
+        (stream or self.swap_in).submit(lambda: buffer.append(_flat(num_bytes, self.torch_device)))
         return buffer[0]
 
     def scratch(self, num_bytes: int) -> Tensor:
@@ -191,6 +194,7 @@ class VirtualDevice(Device):
         super().__init__(torch.device("cpu"), capacity_bytes)
         self.swap_in = HostStream("swap-in")
         self.swap_out = HostStream("swap-out")
+        self.stash_in = HostStream("stash-in")
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._allocated_bytes = 0
         self._peak_bytes = 0
@@ -201,13 +205,15 @@ class VirtualDevice(Device):
         # Storages end in whatever thread drops the last reference.
         self._lock = threading.RLock()
 
-    def empty(self, num_bytes: int) -> Tensor:
+    def empty(self, num_bytes: int, stream: Stream | None = None) -> Tensor:
         """Allocate and count."""
         buffer = _flat(num_bytes, torch.device("cpu"))
         self.count(buffer)
         return buffer
 
-    scratch = empty
+    def scratch(self, num_bytes: int) -> Tensor:
+        """Allocate and count."""
+        return self.empty(num_bytes)
 
     def count(self, tensor: Tensor) -> None:
         """Count the storage of a tensor that was made on this device.

@@ -41,8 +41,8 @@ class Stashed:
         """A copy on the device with the strides that the tensor had."""
         device = self._stash.device
         num_bytes = self._buffer.numel()
-        buffer = device.empty(num_bytes)
-        self._loaded = device.swap_in.submit(lambda: _copy(buffer, self._buffer), after=[self._stored])
+        buffer = device.empty(num_bytes, device.stash_in)
+        self._loaded = device.stash_in.submit(lambda: _copy(buffer, self._buffer), after=[self._stored])
         self._stash.traffic.count_in("stash", num_bytes)
         self._loaded.wait()
         _keep_until_computed(buffer, device)
@@ -160,6 +160,6 @@ def _copy(destination: Tensor, source: Tensor) -> None:
 
 
 def _keep_until_computed(buffer: Tensor, device: Device) -> None:
-    """Tell CUDA's allocator that the compute stream uses a buffer that the swap-in stream allocated."""
+    """Tell CUDA's allocator that the compute stream uses a buffer that another stream allocated."""
     if buffer.is_cuda:
         buffer.record_stream(torch.cuda.current_stream(device.torch_device))

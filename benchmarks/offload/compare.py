@@ -1,0 +1,55 @@
+"""Train the GPT in memory and under several capacities, each in its own process, and print a table.
+
+python benchmarks/offload/compare.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+CONTENDERS: dict[str, list[str]] = {
+    "in memory, recompute": ["--strategy", "recompute"],
+    "in memory": ["--strategy", "plain"],
+    "harmony, 16 GiB": ["--device-memory", "16GiB"],
+    "harmony, 8 GiB": ["--device-memory", "8GiB"],
+    "harmony, the whole GPU": [],
+    "harmony, 16 GiB, a quarter of the tokens": ["--device-memory", "16GiB", "--num-microbatches", "2"],
+}
+
+
+def run(arguments: list[str]) -> dict[str, Any]:
+    """The row that a contender prints; what went wrong, if it doesn't."""
+    command = [sys.executable, str(Path(__file__).with_name("train.py")), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    row: dict[str, Any] = json.loads(lines[-1])
+    return row
+
+
+def main() -> None:
+    """Run those that were asked for, all by default."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS))
+    options = parser.parse_args()
+    columns = ("step", "tokens", "device GiB", "reserved GiB", "host GiB", "first step")
+    print("| | " + " | ".join(columns) + " | swapped in, GB | out, GB |")
+    print("|---|" + "--:|" * (len(columns) + 2))
+    for name in options.only:
+        row = run([*CONTENDERS[name], "--steps", str(options.steps)])
+        report = row.get("report", {})
+        swapped = [sum(report.get(f"swapped_{way}_bytes", {}).values()) / 1e9 for way in ("in", "out")]
+        cells = [str(row[column]) for column in columns] + [f"{each:.1f}" for each in swapped]
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+        print(json.dumps({name: {**row, "report": report}}), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
