@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
+from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.strategy import strategy_class
 
 pytestmark = [
@@ -323,6 +324,30 @@ def test_validation_test_and_prediction_give_what_plain_lightning_gives() -> Non
     assert_equal(plain.predict(module, loader()), swapped.predict(module, loader()))
     # What inference mode leaves behind must not break a fit.
     assert_same(plainly(), fit_harmony(module))
+
+
+def test_only_the_first_of_equal_evaluation_batches_is_measured_and_the_next_packs_are_fetched_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone: list[int] = []
+    fetched: list[int] = []
+    evict_all_but, prefetch = Residents.evict_all_but, Residents.prefetch
+
+    def counted_evict_all_but(self: Residents, pack: Any) -> None:
+        alone.append(pack.index)
+        evict_all_but(self, pack)
+
+    def counted_prefetch(self: Residents, place: Place, reserved_bytes: int) -> bool:
+        fetched.append(place.pack.index)
+        return prefetch(self, place, reserved_bytes)
+
+    monkeypatch.setattr(Residents, "evict_all_but", counted_evict_all_but)
+    monkeypatch.setattr(Residents, "prefetch", counted_prefetch)
+    batches = len(loader())
+    trainer_for(harmony(device_memory="64KiB")).validate(Model(), loader(), verbose=False)
+    assert batches > 1
+    assert len(alone) == len(set(alone))
+    assert len(fetched) == (batches - 1) * len(alone)
 
 
 class Images(pl.LightningModule):

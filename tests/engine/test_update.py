@@ -305,6 +305,21 @@ class TestCollecting:
         updater.reclaim()
         assert self.is_free(pool, source)
 
+    @pytest.mark.parametrize("keep", [lambda g: g, lambda g: g[0], lambda g: g.detach()], ids=["it", "part", "alias"])
+    def test_a_gradient_that_the_user_keeps_is_not_overwritten(
+        self, pool: HostPool, updater: Updater, keep: Callable[[Tensor], Tensor]
+    ) -> None:
+        (parameter,) = some_parameters(1)
+        source = self.collect(pool, updater, {parameter: torch.ones_like(parameter)})
+        kept = keep(parameter.grad)
+        parameter.grad = None
+        updater.reclaim()
+        assert not self.is_free(pool, source)
+        assert torch.equal(kept, torch.ones_like(kept))
+        del kept
+        updater.reclaim()
+        assert self.is_free(pool, source)
+
     def test_a_buffer_is_given_back_once(self, pool: HostPool, updater: Updater) -> None:
         (parameter,) = some_parameters(1)
         source = self.collect(pool, updater, {parameter: torch.ones_like(parameter)})

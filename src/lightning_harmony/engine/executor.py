@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,11 +22,13 @@ from lightning_harmony.engine.lane import Lane, LanePool, current_lane
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer, buffers_of, move_buffers, places_of
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.report import Traffic
+from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.rng import RandomStreams
 from lightning_harmony.engine.stash import LaneStash, Stash, Stashed
 from lightning_harmony.engine.swap import Residency, SwappedPack, Swapper
 from lightning_harmony.engine.update import Updater
 from lightning_harmony.engine.verify import verify_layer
+from lightning_harmony.engine.workspace import WorkSpace
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.plan.cost import Cost, pack_cost
 from lightning_harmony.plan.graphs import fused_from, kept
@@ -35,9 +36,6 @@ from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.packing import fill_capacity
 from lightning_harmony.plan.plan import Plan, merge_calls, visits_of
 from lightning_harmony.plan.task import Phase, Task
-
-# How many packs beyond the running one are fetched ahead, where there is room.
-LOOKAHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -105,12 +103,12 @@ class Visit:
     """The stay of lanes in a pack, one after the other.
 
     Attributes:
-        place: the pack, the phase, and where in the phase's order.
+        place: where they are.
         reserved_bytes: what the lane that comes next will allocate.
         has_prefetched: whether all that is fetched ahead is under way.
     """
 
-    place: tuple[SwappedPack, Phase, int]
+    place: Place
     reserved_bytes: int
     has_prefetched: bool = False
 
@@ -157,13 +155,13 @@ class Executor:
         self._lanes = LanePool()
         self._progress: dict[Lane, LaneProgress] = {}
         self._random = RandomStreams([], [])
-        self._packs: list[SwappedPack] = []
+        self._residents = Residents(device, self._swapper, self._stash)
         self._pack_of: dict[int, SwappedPack] = {}
-        self._work: Counter[tuple[int, Phase]] = Counter()
-        self._graph_bytes: Counter[int] = Counter()
+        self._is_training = True
+        self._works = {is_training: WorkSpace() for is_training in (True, False)}
         self._delivered: set[int] = set()
         self._verified: set[int] = set()
-        self._measured_elements = -1
+        self._measured_elements = {True: -1, False: -1}
         self._measuring = True
         self._recorded = False
         self._is_watching = False
@@ -171,10 +169,8 @@ class Executor:
         self._has_watched_all = False
         self._watched: set[int] = set()
         self._calls: list[int] = []
-        self._calls_with_graph: dict[int, weakref.WeakSet[LayerCall]] = {}
         self._predicted: float | None = None
         self._fuses = True
-        self.plan = Plan((), (), 0)
         self._arrange([[layer] for layer in self._layers])
         self._set_plan(list(range(len(self._layers))))
         self._running: list[LaneProgress] = []
@@ -211,7 +207,7 @@ class Executor:
 
     def _arrange(self, packs: Sequence[Sequence[SwappedLayer]]) -> None:
         """Make packs of layers."""
-        self._packs = [SwappedPack(index, layers, self.store) for index, layers in enumerate(packs)]
+        self._residents.packs = [SwappedPack(index, layers, self.store) for index, layers in enumerate(packs)]
         self._pack_of = {layer.index: pack for pack in self._packs for layer in pack.layers}
 
     def _set_plan(self, calls: Sequence[int], *, num_microbatches: int | None = None) -> None:
@@ -224,7 +220,7 @@ class Executor:
             costs = [pack_cost([self._cost(layer) for layer in pack.layers]) for pack in self._packs]
             first_fused = fused_from(visits, costs, capacity)
             keeping = kept(visits, first_fused, costs, num_microbatches, capacity)
-        self.plan = Plan(names, visits, first_fused, keeping)
+        self._residents.plan = Plan(names, visits, first_fused, keeping)
 
     def _plan_from_record(self, calls: list[int], num_microbatches: int) -> None:
         """Pack the layers in the order in which the first step called them."""
@@ -236,11 +232,21 @@ class Executor:
         self._set_plan(calls, num_microbatches=num_microbatches)
 
     def _cost(self, layer: SwappedLayer) -> Cost:
-        forward, backward = (self._work[layer.index, phase] for phase in Phase)
-        alone = SwappedPack(-1, [layer], self.store)
-        alone.is_narrow = True
-        weights = alone.swap_in_bytes
-        return Cost(layer.name, weights, alone.gradient_layout()[1], forward, backward, self._graph_bytes[layer.index])
+        return self._works[True].cost(layer, self.store)
+
+    @property
+    def _work(self) -> WorkSpace:
+        """Of the kind of step that runs: an evaluation may have other batches."""
+        return self._works[self._is_training]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use."""
+        return self._residents.plan
+
+    @property
+    def _packs(self) -> list[SwappedPack]:
+        return self._residents.packs
 
     @property
     def is_planned(self) -> bool:
@@ -268,7 +274,8 @@ class Executor:
                 the last packs then follows each loss at once.
         """
         self.abandon()
-        self._measuring = num_elements > self._measured_elements
+        self._is_training = is_training
+        self._measuring = num_elements > self._measured_elements[is_training]
         # Where work space isn't known, a lane goes from pack to pack.
         self._predicted = predicted_gradient if self._fuses and self._recorded and not self._measuring else None
         self._num_elements = num_elements
@@ -337,15 +344,14 @@ class Executor:
     def _end(self) -> None:
         """Nothing outlives a step on the device: its weights are stale after an update, whoever makes it."""
         if self._measuring:
-            self._measured_elements = self._num_elements
+            self._measured_elements[True] = self._num_elements
         calls, num_microbatches = merge_calls([progress.calls for progress in self._running]), len(self._running)
         measured = self._measuring
         self._reset()
         if self._is_watching and any(layer.narrow for layer in self._layers):
             # What was measured is the work with weights as they are: once more, with the narrow ones.
             self._work.clear()
-            self._graph_bytes.clear()
-            self._measured_elements = -1
+            self._measured_elements[True] = -1
             self._arrange([[layer] for layer in self._layers])
             self._set_plan(calls)
             self._has_watched_all = True
@@ -358,8 +364,10 @@ class Executor:
             self._set_plan(self._calls, num_microbatches=num_microbatches)
 
     def abandon(self) -> None:
-        """End a step whose backward never came."""
+        """End a step that has no backward, or whose backward never came."""
         if self._progress:
+            if self._measuring and not self._is_training:
+                self._measured_elements[False] = self._num_elements
             self._lanes.abort()
             self._reset()
 
@@ -371,10 +379,9 @@ class Executor:
         self._stash.drain()
         for pack in self._packs:
             pack.accumulators, pack.parked = {}, {}
-            self._evict(pack)
+            self._residents.evict(pack)
             pack.is_narrow = False
-        while self.device.retire(wait=True):
-            pass
+        self._residents.drain()
 
     @contextmanager
     def _unwinding_on_error(self) -> Iterator[None]:
@@ -477,12 +484,15 @@ class Executor:
 
     def _enter(self, progress: LaneProgress, pack: SwappedPack, phase: Phase) -> None:
         """A lane comes to a pack: make it ready."""
-        position = self.plan.position(phase, pack.index, progress.position[phase])
-        progress.position[phase] = position
+        place = Place(pack, phase, self.plan.position(phase, pack.index, progress.position[phase]))
+        progress.position[phase] = place.position
         progress.task = phase, pack.index
-        self._make_ready(pack, phase, position)
+        everyone_came_through = all(other.differentiating or other.lane.finished for other in self._running)
+        fuses = self._predicted is not None and not everyone_came_through
+        self._residents.pinned = self.plan.fused if fuses else frozenset()
+        self._make_ready(place)
         if isinstance(self.device, VirtualDevice):
-            self.device.relieve = partial(self._make_room, pack, phase, position)
+            self.device.relieve = partial(self._residents.make_room, place)
 
     def _take_stock(self, granted: Grant) -> None:
         """After a lane's turn: what it took, what can go now, and which gradients are final."""
@@ -508,9 +518,7 @@ class Executor:
             if len(self._running) > 1:
                 return
             num_bytes -= pack.gradient_layout()[1]
-        for layer in pack.layers:
-            key = layer.index, granted.phase
-            self._work[key] = max(self._work[key], num_bytes)
+        self._work.note(pack.layers, granted.phase, num_bytes)
 
     def _out_of_memory(self, granted: Grant, error: BaseException) -> CapacityError:
         pack = granted.pack
@@ -527,34 +535,25 @@ class Executor:
 
     # ---- memory --------------------------------------------------------------------------------------------------------
 
-    def _make_ready(self, pack: SwappedPack, phase: Phase, position: int) -> None:
+    def _make_ready(self, place: Place) -> None:
         """Bring a pack to the device, with room for its work, and start to fetch what comes after it."""
         visit = self._visit
-        if visit is not None and visit.place == (pack, phase, position) and pack.residency is not None:
+        if visit is not None and visit.place == place and place.pack.residency is not None:
             # A further lane in the same pack: only the room that the last one took may be missing.
-            visit.reserved_bytes = self._needed_bytes(pack, phase)
-            self._ensure_room(visit.reserved_bytes, pack, phase, position)
+            visit.reserved_bytes = self._needed_bytes(place.pack, place.phase)
+            self._residents.ensure_room(visit.reserved_bytes, place)
         else:
-            visit = self._begin_visit(pack, phase, position)
+            visit = self._begin_visit(place)
         if not self._measuring and not visit.has_prefetched:
-            visit.has_prefetched = self._prefetch(pack, phase, position, visit.reserved_bytes)
+            visit.has_prefetched = self._residents.prefetch(place, visit.reserved_bytes)
 
-    def _begin_visit(self, pack: SwappedPack, phase: Phase, position: int) -> Visit:
+    def _begin_visit(self, place: Place) -> Visit:
         if self._measuring:
             # Its work space isn't known: it gets all there is.
-            self._evict_all_but(pack)
-        needed = self._needed_bytes(pack, phase)
-        missing = 0 if pack.residency is not None else pack.swap_in_bytes
-        self._ensure_room(missing + needed, pack, phase, position)
-        try:
-            self._swapper.swap_in(pack)
-        except torch.OutOfMemoryError as error:
-            raise CapacityError(
-                f"pack {pack.index} ({pack.name}) does not fit beside what glue keeps: {error}"
-            ) from error
-        assert pack.residency is not None
-        pack.residency.ready.wait()
-        self._visit = Visit((pack, phase, position), needed)
+            self._residents.evict_all_but(place.pack)
+        needed = self._needed_bytes(place.pack, place.phase)
+        self._residents.bring(place, needed)
+        self._visit = Visit(place, needed)
         return self._visit
 
     def _is_fused(self, pack: SwappedPack, phase: Phase) -> bool:
@@ -565,96 +564,12 @@ class Executor:
         """What a pack's gradients, work and kept graphs will allocate."""
         fused = self._is_fused(pack, phase)
         gradients = pack.gradient_layout()[1] if (phase is Phase.BACKWARD or fused) and not pack.accumulators else 0
-        work = self._work_bytes(pack, phase)
+        work = self._work.bytes(pack.layers, phase)
         if phase is Phase.FORWARD and (fused or pack.index in self.plan.kept):
-            work += sum(self._graph_bytes[layer.index] for layer in pack.layers)
+            work += self._work.graph_bytes(pack.layers)
         if fused and pack.index == self.plan.visits[-1]:
-            work += self._work_bytes(pack, Phase.BACKWARD)
+            work += self._work.bytes(pack.layers, Phase.BACKWARD)
         return gradients + work
-
-    def _work_bytes(self, pack: SwappedPack, phase: Phase) -> int:
-        """The most that one of a pack's layers was seen to allocate."""
-        return max(self._work[layer.index, phase] for layer in pack.layers)
-
-    def _ensure_room(self, num_bytes: int, pack: SwappedPack, phase: Phase, position: int) -> None:
-        """Free what isn't needed now, until there is room or nothing is left to free."""
-        while not self.device.room_for(num_bytes) and self._make_room(pack, phase, position):
-            pass
-
-    def _make_room(self, pack: SwappedPack, phase: Phase, position: int) -> bool:
-        """Free something that isn't needed now, cheapest first; False if there is nothing left.
-
-        To wait for a copy stops the host, which then has no work ready for the device: what can go at once goes first.
-        """
-        if self.device.retire() or self._stash.retire():
-            return True
-        soon = [following.index for following in self._following(pack, phase, position)]
-        others = self._evictable(pack)
-        if later := [index for index in others if index not in soon]:
-            self._evict(self._packs[self.plan.needed_last(later, phase, position)])
-            return True
-        if self._stash.retire(wait=True) or self.device.retire(wait=True):
-            return True
-        if others or (others := [p.index for p in self._packs if p.residency is not None and p is not pack]):
-            self._evict(self._packs[self.plan.needed_last(others, phase, position)])
-            return True
-        summing = [other for other in self._packs if other.accumulators and other is not pack]
-        for other in summing:
-            self._swapper.park_gradients(other)
-        return bool(summing)
-
-    def _prefetch(self, pack: SwappedPack, phase: Phase, position: int, reserved_bytes: int) -> bool:
-        """Start to swap in the packs that come next, as far as there is room; what is needed later makes way.
-
-        Returns:
-            Whether there was room for all.
-        """
-        for following in self._following(pack, phase, position):
-            if following.residency is not None:
-                continue
-            wanted = following.swap_in_bytes + reserved_bytes
-            while not self.device.room_for(wanted):
-                others = self._evictable(pack)
-                last = self.plan.needed_last([following.index, *others], phase, position)
-                if last == following.index:
-                    return False
-                self._evict(self._packs[last])
-            self._swapper.swap_in(following)
-        return True
-
-    def _evictable(self, pack: SwappedPack) -> list[int]:
-        """The packs on the device besides one that no lane needs soon, as far as the plan tells."""
-        pinned: frozenset[int] = frozenset()
-        if self._predicted is not None and not all(p.differentiating or p.lane.finished for p in self._running):
-            # Lanes behind the one that runs will come through the fused packs, too.
-            pinned = self.plan.fused
-        return [p.index for p in self._packs if p.residency is not None and p is not pack and p.index not in pinned]
-
-    def _following(self, pack: SwappedPack, phase: Phase, position: int) -> list[SwappedPack]:
-        """The next packs after one, as many as are fetched ahead."""
-        following: list[SwappedPack] = []
-        for index in self.plan.upcoming(phase, position):
-            other = self._packs[index]
-            if other is not pack and other not in following:
-                following.append(other)
-                if len(following) == LOOKAHEAD:
-                    break
-        return following
-
-    def _evict(self, pack: SwappedPack) -> None:
-        for call in self._calls_with_graph.pop(pack.index, ()):
-            call.forget()
-        self._swapper.evict(pack)
-
-    def _evict_all_but(self, pack: SwappedPack) -> None:
-        for other in self._packs:
-            if other is not pack:
-                self._evict(other)
-                if other.accumulators:
-                    self._swapper.park_gradients(other)
-        self._stash.drain()
-        while self.device.retire(wait=True):
-            pass
 
     # ---- gradients -----------------------------------------------------------------------------------------------------
 
@@ -700,9 +615,10 @@ class Executor:
                 progress.lane.park(Request(phase, pack.index))
         else:
             # Between the layers of a pack, what the last one left to be swapped out may still be there.
-            self._ensure_room(self._needed_bytes(pack, phase), pack, phase, progress.position[phase])
+            place = Place(pack, phase, progress.position[phase])
+            self._residents.ensure_room(self._needed_bytes(pack, phase), place)
         if phase is Phase.FORWARD and pack.layout.casts and not self._casts_as_known(pack):
-            self._widen(pack, phase, progress.position[phase])
+            self._widen(Place(pack, phase, progress.position[phase]))
         residency = pack.residency
         assert residency is not None
         yield residency
@@ -714,12 +630,12 @@ class Executor:
         dtype = autocast_dtype(self.device.torch_device)
         return all(narrow == dtype for narrow in pack.narrow_parameters().values())
 
-    def _widen(self, pack: SwappedPack, phase: Phase, position: int) -> None:
+    def _widen(self, place: Place) -> None:
         """Give a pack its weights as they are."""
         with torch.no_grad(), no_dispatch():
-            self._evict(pack)
-            pack.widen()
-            self._begin_visit(pack, phase, position)
+            self._residents.evict(place.pack)
+            place.pack.widen()
+            self._begin_visit(place)
 
     def _may_go_on(self, progress: LaneProgress, phase: Phase, pack: SwappedPack) -> bool:
         """Whether a lane enters a pack without parking: within the fused ones, forth and back."""
@@ -742,9 +658,8 @@ class Executor:
                 yield pack.residency
         finally:
             self._swapper.park_gradients(pack)
-            self._evict(pack)
-            self._stash.drain()
-            self.device.retire(wait=True)
+            self._residents.evict(pack)
+            self._residents.drain()
 
     def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
         """The layer that a parameter is when glue uses it; made when it is first used."""
@@ -824,9 +739,9 @@ class Executor:
         pack = self._pack_of[layer.index]
         if not self._keeps_graph_in((Phase.FORWARD, pack.index)):
             return False
-        if not self.device.room_for(self._graph_bytes[layer.index] + self._work_bytes(pack, Phase.FORWARD)):
+        if not self.device.room_for(self._work.graph_bytes([layer]) + self._work.bytes([layer], Phase.FORWARD)):
             return False
-        self._calls_with_graph.setdefault(pack.index, weakref.WeakSet()).add(call)
+        self._residents.keep_graph(pack, call)
         return True
 
     @contextmanager
@@ -835,8 +750,7 @@ class Executor:
         before = self.device.allocated_bytes()
         yield
         if self._measuring:
-            grown = self.device.allocated_bytes() - before
-            self._graph_bytes[layer.index] = max(self._graph_bytes[layer.index], grown)
+            self._work.note_graph(layer, self.device.allocated_bytes() - before)
 
     def _refuse_late_call(self, layer: SwappedLayer) -> None:
         """A layer that is called in backward (reentrant checkpointing) has gradients of which nobody knows the last."""

@@ -96,7 +96,7 @@ class Updater:
         self._num_owners: dict[nn.Parameter, int] = {}
         self._parts: dict[nn.Parameter, list[_Part]] = {}
         self._unused: dict[int, int] = {}
-        self._held: list[HostGradients] = []
+        self._held: list[tuple[HostGradients, int]] = []
         self._submitted: list[Event] = []
 
     def begin(self, optimizer: Optimizer | None, packs: Iterable[Sequence[nn.Parameter]]) -> None:
@@ -164,16 +164,17 @@ class Updater:
             return
         del self._unused[id(source)]
         if self._optimizer is None:
-            self._held.append(source)
+            num_grads = sum(_lies_in(parameter.grad, source.buffer) for _, parameter in source.sums)
+            self._held.append((source, _num_users(source.buffer) - num_grads))
         else:
             self._pool.give(source.buffer, None)
 
     def reclaim(self) -> None:
-        """Take back the buffers of gradients that no parameter has any more."""
+        """Take back the buffers of gradients that nobody has any more, neither a parameter nor the user."""
         held, self._held = self._held, []
-        for source in held:
-            if any(_is_grad_of(parameter, view) for (_, parameter), view in source.sums.items()):
-                self._held.append(source)
+        for source, our_uses in held:
+            if _num_users(source.buffer) > our_uses:
+                self._held.append((source, our_uses))
             else:
                 self._pool.give(source.buffer, None)
 
@@ -191,11 +192,18 @@ def _set_gradient(parameter: nn.Parameter, parts: list[_Part]) -> None:
     if parameter.grad is not None and not includes_earlier:
         parameter.grad.add_(total)
     else:
-        parameter.grad = total
+        # A tensor of its own: whoever keeps it is seen to use the buffer.
+        parameter.grad = total.detach()
 
 
-def _is_grad_of(parameter: nn.Parameter, view: Tensor) -> bool:
-    return parameter.grad is not None and parameter.grad.data_ptr() == view.data_ptr()
+def _lies_in(tensor: Tensor | None, buffer: Tensor) -> bool:
+    return tensor is not None and tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+def _num_users(buffer: Tensor) -> int:
+    """How many tensors have the memory of a buffer."""
+    count: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+    return count
 
 
 def _places(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:

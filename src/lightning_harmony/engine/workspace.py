@@ -1,0 +1,50 @@
+"""Work space: what layers were seen to allocate on the device beside their weights and gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from lightning_harmony.engine.host_store import HostStore
+from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.swap import SwappedPack
+from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.task import Phase
+
+
+class WorkSpace:
+    """The most that each layer was seen to allocate for one microbatch, in each phase, and for its graph."""
+
+    def __init__(self) -> None:
+        self._work: Counter[tuple[int, Phase]] = Counter()
+        self._graphs: Counter[int] = Counter()
+
+    def note(self, layers: Iterable[SwappedLayer], phase: Phase, num_bytes: int) -> None:
+        """A phase of some layers, one after the other, was seen to allocate so much."""
+        for layer in layers:
+            self._work[layer.index, phase] = max(self._work[layer.index, phase], num_bytes)
+
+    def note_graph(self, layer: SwappedLayer, num_bytes: int) -> None:
+        """A layer's graph, with its inputs, was seen to take so much."""
+        self._graphs[layer.index] = max(self._graphs[layer.index], num_bytes)
+
+    def bytes(self, layers: Iterable[SwappedLayer], phase: Phase) -> int:
+        """What some layers allocate at most, of which one works at a time."""
+        return max(self._work[layer.index, phase] for layer in layers)
+
+    def graph_bytes(self, layers: Iterable[SwappedLayer]) -> int:
+        """What the graphs of some layers take together."""
+        return sum(self._graphs[layer.index] for layer in layers)
+
+    def cost(self, layer: SwappedLayer, store: HostStore) -> Cost:
+        """What a layer costs in a pack of its own."""
+        pack = SwappedPack(-1, [layer], store)
+        pack.is_narrow = True
+        forward, backward = (self.bytes([layer], phase) for phase in Phase)
+        gradient_bytes = pack.gradient_layout()[1]
+        return Cost(layer.name, pack.swap_in_bytes, gradient_bytes, forward, backward, self.graph_bytes([layer]))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._work.clear()
+        self._graphs.clear()

@@ -1,0 +1,122 @@
+"""Which packs are on the device, who comes next, and who makes way."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_harmony.engine.device import VirtualDevice
+from lightning_harmony.engine.host_store import HostPool, HostStore
+from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.report import Traffic
+from lightning_harmony.engine.residents import Place, Residents
+from lightning_harmony.engine.stash import Stash
+from lightning_harmony.engine.swap import SwappedPack, Swapper
+from lightning_harmony.errors import CapacityError
+from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.task import Phase
+
+NUM_PACKS = 5
+PACK_BYTES = 4096
+
+
+class Call:
+    """A call that keeps its graph."""
+
+    def __init__(self) -> None:
+        self.has_graph = True
+
+    def forget(self) -> None:
+        self.has_graph = False
+
+
+class Model:
+    """Packs of one layer each, on a device with room for some of them."""
+
+    def __init__(self, num_resident: int) -> None:
+        self.device = VirtualDevice(num_resident * PACK_BYTES)
+        modules = [nn.Linear(PACK_BYTES // 4, 1, bias=False) for _ in range(NUM_PACKS)]
+        layers = [SwappedLayer(i, str(i), module, list(module.parameters())) for i, module in enumerate(modules)]
+        store = HostStore([p for layer in layers for p in layer.parameters], self.device)
+        pool = HostPool(self.device.host_buffer)
+        swapper = Swapper(self.device, store, pool, Traffic(), lambda parameter: False)
+        self.residents = Residents(self.device, swapper, Stash(self.device, pool, Traffic()))
+        self.residents.packs = [SwappedPack(index, [layer], store) for index, layer in enumerate(layers)]
+        order = tuple(range(NUM_PACKS))
+        self.residents.plan = Plan(tuple((str(index),) for index in order), order, NUM_PACKS - 1)
+
+    def forward(self, pack: int) -> Place:
+        return Place(self.residents.packs[pack], Phase.FORWARD, pack)
+
+    def backward(self, pack: int) -> Place:
+        return Place(self.residents.packs[pack], Phase.BACKWARD, NUM_PACKS - 1 - pack)
+
+    def resident(self) -> set[int]:
+        return {pack.index for pack in self.residents.packs if pack.residency is not None}
+
+
+@pytest.fixture
+def model() -> Iterator[Model]:
+    torch.manual_seed(0)
+    model = Model(num_resident=3)
+    yield model
+    model.device.close()
+
+
+def test_the_next_packs_are_fetched_ahead(model: Model) -> None:
+    place = model.forward(0)
+    model.residents.bring(place, 0)
+    assert model.residents.prefetch(place, 0)
+    assert model.resident() == {0, 1, 2}
+
+
+def test_what_is_needed_last_makes_way(model: Model) -> None:
+    for index in range(4):
+        model.residents.bring(model.forward(index), 0)
+    # Pack 0 is the last that the backward comes to.
+    assert model.resident() == {1, 2, 3}
+
+
+def test_what_is_needed_sooner_than_the_next_pack_does_not_make_way_for_it(model: Model) -> None:
+    for index in (2, 3, 4):
+        model.residents.bring(model.forward(index), 0)
+    place = model.backward(4)
+    assert model.residents.prefetch(place, 0)
+    assert model.resident() == {2, 3, 4}
+    assert not model.residents.prefetch(model.backward(3), 3 * PACK_BYTES)
+
+
+def test_room_for_work_is_left_free(model: Model) -> None:
+    place = model.forward(0)
+    model.residents.bring(place, 0)
+    assert not model.residents.prefetch(place, PACK_BYTES)
+    assert model.resident() == {0, 1}
+
+
+def test_pinned_packs_stay_until_nothing_else_can_go(model: Model) -> None:
+    for index in (0, 3, 4):
+        model.residents.bring(model.forward(index), 0)
+    model.residents.pinned = frozenset({0})
+    model.residents.bring(model.forward(1), 0)
+    assert model.resident() >= {0, 1}
+    model.residents.pinned = frozenset({0, 3, 4})
+    model.residents.bring(model.forward(2), 2 * PACK_BYTES)
+    assert model.resident() == {2}
+
+
+def test_an_evicted_pack_takes_the_graphs_of_its_calls_along(model: Model) -> None:
+    calls = [Call(), Call()]
+    for index, call in enumerate(calls):
+        model.residents.bring(model.forward(index), 0)
+        model.residents.keep_graph(model.residents.packs[index], call)
+    model.residents.evict_all_but(model.residents.packs[1])
+    assert [call.has_graph for call in calls] == [False, True]
+    assert model.resident() == {1}
+
+
+def test_a_pack_that_does_not_fit_at_all_is_named(model: Model) -> None:
+    kept = model.device.scratch(2 * PACK_BYTES + 1)
+    with pytest.raises(CapacityError, match="pack 2"):
+        model.residents.bring(model.forward(2), 0)
+    del kept

@@ -1,0 +1,54 @@
+"""What layers were seen to allocate, and what follows for a pack."""
+
+import torch
+from torch import nn
+
+from lightning_harmony.engine.device import VirtualDevice
+from lightning_harmony.engine.host_store import ALIGNMENT, HostStore
+from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.workspace import WorkSpace
+from lightning_harmony.plan.task import Phase
+
+
+def layers(number: int) -> list[SwappedLayer]:
+    modules = [nn.Linear(4, 4, bias=False) for _ in range(number)]
+    return [SwappedLayer(i, f"layer {i}", module, list(module.parameters())) for i, module in enumerate(modules)]
+
+
+def test_the_most_that_was_seen_counts() -> None:
+    one, other = layers(2)
+    work = WorkSpace()
+    for num_bytes in (5, 9, 7):
+        work.note([one], Phase.FORWARD, num_bytes)
+    work.note([other], Phase.FORWARD, 6)
+    assert work.bytes([one], Phase.FORWARD) == 9
+    assert work.bytes([one, other], Phase.FORWARD) == 9
+    assert work.bytes([other], Phase.BACKWARD) == 0
+
+
+def test_graphs_of_all_layers_are_kept_together_where_work_is_done_one_after_the_other() -> None:
+    one, other = layers(2)
+    work = WorkSpace()
+    work.note_graph(one, 5)
+    work.note_graph(other, 6)
+    assert work.graph_bytes([one, other]) == 11
+    work.clear()
+    assert work.graph_bytes([one, other]) == 0
+
+
+def test_a_layer_costs_its_weights_as_they_are_swapped_in() -> None:
+    (layer,) = layers(1)
+    (weight,) = layer.parameters
+    device = VirtualDevice(None)
+    store = HostStore([weight], device)
+    work = WorkSpace()
+    work.note([layer], Phase.FORWARD, 5)
+    work.note([layer], Phase.BACKWARD, 7)
+    work.note_graph(layer, 3)
+    cost = work.cost(layer, store)
+    assert (cost.weight_bytes, cost.gradient_bytes) == (ALIGNMENT, ALIGNMENT)
+    assert (cost.forward_work_bytes, cost.backward_work_bytes, cost.graph_bytes) == (5, 7, 3)
+    layer.narrow = {weight: torch.bfloat16}
+    # Narrow weights need staging on their way in.
+    assert work.cost(layer, store).weight_bytes == ALIGNMENT + weight.numel() * 4
+    device.close()
