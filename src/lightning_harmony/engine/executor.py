@@ -621,9 +621,11 @@ class Executor:
             self._widen(Place(pack, phase, progress.position[phase]))
         residency = pack.residency
         assert residency is not None
+        # Not known while it lasts. Nor afterwards, where an error ended it, or where glue uses its parameters later on.
+        residency.last_use = None
         yield residency
-        # Glue uses its parameters when the visit is over.
-        residency.last_use = self.device.record() if layer.module is not None else None
+        if layer.module is not None:
+            residency.last_use = self.device.record()
 
     def _casts_as_known(self, pack: SwappedPack) -> bool:
         """Whether autocast does now what it did when the pack's layers were watched."""
