@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import pickle
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
+from same_training import Net
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -360,6 +362,18 @@ class Images(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.net(batch))
+
+
+@pytest.mark.parametrize(("num_microbatches", "num_warnings"), [(1, 0), (2, 1)])
+def test_batch_statistics_of_microbatches_are_named_once(num_microbatches: int, num_warnings: int) -> None:
+    module = Net(nets.Convolutions())
+    strategy = HarmonyStrategy(num_microbatches=num_microbatches)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_for(strategy).fit(module, DataLoader(nets.images(8), batch_size=4))
+    found = [str(warning.message) for warning in caught if "statistics of microbatches" in str(warning.message)]
+    assert len(found) == num_warnings
+    assert all("num_microbatches=1" in message and "net." in message for message in found)
 
 
 def test_validation_of_a_model_with_buffers_gives_what_plain_lightning_gives() -> None:

@@ -95,6 +95,7 @@ class HarmonyStrategyMixin(_Base):
         self._executor: Executor | None = None
         self._report: StepReport | None = None
         self._fused: set[int] = set()
+        self._has_warned = False
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -302,6 +303,7 @@ class HarmonyStrategyMixin(_Base):
             _Step(self, module.training_step, (part, *rest), kwargs) for part in split_batch(batch, sum(sizes), sizes)
         ]
         weights = self._weights(sizes)
+        self._warn_of_batch_statistics(sizes)
         self._run(steps, weights, sizes)
         output = merge_outputs([step.output for step in steps], sizes)
         losses = [step.loss for step in steps if step.loss is not None]
@@ -352,6 +354,23 @@ class HarmonyStrategyMixin(_Base):
         if self._loss_reduction == "sum":
             return [1.0] * len(sizes)
         return [size / sum(sizes) for size in sizes]
+
+    def _warn_of_batch_statistics(self, sizes: Sequence[int]) -> None:
+        """Say once what a split batch changes: it is what accumulation over microbatches gives, not one whole batch."""
+        if self._has_warned or len(sizes) == 1:
+            return
+        self._has_warned = True
+        names = [
+            name
+            for name, child in self._module.named_modules()
+            if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training
+        ]
+        if names:
+            self._lightning("utilities.rank_zero").rank_zero_warn(
+                f"{names[0]!r}{f' and {len(names) - 1} more' if len(names) > 1 else ''} normalize with the statistics of "
+                f"microbatches of {sizes[0]} samples, not with those of the batch of {sum(sizes)}, as they do under "
+                "accumulate_grad_batches; HarmonyStrategy(num_microbatches=1) keeps the batch whole"
+            )
 
     def _predicted_gradient(self) -> float | None:
         """The gradient that Lightning will bring to the batch's loss; None where it adds to earlier gradients."""
