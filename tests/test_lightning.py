@@ -364,6 +364,22 @@ class Images(pl.LightningModule):
         self.log("val_loss", self.net(batch))
 
 
+def test_the_plan_follows_from_the_first_step_and_is_gone_with_the_fit() -> None:
+    seen: list[str] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            seen.append(str(trainer.strategy.plan))
+
+    strategy = harmony(device_memory="56KiB")
+    assert strategy.plan is None
+    trainer_for(strategy, callbacks=[Look()], max_epochs=1).fit(Model(), loader())
+    # Recorded at the end of the first step.
+    assert len(set(seen)) == 1
+    assert "[" in seen[0]
+    assert strategy.plan is None
+
+
 @pytest.mark.parametrize(("num_microbatches", "num_warnings"), [(1, 0), (2, 1)])
 def test_batch_statistics_of_microbatches_are_named_once(num_microbatches: int, num_warnings: int) -> None:
     module = Net(nets.Convolutions())

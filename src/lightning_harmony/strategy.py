@@ -26,6 +26,7 @@ from lightning_harmony.engine.update import fuse, why_not_separable
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.logs import MicrobatchLogs
 from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
+from lightning_harmony.plan.plan import Plan
 from lightning_harmony.precision import refuse_unsupported
 
 if TYPE_CHECKING:
@@ -116,6 +117,14 @@ class HarmonyStrategyMixin(_Base):
     def step_report(self) -> StepReport | None:
         """What the last training step did; None before the first."""
         return self._report
+
+    @property
+    def plan(self) -> Plan | None:
+        """The packs, in the order in which a step visits them, those in brackets forth and back at once; None before setup.
+
+        The first step goes from layer to layer; what it was seen to do is planned from the next one on.
+        """
+        return None if self._executor is None else self._executor.plan
 
     @property
     def root_device(self) -> torch.device:

@@ -30,6 +30,10 @@ pack 3: head
 visits: 0 1 2 0 [3]"""
         assert str(TWICE) == expected
 
+    def test_it_names_the_packs_that_keep_their_graphs(self) -> None:
+        plan = Plan((("one",), ("two",), ("three",)), (0, 1, 2), 2, frozenset({1, 0}))
+        assert str(plan).splitlines()[-2:] == ["visits: 0 1 [2]", "keep their graphs: 0 1"]
+
 
 class TestPosition:
     @given(visits=visits_lists, phase=st.sampled_from(Phase), data=st.data())

@@ -30,7 +30,8 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"pack {index}: {', '.join(layers)}" for index, layers in enumerate(self.packs)]
         before, fused = (" ".join(map(str, part)) for part in (self.visits[: self.first_fused], self.fused_visits))
-        return "\n".join([*lines, f"visits: {before} [{fused}]".replace("  ", " ")])
+        kept = [f"keep their graphs: {' '.join(map(str, sorted(self.kept)))}"] if self.kept else []
+        return "\n".join([*lines, f"visits: {before} [{fused}]".replace("  ", " "), *kept])
 
     @property
     def fused_visits(self) -> tuple[int, ...]:
