@@ -438,8 +438,15 @@ def test_manual_optimization_gives_equal_bits(memory: str | None) -> None:
     plain, swapped = Manual(), Manual()
     whole = trainer_for("auto")
     whole.fit(plain, loader())
-    assert_same(whole, fit_harmony(swapped, harmony(device_memory=memory)))
+    trainer = fit_harmony(swapped, harmony(device_memory=memory))
+    assert_same(whole, trainer)
     assert_equal(plain.norms, swapped.norms)
+    report = trainer.strategy.step_report
+    assert (report.num_microbatches, report.update) == (1, "deferred")
+    # Each call brings its layers anew: between two, the user may have changed the weights.
+    raw = raw_bytes(swapped)
+    assert report.swapped_in_bytes["weights"] >= 2 * raw
+    assert report.swapped_out_bytes["gradients"] >= raw
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])

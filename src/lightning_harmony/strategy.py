@@ -303,9 +303,14 @@ class HarmonyStrategyMixin(_Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training_step on each microbatch; the backward runs when that of the result does."""
         module = self._module
-        if not module.automatic_optimization or self._takes_iterator(module.training_step):
-            return super().training_step(*args, **kwargs)
         start = time.perf_counter()
+        if not module.automatic_optimization or self._takes_iterator(module.training_step):
+            self._engine.traffic.reset()
+            self._fuse_optimizers()
+            output = super().training_step(*args, **kwargs)
+            if not module.automatic_optimization:
+                self._write_report(start, 1, "deferred", "the training_step steps its optimizers itself")
+            return output
         batch, *rest = args
         sizes = self._sizes(batch)
         steps = [
@@ -396,6 +401,10 @@ class HarmonyStrategyMixin(_Base):
         if update == "just-in-time" and not engine.is_planned:
             update, reason = "deferred", "the first step measures, and changes nothing until it has succeeded"
         engine.backward(gradient, self.optimizers[0] if update == "just-in-time" else None)
+        self._write_report(start, num_microbatches, update, reason)
+
+    def _write_report(self, start: float, num_microbatches: int, update: str, reason: str) -> None:
+        engine = self._engine
         self._report = StepReport(
             seconds=time.perf_counter() - start,
             swapped_in_bytes=dict(engine.traffic.swapped_in),
