@@ -40,10 +40,17 @@ from lightning_harmony.plan.task import Phase, Task
 
 @dataclass(frozen=True)
 class Request:
-    """What a parked lane asks for: its turn in a pack, or, with no pack, the gradient of its loss."""
+    """What a parked lane asks for: its turn in a pack, or, with no pack, the gradient of its loss.
+
+    Attributes:
+        phase: the phase of the pack.
+        pack: its index.
+        position: where in the plan's order of that phase; before all where no pack is asked for.
+    """
 
     phase: Phase
     pack: int | None
+    position: int = -1
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class LaneProgress:
     differentiating: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Grant:
     """A lane's turn.
 
@@ -465,15 +472,14 @@ class Executor:
         number = progress.lane.microbatch
         if request is None or request.pack is None:
             return request is not None, -1, -1, number
-        position = self.plan.position(request.phase, request.pack, progress.position[request.phase])
-        return request.phase is Phase.BACKWARD, position, request.pack, number
+        return request.phase is Phase.BACKWARD, request.position, request.pack, number
 
     def _grant(self, progress: LaneProgress) -> Grant:
         request = progress.lane.request
         pack = None
         if request is not None and request.pack is not None:
             pack = self._packs[request.pack]
-            self._enter(progress, pack, request.phase)
+            self._enter(progress, Place(pack, request.phase, request.position))
         self._random.switch_to(progress.lane.microbatch)
         if self.on_switch is not None:
             self.on_switch(progress.lane.microbatch)
@@ -482,17 +488,17 @@ class Executor:
         summing = pack is not None and bool(pack.accumulators)
         return Grant(progress, phase, pack, measured, self.device.allocated_bytes(), summing)
 
-    def _enter(self, progress: LaneProgress, pack: SwappedPack, phase: Phase) -> None:
+    def _enter(self, progress: LaneProgress, place: Place) -> None:
         """A lane comes to a pack: make it ready."""
-        place = Place(pack, phase, self.plan.position(phase, pack.index, progress.position[phase]))
-        progress.position[phase] = place.position
-        progress.task = phase, pack.index
-        everyone_came_through = all(other.differentiating or other.lane.finished for other in self._running)
-        fuses = self._predicted is not None and not everyone_came_through
-        self._residents.pinned = self.plan.fused if fuses else frozenset()
+        progress.position[place.phase] = place.position
+        progress.task = place.phase, place.pack.index
+        self._residents.pinned = frozenset() if self._predicted is None else self._pinned()
         self._make_ready(place)
-        if isinstance(self.device, VirtualDevice):
-            self.device.relieve = partial(self._residents.make_room, place)
+
+    def _pinned(self) -> frozenset[int]:
+        """The fused packs, until all lanes came through them."""
+        came_through = all(other.differentiating or other.lane.finished for other in self._running)
+        return frozenset() if came_through else self.plan.fused
 
     def _take_stock(self, granted: Grant) -> None:
         """After a lane's turn: what it took, what can go now, and which gradients are final."""
@@ -553,6 +559,8 @@ class Executor:
             self._residents.evict_all_but(place.pack)
         needed = self._needed_bytes(place.pack, place.phase)
         self._residents.bring(place, needed)
+        if isinstance(self.device, VirtualDevice):
+            self.device.relieve = partial(self._residents.make_room, place)
         self._visit = Visit(place, needed)
         return self._visit
 
@@ -606,13 +614,14 @@ class Executor:
         if phase is Phase.FORWARD:
             progress.calls.append(layer.index)
         if progress.task != (phase, pack.index) or pack.residency is None:
+            position = self.plan.position(phase, pack.index, progress.position[phase])
             if self._may_go_on(progress, phase, pack):
                 with torch.no_grad(), no_dispatch():
-                    self._enter(progress, pack, phase)
+                    self._enter(progress, Place(pack, phase, position))
                 if self._granted is not None:
                     self._granted = replace(self._granted, pack=pack, phase=phase)
             else:
-                progress.lane.park(Request(phase, pack.index))
+                progress.lane.park(Request(phase, pack.index, position))
         else:
             # Between the layers of a pack, what the last one left to be swapped out may still be there.
             place = Place(pack, phase, progress.position[phase])

@@ -249,10 +249,11 @@ class Swapper:
             for key, tensor in buffers.items():
                 tensor.copy_(_buffer(key))
 
+        # First: what the copy runs beside should not wait for the thread that copies.
+        leaves = {p: nn.Parameter(slot.view(weights), p.requires_grad) for p, slot in layout.slots.items()}
         ready = device.swap_in.submit(copy)
         copied = sum(run.num_bytes for run in layout.runs) + sum(self._store.slot(p).num_bytes for p in layout.casts)
         self._traffic.count_in("weights", copied + pack.buffer_bytes)
-        leaves = {p: nn.Parameter(slot.view(weights), p.requires_grad) for p, slot in layout.slots.items()}
         pack.residency = Residency(weights, ready, leaves, buffers)
 
     def _empty_like(self, tensor: Tensor) -> Tensor:
