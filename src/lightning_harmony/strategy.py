@@ -387,9 +387,16 @@ class HarmonyStrategyMixin(_Base):
             )
 
     def _predicted_gradient(self) -> float | None:
-        """The gradient that Lightning will bring to the batch's loss; None where it adds to earlier gradients."""
-        trainer = self._module.trainer
+        """The gradient that Lightning will bring to the batch's loss.
+
+        None where it adds to earlier gradients, or where the user's own `backward` may bring any other: to rescale what
+        was computed from a wrong prediction would round otherwise.
+        """
+        module = self._module
+        trainer = module.trainer
         if trainer.accumulate_grad_batches > 1:
+            return None
+        if self._lightning("utilities.model_helpers").is_overridden("backward", module):
             return None
         scaler = getattr(self.precision_plugin, "scaler", None)
         return 1.0 if scaler is None else float(scaler.get_scale())
