@@ -325,7 +325,8 @@ class HarmonyStrategyMixin(_Base):
             self._engine.abandon()
             return output
         value = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
-        if not any(step.requires_grad for step in steps):
+        # The last epoch of stochastic weight averaging has no backward: what it is for, statistics, must reach the host.
+        if module.trainer.fit_loop._skip_backward or not any(step.requires_grad for step in steps):
             self._engine.abandon()
         else:
             value = _DeferredBackward.apply(torch.zeros((), requires_grad=True), value, self._finish, start, len(sizes))
