@@ -238,6 +238,7 @@ class HarmonyStrategyMixin(_Base):
         """Find the layers, build the host store, intercept the layers, and create the optimizers."""
         assert self.accelerator is not None
         assert self.model is not None
+        self._refuse_pruning(trainer)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -274,6 +275,14 @@ class HarmonyStrategyMixin(_Base):
                 f"the host is {format_bytes(copies * gradient_bytes - free)} short: gradients and optimizer state take "
                 f"{format_bytes(copies * gradient_bytes)}, {format_bytes(free)} are free. Add host memory, train fewer "
                 "parameters, or choose an optimizer with less state"
+            )
+
+    def _refuse_pruning(self, trainer: Any) -> None:
+        pruning = self._lightning("callbacks").ModelPruning
+        if trainer.state.fn == "fit" and any(isinstance(callback, pruning) for callback in trainer.callbacks):
+            raise UnsupportedModelError(
+                "ModelPruning replaces parameters by others during the fit, but layers are swapped as they were at its "
+                "start: set pruned weights to zero in a hook instead, or train with Trainer(strategy='auto')"
             )
 
     def model_to_device(self) -> None:

@@ -281,6 +281,7 @@ class Executor:
                 the last packs then follows each loss at once.
         """
         self.abandon()
+        self._glue.refuse_replaced()
         self._is_training = is_training
         self._measuring = num_elements > self._measured_elements[is_training]
         # Where work space isn't known, a lane goes from pack to pack.

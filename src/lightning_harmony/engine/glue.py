@@ -207,6 +207,21 @@ class Glue:
         self._runtime = runtime
         self._stand_ins: dict[nn.Parameter, StandIn] = {}
 
+    def refuse_replaced(self) -> None:
+        """Refuse a model whose parameters are no longer where they were when it was set up.
+
+        Raises:
+            UnsupportedModelError: if one was replaced, or its module was parametrized anew.
+        """
+        for place in self._places:
+            entries = place.container if isinstance(place.container, dict) else dict(enumerate(place.container))
+            if entries.get(place.key) is not place.parameter:
+                name = self._runtime.glue_layer(place.parameter).name
+                raise UnsupportedModelError(
+                    f"parameter {name!r} was replaced during the fit, as pruning and parametrizations do, but layers are "
+                    "swapped as they were at its start; do that before the fit, or change the parameter's values instead"
+                )
+
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
         """Stand-ins take the parameters' places within the context."""
