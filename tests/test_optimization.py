@@ -1,0 +1,505 @@
+"""What users change about optimization gives what it gives with plain Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import nets
+import pytest
+import torch
+import torch.nn.functional as F
+from test_callbacks import fit
+from test_lightning import CAPACITY, Manual, Model, assert_equal, assert_same, harmony, loader, trainer_for, values
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+from lightning_harmony.errors import UnsupportedModelError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+
+
+def sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
+
+
+def assert_same_fits(make: Callable[[], Any], **options: Any) -> tuple[Any, Any]:
+    plain, swapped = (fit(kind, make(), **options) for kind in ("plain", "harmony"))
+    assert_same(plain, swapped)
+    assert plain.global_step == swapped.global_step
+    peak = swapped.strategy.step_report
+    if peak is not None and options.get("num_microbatches") is None:
+        assert peak.peak_device_bytes[0] <= 64 * 1024
+    return plain, swapped
+
+
+# --- Manual optimization.
+
+
+class Adversarial(pl.LightningModule):
+    """A generator and a discriminator, each with an optimizer, which take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.embed = nn.Embedding(nets.VOCABULARY, nets.WIDTH)
+        self.generator = nn.ModuleList(nets.Block() for _ in range(3))
+        self.discriminator = nn.ModuleList(nets.Block() for _ in range(3))
+        self.judge = nn.Linear(nets.WIDTH, 1)
+        self.seen: list[Tensor] = []
+
+    def generate(self, noise: Tensor) -> Tensor:
+        for block in self.generator:
+            noise = block(noise)
+        return noise
+
+    def score(self, x: Tensor) -> Tensor:
+        for block in self.discriminator:
+            x = block(x)
+        return self.judge(x).mean(1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for_generator, for_discriminator = self.optimizers()
+        real = self.embed(batch).detach()
+        noise = real.flip(0) * 0.5
+        ones, zeros = torch.ones(len(batch), 1), torch.zeros(len(batch), 1)
+
+        self.toggle_optimizer(for_generator)
+        loss = F.binary_cross_entropy_with_logits(self.score(self.generate(noise)), ones)
+        self.manual_backward(loss)
+        assert all(p.grad is None for p in self.discriminator.parameters())
+        for_generator.step()
+        for_generator.zero_grad()
+        self.untoggle_optimizer(for_generator)
+        self.seen.append(loss.detach())
+
+        self.toggle_optimizer(for_discriminator)
+        loss = F.binary_cross_entropy_with_logits(self.score(real), ones)
+        loss = loss + F.binary_cross_entropy_with_logits(self.score(self.generate(noise).detach()), zeros)
+        self.manual_backward(loss)
+        self.clip_gradients(for_discriminator, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        for_discriminator.step()
+        for_discriminator.zero_grad()
+        self.untoggle_optimizer(for_discriminator)
+        self.seen.append(loss.detach())
+
+    def configure_optimizers(self) -> Any:
+        discriminator = [*self.discriminator.parameters(), *self.judge.parameters()]
+        return [torch.optim.Adam(self.generator.parameters(), lr=0.01), torch.optim.Adam(discriminator, lr=0.02)], []
+
+
+def test_two_optimizers_that_take_turns_give_equal_bits() -> None:
+    plain, swapped = trainer_for("auto", max_epochs=2), trainer_for(harmony(device_memory="96KiB"), max_epochs=2)
+    for trainer in (plain, swapped):
+        trainer.fit(Adversarial(), loader())
+    assert_same(plain, swapped)
+    assert_equal(plain.lightning_module.seen, swapped.lightning_module.seen)
+
+
+class Accumulating(Manual):
+    """Sums the gradients of parts of the batch and of several batches, by hand, and steps its scheduler."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        for part in batch.chunk(2):
+            self.manual_backward(self.loss(part) / 4)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = sgd(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def test_gradients_that_are_summed_by_hand_give_equal_bits() -> None:
+    assert_same_fits(Accumulating, num_microbatches=1, max_epochs=2)
+
+
+class ManualClosure(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+def lbfgs(parameters: Any) -> Any:
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=2)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, lbfgs])
+def test_a_closure_by_hand_gives_equal_bits(optimizer: Any) -> None:
+    assert_same_fits(lambda: ManualClosure(optimizer), num_microbatches=1)
+
+
+# --- Optimizers and what they optimize, changed in mid-run.
+
+
+class Growing(Model):
+    """Trains its last block from the second epoch on."""
+
+    def configure_optimizers(self) -> Any:
+        self.net.blocks[3].requires_grad_(False)
+        return sgd([p for p in self.parameters() if p.requires_grad])
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net.blocks[3].requires_grad_(True)
+            self.optimizers().add_param_group({"params": list(self.net.blocks[3].parameters()), "lr": 0.05})
+
+
+def test_parameters_that_are_added_in_mid_run_give_equal_bits() -> None:
+    _, swapped = assert_same_fits(Growing, max_epochs=2)
+    assert len(swapped.optimizers[0].param_groups) == 2
+    assert swapped.strategy.step_report.update == "just-in-time"
+
+
+class Toggling(Model):
+    """Freezes and releases layers from epoch to epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(sgd)
+
+    def on_train_epoch_start(self) -> None:
+        self.net.embed.requires_grad_(self.current_epoch % 2 == 1)
+        self.net.blocks[1].requires_grad_(self.current_epoch % 2 == 0)
+
+
+@pytest.mark.parametrize("update", ["just-in-time", "deferred"])
+def test_layers_that_are_frozen_and_released_in_mid_run_give_equal_bits(update: Any) -> None:
+    plain = fit("plain", Toggling(), max_epochs=3)
+    swapped = trainer_for(harmony(update=update), max_epochs=3)
+    swapped.fit(Toggling(), loader())
+    assert_same(plain, swapped)
+
+
+class Resting(Model):
+    """Lets one layer rest in every second step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net.blocks[2].requires_grad_(self.trainer.global_step % 2 == 0)
+
+
+def test_a_layer_that_rests_in_every_second_step_gives_equal_bits() -> None:
+    assert_same_fits(Resting, max_epochs=2)
+
+
+class Replacing(Model):
+    """Takes another parameter for its own in mid-run."""
+
+    def change(self, layer: nn.Module) -> None:
+        layer.weight = nn.Parameter(torch.zeros_like(layer.weight))
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.change(self.net.blocks[1].up)
+
+
+class Pruning(Replacing):
+    def change(self, layer: nn.Module) -> None:
+        prune.l1_unstructured(layer, "weight", amount=0.3)
+
+
+@pytest.mark.parametrize("module", [Replacing, Pruning])
+def test_a_parameter_that_is_replaced_in_mid_run_is_refused(module: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"net\.blocks\.1\.up\.weight.* was replaced during the fit"):
+        fit("harmony", module(), max_epochs=2)
+
+
+# --- Schedulers.
+
+
+def plateau(optimizer: Any) -> dict[str, Any]:
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+    return {"scheduler": scheduler, "monitor": "val_loss", "interval": "epoch"}
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "epoch": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+    "step": lambda o: {"scheduler": torch.optim.lr_scheduler.StepLR(o, 1, 0.9), "interval": "step"},
+    "every-2-steps": lambda o: {
+        "scheduler": torch.optim.lr_scheduler.StepLR(o, 1, 0.9), "interval": "step", "frequency": 2,
+    },
+    "every-2-epochs": lambda o: {"scheduler": torch.optim.lr_scheduler.ExponentialLR(o, 0.5), "frequency": 2},
+    "one-cycle": lambda o: {
+        "scheduler": torch.optim.lr_scheduler.OneCycleLR(o, 0.3, total_steps=12), "interval": "step",
+    },
+    "plateau": plateau,
+    "plateau-every-2-steps": lambda o: {
+        **plateau(o), "monitor": "progress", "interval": "step", "frequency": 2,
+    },
+}  # fmt: skip
+
+
+class Scheduled(Model):
+    def __init__(self, schedule: Callable[[Any], Any]) -> None:
+        super().__init__(sgd)
+        self.schedule = schedule
+        self.rates: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("progress", float(self.trainer.global_step))
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        group = optimizer.param_groups[0]
+        self.rates.append((self.trainer.global_step, group["lr"], group["momentum"]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return {"optimizer": optimizer, "lr_scheduler": self.schedule(optimizer)}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_of_every_interval_give_equal_bits(name: str) -> None:
+    # The frequency counts batches, of which plain Lightning would have one for each microbatch.
+    number = {"num_microbatches": 1} if name.endswith("every-2-steps") else {}
+    plain, swapped = assert_same_fits(lambda: Scheduled(SCHEDULERS[name]), max_epochs=3, validate=True, **number)
+    rates = plain.lightning_module.rates
+    assert swapped.lightning_module.rates == rates
+    assert len({rate for _, rate, _ in rates}) > 1
+    assert swapped.strategy.step_report.update == "just-in-time"
+
+
+class OwnSchedulerStep(Scheduled):
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if self.trainer.global_step != 2:
+            scheduler.step()
+
+
+def test_an_overridden_scheduler_step_gives_equal_bits() -> None:
+    plain, swapped = assert_same_fits(lambda: OwnSchedulerStep(SCHEDULERS["step"]), max_epochs=2)
+    assert plain.lightning_module.rates == swapped.lightning_module.rates
+
+
+# --- Overridden hooks.
+
+
+class OwnBackward(Model):
+    """Scales the loss, and adds to the gradients."""
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss * 3.0)
+        for parameter in self.net.head.parameters():
+            parameter.grad.mul_(0.5)
+
+
+class OwnStep(Model):
+    """Warms up, and passes over a step: Lightning's recipe."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (1 + self.trainer.global_step)
+        if self.trainer.global_step != 2:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+class OwnClipping(Model):
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+
+
+class OwnZeroGrad(Model):
+    """Keeps a part of the gradient for the next step."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("module", [OwnStep, OwnClipping], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("memory", [CAPACITY, None], ids=["some", "all"])
+def test_overridden_hooks_give_equal_bits(module: Any, memory: Any) -> None:
+    plain = fit("plain", module(), max_epochs=2)
+    swapped = trainer_for(harmony(device_memory=memory), max_epochs=2)
+    swapped.fit(module(), loader())
+    assert_same(plain, swapped)
+    assert f"{module.__name__}." in swapped.strategy.step_report.update_reason
+
+
+@pytest.mark.parametrize("module", [OwnBackward, OwnZeroGrad], ids=lambda module: module.__name__)
+def test_hooks_that_plain_lightning_calls_for_each_microbatch_give_equal_bits(module: Any) -> None:
+    assert_same_fits(module, num_microbatches=1, max_epochs=2)
+
+
+class Sharpness(Model):
+    """Runs its closure twice a step: once where it is, once uphill from there."""
+
+    def __init__(self) -> None:
+        super().__init__(sgd)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        closure()
+        moves = [(p, 0.05 * p.grad / (p.grad.norm() + 1e-12)) for p in self.parameters() if p.grad is not None]
+        with torch.no_grad():
+            for parameter, move in moves:
+                parameter.add_(move)
+        closure()
+        with torch.no_grad():
+            for parameter, move in moves:
+                parameter.sub_(move)
+        optimizer.step()
+
+
+def test_a_closure_that_runs_twice_a_step_gives_equal_bits() -> None:
+    assert_same_fits(Sharpness, num_microbatches=1)
+
+
+# --- What training_step returns.
+
+
+class ReturnsDict(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        logits = self(batch[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        return {"loss": loss, "logits": logits, "names": ["a"]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert outputs["loss"].requires_grad is False
+        self.seen.append(outputs)
+
+
+def test_a_step_that_returns_a_dict_gives_equal_bits_and_passes_its_outputs_on() -> None:
+    plain, swapped = assert_same_fits(ReturnsDict)
+    expected, found = plain.lightning_module.seen, swapped.lightning_module.seen
+    for number, output in enumerate(found):
+        parts = expected[4 * number : 4 * number + 4]
+        assert_equal(output["logits"], torch.cat([part["logits"] for part in parts]))
+        assert output.keys() == parts[0].keys()
+
+
+class Skipping(Model):
+    """Passes over the second batch, before or after it has run the network."""
+
+    def __init__(self, runs: bool) -> None:
+        super().__init__(sgd)
+        self.runs = runs
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = None if batch_idx == 1 and not self.runs else self.loss(batch)
+        return None if batch_idx == 1 else loss
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("runs", [False, True])
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_a_skipped_batch_changes_what_it_changes_in_plain_lightning(num_microbatches: int, runs: bool) -> None:
+    whole = trainer_for("auto", max_epochs=2)
+    whole.fit(Skipping(runs), loader())
+    swapped = fit("harmony", Skipping(runs), num_microbatches=num_microbatches, max_epochs=2)
+    assert swapped.global_step == whole.global_step
+    expected, found = (trainer.lightning_module.state_dict() for trainer in (whole, swapped))
+    # A mean over microbatches is rounded otherwise.
+    tolerance = {"rtol": 0, "atol": 0} if num_microbatches == 1 else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(found, expected, **tolerance)
+
+
+# --- Gradient checkpointing by the user.
+
+
+class CheckpointedBlock(nets.Block):
+    """Checkpoints within the layer."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(
+            lambda y: self.down(F.gelu(self.up(self.norm(y)))), x, use_reentrant=self.reentrant
+        )  # fmt: skip
+
+
+class ReentrantBlock(CheckpointedBlock):
+    reentrant = True
+
+
+class CheckpointedWithin(Model):
+    def __init__(self, block: type[nets.Block]) -> None:
+        super().__init__(sgd)
+        torch.manual_seed(1)
+        self.net.blocks = nn.ModuleList(block() for _ in range(4))
+
+
+class Checkpointed(Model):
+    """Checkpoints around layers, two at a time."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__(sgd)
+        self.reentrant = reentrant
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.net.embed(batch)
+        for first, second in ((0, 1), (2, 3)):
+            x = checkpoint(
+                lambda y, a=first, b=second: self.net.blocks[b](self.net.blocks[a](y)), x, use_reentrant=self.reentrant
+            )
+        return self.net.logits(x) * self.scale
+
+
+def test_checkpointing_within_a_layer_gives_equal_bits() -> None:
+    assert_same_fits(lambda: CheckpointedWithin(CheckpointedBlock), max_epochs=2)
+
+
+def test_reentrant_checkpointing_within_a_layer_is_refused_before_anything_is_trained() -> None:
+    module = CheckpointedWithin(ReentrantBlock)
+    before = values(module)
+    with pytest.raises(RuntimeError, match=r"set use_reentrant=False(.|\n)*net\.blocks\.3"):
+        fit("harmony", module)
+    assert_equal(values(module), before)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_around_layers_gives_equal_bits(reentrant: bool) -> None:
+    plain = fit("plain", Checkpointed(reentrant=reentrant), max_epochs=2)
+    swapped = trainer_for(harmony(update="deferred" if reentrant else "auto"), max_epochs=2)
+    swapped.fit(Checkpointed(reentrant=reentrant), loader())
+    assert_same(plain, swapped)
+
+
+# --- Shared parameters.
+
+
+class Sharing(Model):
+    """Two blocks with one matrix, one block under two names."""
+
+    def __init__(self, *, whole_block: bool) -> None:
+        super().__init__(sgd)
+        if whole_block:
+            self.net.blocks[3] = self.net.blocks[0]
+        else:
+            self.net.blocks[3].up.weight = self.net.blocks[0].up.weight
+
+
+@pytest.mark.parametrize("whole_block", [False, True])
+@pytest.mark.parametrize("memory", [CAPACITY, None], ids=["some", "all"])
+def test_parameters_that_layers_share_differ_by_rounding_only(whole_block: bool, memory: Any) -> None:
+    plain = fit("plain", Sharing(whole_block=whole_block), max_epochs=2)
+    swapped = trainer_for(harmony(device_memory=memory), max_epochs=2)
+    swapped.fit(Sharing(whole_block=whole_block), loader())
+    expected, found = (trainer.lightning_module.state_dict() for trainer in (plain, swapped))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    module = swapped.lightning_module
+    assert module.net.blocks[3].up.weight is module.net.blocks[0].up.weight
