@@ -587,3 +587,21 @@ def test_the_batch_size_finder_finds_the_same_size_and_leaves_the_model_as_it_wa
         trainer.fit(module)
         results.append((size, module.batch_size, values(module)))
     assert_equal(*results)
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.parametrize("mode", ["power", "binsearch"])
+def test_the_batch_size_finder_goes_back_to_a_size_that_fits_the_capacity(mode: str) -> None:
+    class Growing(Tuned):
+        def train_dataloader(self) -> Any:
+            return DataLoader(nets.tokens(64), batch_size=self.batch_size)
+
+    module = Growing()
+    before = values(module)
+    trainer = trainer_of("harmony", 1)
+    size = Tuner(trainer).scale_batch_size(module, mode=mode, max_trials=5, steps_per_trial=2)
+    assert size is not None
+    assert 2 <= size < 64
+    assert_equal(values(module), before)
+    trainer.fit(module)
+    assert trainer.strategy.step_report is not None

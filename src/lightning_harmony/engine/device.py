@@ -22,7 +22,8 @@ class DeviceOutOfMemoryError(torch.OutOfMemoryError):
     """An allocation would exceed the capacity of a virtual device."""
 
     def __init__(self, short_bytes: int) -> None:
-        super().__init__(f"virtual device out of memory: {short_bytes} bytes short")
+        # Lightning's batch size finder knows by the last words that a smaller batch may help.
+        super().__init__(f"virtual device out of memory: {short_bytes} bytes short (on a GPU: CUDA out of memory)")
         self.short_bytes = short_bytes
 
 
