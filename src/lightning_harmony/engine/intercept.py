@@ -9,16 +9,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_harmony.engine.glue import StandIn
 from lightning_harmony.engine.lane import CastingState
-from lightning_harmony.engine.layer import BufferKey, SwappedLayer
+from lightning_harmony.engine.layer import GRAPH_ESCAPES, BufferKey, SwappedLayer, refuse_accumulation
 from lightning_harmony.engine.narrow import CastWatch
 from lightning_harmony.engine.opaque import ObjectSnapshot, is_opaque
 from lightning_harmony.engine.rng import RandomState
 from lightning_harmony.engine.stash import Stashed
 from lightning_harmony.engine.swap import Residency
+from lightning_harmony.engine.tree import flatten
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.task import Phase
 
@@ -153,8 +154,9 @@ class LayerCall:
                 self._casting, self._buffers_before, self._objects = CastingState(), {}, self._leaves
                 self._requires_grad = [False] * len(self.tensors)
                 # Without gradients, a layer may change its inputs in place.
-                self._try_narrow(watch, [tensor.clone() for tensor in self.tensors], tree_flatten(result)[0])
-            return tree_map_only(Tensor, self.own, result)
+                self._try_narrow(watch, [tensor.clone() for tensor in self.tensors], flatten(result)[0])
+            leaves, unflatten = flatten(result)
+            return unflatten(self.own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """Run the layer and stash what its recompute needs."""
@@ -175,12 +177,14 @@ class LayerCall:
         # With grad enabled, even if nothing is kept: under no_grad other kernels would run.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*hooks):
             args, kwargs = self._arguments(inputs, self._leaves)
+            for tensor in inputs:
+                refuse_accumulation(tensor)
             watch = self._runtime.watch(self._layer, self.residency)
             with self._bound(buffers) as left, self._explaining(), watch or nullcontext():
                 result = self._original(*args, **kwargs)
         self._buffers_before = {key: before[key] for key in self._keep_buffers(left)}
         self._refuse_changed([t._version == version for t, version in zip(checked, versions, strict=True)])
-        flat, self._output_spec = tree_flatten(result)
+        flat, self._unflatten = flatten(result)
         self._graph = (inputs, flat) if keeps else None
         if watch is not None:
             self._try_narrow(watch, [tensor.detach() for tensor in self.tensors], flat)
@@ -215,7 +219,7 @@ class LayerCall:
 
     def unflatten_outputs(self, outputs: Any) -> Any:
         """The result in the shape in which the layer returned it."""
-        return tree_unflatten(list(outputs), self._output_spec)
+        return self._unflatten(iter(outputs))
 
     def backward(self, gradients: Sequence[Tensor | None], *, sum_parameters: bool) -> list[Tensor | None]:
         """Recompute, and return the gradients of `tensors`."""
@@ -261,7 +265,7 @@ class LayerCall:
                     result = self._original(*args, **kwargs)
         finally:
             now.restore()
-        return tree_flatten(result)[0], hidden
+        return flatten(result)[0], hidden
 
     def _arguments(self, tensors: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
         for tensor, requires_grad in zip(tensors, self._requires_grad, strict=True):
@@ -417,6 +421,4 @@ def _drop(tensor: Tensor) -> None:
 
 
 def _dropped(nothing: None) -> Tensor:
-    raise UnsupportedModelError(
-        "a backward started inside a layer's forward; compute that gradient in the training_step instead"
-    )
+    raise UnsupportedModelError(GRAPH_ESCAPES)

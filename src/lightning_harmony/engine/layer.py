@@ -10,7 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.errors import UnsupportedModelError
+
 BufferKey = tuple[nn.Module, str]
+
+GRAPH_ESCAPES = (
+    "a backward runs through the graph inside a layer, which is not kept. Either it starts inside a layer's forward: "
+    "compute that gradient in the training_step instead. Or the layer hands out a tensor that it does not return, inside "
+    "an object or through a hook (as for Hugging Face's output_router_logits): return it as a tensor, in a tuple, list, "
+    "dict or dataclass, or make the module that computes it a layer with HarmonyStrategy(layers=...)"
+)
+
+
+def refuse_accumulation(leaf: Tensor) -> None:
+    """Refuse a gradient that arrives at a layer's own leaf, where it would be lost.
+
+    The engine asks for gradients by `torch.autograd.grad`, which accumulates none.
+    """
+    if leaf.requires_grad:
+        leaf.register_post_accumulate_grad_hook(_refuse_escape)
+
+
+def _refuse_escape(leaf: Tensor) -> None:
+    raise UnsupportedModelError(GRAPH_ESCAPES)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.host_store import HostPool, HostStore, Slot, lay_out
-from lightning_harmony.engine.layer import BufferKey, SwappedLayer
+from lightning_harmony.engine.layer import BufferKey, SwappedLayer, refuse_accumulation
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stream import Event
 
@@ -251,6 +251,8 @@ class Swapper:
 
         # First: what the copy runs beside should not wait for the thread that copies.
         leaves = {p: nn.Parameter(slot.view(weights), p.requires_grad) for p, slot in layout.slots.items()}
+        for leaf in leaves.values():
+            refuse_accumulation(leaf)
         ready = device.swap_in.submit(copy)
         copied = sum(run.num_bytes for run in layout.runs) + sum(self._store.slot(p).num_bytes for p in layout.casts)
         self._traffic.count_in("weights", copied + pack.buffer_bytes)
