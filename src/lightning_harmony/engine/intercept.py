@@ -230,7 +230,11 @@ class LayerCall:
             leaves = {p: self.residency.leaves[p] for p in self._layer.parameters if p.requires_grad}
             known = [*wanted, *hidden, *leaves.values()]
             self._runtime.verify(self._layer, outputs, known)
-            found = _gradients(outputs, gradients, known)
+            # A checkpoint within the layer runs a part of it again now, and must find the weights here, too;
+            # what it does to buffers has been done.
+            buffers = {key: self.residency.buffers[key].clone() for key in self._layer.buffers}
+            with self._layer.bound(self.residency.leaves, buffers):
+                found = _gradients(outputs, gradients, known)
             of_inputs = iter(found[: len(wanted)])
             self._refuse_hidden(found[len(wanted) : len(wanted) + len(hidden)])
             if sum_parameters:
