@@ -530,13 +530,16 @@ class Executor:
     def _out_of_memory(self, granted: Grant, error: BaseException) -> CapacityError:
         pack = granted.pack
         where = f"pack {pack.index} ({pack.name})" if pack is not None else "the code before the first layer"
+        return self._exceeded(f"{where} with microbatch {granted.progress.lane.microbatch}", error)
+
+    def _exceeded(self, what: str, error: BaseException) -> CapacityError:
         capacity = self.device.capacity_bytes
         limit = "the device" if capacity is None else f"the capacity of {format_bytes(capacity)}"
         short = getattr(error, "short_bytes", None)
         missing = "" if short is None else f" by {format_bytes(short)}"
         return CapacityError(
-            f"{where} with microbatch {granted.progress.lane.microbatch} exceeds {limit}{missing}: weights, gradients and "
-            "work space together do not fit. Use smaller microbatches with HarmonyStrategy(num_microbatches=...), more "
+            f"{what} exceeds {limit}{missing}: weights, gradients and work space together do not fit. Use smaller "
+            "microbatches with HarmonyStrategy(num_microbatches=...), more "
             f"memory with HarmonyStrategy(device_memory=...), or smaller layers with HarmonyStrategy(layers=...). ({error})"
         )
 
@@ -559,9 +562,10 @@ class Executor:
             # Its work space isn't known: it gets all there is.
             self._residents.evict_all_but(place.pack)
         needed = self._needed_bytes(place.pack, place.phase)
-        self._residents.bring(place, needed)
         if isinstance(self.device, VirtualDevice):
+            # First, as what is fetched now may need room already: the one for the pack before could evict this one.
             self.device.relieve = partial(self._residents.make_room, place)
+        self._residents.bring(place, needed)
         self._visit = Visit(place, needed)
         return self._visit
 
@@ -662,12 +666,16 @@ class Executor:
     @contextmanager
     def _alone(self, pack: SwappedPack) -> Iterator[Residency]:
         """A call outside of any step: the pack comes for it alone, for between two calls anyone may change weights."""
-        self._swapper.swap_in(pack)
-        assert pack.residency is not None
-        pack.residency.ready.wait()
         try:
+            self._swapper.swap_in(pack)
+            assert pack.residency is not None
+            pack.residency.ready.wait()
             with self.device.computing():
                 yield pack.residency
+        except torch.OutOfMemoryError as error:
+            raise self._exceeded(
+                f"layer {pack.name!r}, called outside of a step or in manual optimization,", error
+            ) from error
         finally:
             self._swapper.park_gradients(pack)
             self._residents.evict(pack)
