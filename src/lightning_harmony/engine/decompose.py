@@ -188,5 +188,7 @@ def _repeated(module: nn.Module) -> list[nn.Module]:
     if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return []
     children = [child for _, child in _children("", module)]
-    occurrences = Counter(type(child) for child in children)
-    return [child for child in children if occurrences[type(child)] > 1]
+    # Parametrizing gives each module a class of its own.
+    classes = [parametrize.type_before_parametrizations(child) for child in children]
+    occurrences = Counter(classes)
+    return [child for child, cls in zip(children, classes, strict=True) if occurrences[cls] > 1]
