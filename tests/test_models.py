@@ -1,0 +1,920 @@
+"""Kinds of models that others bring, each as its authors write it, in less memory than it takes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import nets
+import pytest
+import torch
+import torch.nn.functional as F
+from nets import VOCABULARY, WIDTH
+from same_training import SEED, Net, assert_same_training, trainer_for
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.errors import UnsupportedModelError
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+
+NUM_SAMPLES, LENGTH, NUM_CLASSES = 12, 7, 5
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def build(net: Callable[[], nn.Module], optimizer: Any = adamw) -> Net:
+    torch.manual_seed(0)
+    return Net(net(), optimizer)
+
+
+def assert_same_and_swapped(module: pl.LightningModule, samples: Any, memory: str, **options: Any) -> None:
+    """Compare with plain Lightning, and see to it that the weights did not just stay on the device."""
+    options = {"num_microbatches": 2, "batch_size": 4, **options}
+    reports = assert_same_training(module, samples, device_memory=memory, **options)
+    parameter_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    narrow = 2 if options.get("precision") == "bf16-mixed" else 1
+    assert reports[-1].num_packs > 1
+    assert narrow * reports[-1].swapped_in_bytes["weights"] > parameter_bytes
+
+
+# ---- data --------------------------------------------------------------------------------------------------------------
+
+
+def tokens(num_samples: int = NUM_SAMPLES) -> Tensor:
+    return nets.tokens(num_samples, LENGTH)
+
+
+def padded_tokens() -> list[tuple[Tensor, int]]:
+    """Sequences of several lengths, filled up with zeros."""
+    lengths = [2 + number * 3 % (LENGTH - 1) for number in range(NUM_SAMPLES)]
+    rows = tokens().clamp(min=1)
+    return [(row * (torch.arange(LENGTH) < length), length) for row, length in zip(rows, lengths, strict=True)]
+
+
+def images() -> list[tuple[Tensor, int]]:
+    return nets.images(NUM_SAMPLES)
+
+
+def images_with_text() -> list[tuple[Tensor, Tensor]]:
+    return [(image, row) for (image, _), row in zip(images(), tokens(), strict=True)]
+
+
+def graphs() -> list[tuple[Tensor, Tensor, Tensor]]:
+    """One graph, the same in every step: features of its nodes, its edges, the classes of its nodes."""
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(20, WIDTH, generator=generator)
+    edges = torch.randint(0, 20, (2, 60), generator=generator)
+    return [(features, edges, torch.arange(20) % NUM_CLASSES)] * 3
+
+
+# ---- models from Hugging Face, from config -----------------------------------------------------------------------------
+
+TEXT = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DECODER = {
+    **TEXT,
+    "hidden_size": WIDTH,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}
+VISION = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+
+
+class SequenceToSequence(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.model(input_ids=batch, labels=batch.flip(1), attention_mask=(batch > 2).long()).loss
+
+
+class Classifier(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        pixels, labels = batch
+        return self.model(pixel_values=pixels, labels=labels).loss
+
+
+class TwoTowers(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        pixels, text = batch
+        return self.model(pixel_values=pixels, input_ids=text, return_loss=True).loss
+
+
+def t5() -> nn.Module:
+    import transformers as hf
+
+    config = hf.T5Config(
+        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+    return SequenceToSequence(hf.T5ForConditionalGeneration(config))
+
+
+def bart() -> nn.Module:
+    import transformers as hf
+
+    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in _BART_SIDE.items()}
+    config = hf.BartConfig(**TEXT, d_model=WIDTH, max_position_embeddings=32, **sides)
+    return SequenceToSequence(hf.BartForConditionalGeneration(config))
+
+
+_BART_SIDE = {"layers": 2, "ffn_dim": 32, "attention_heads": 2}
+
+
+def vit() -> nn.Module:
+    import transformers as hf
+
+    return Classifier(hf.ViTForImageClassification(hf.ViTConfig(**VISION, num_labels=NUM_CLASSES)))
+
+
+def convnext() -> nn.Module:
+    import transformers as hf
+
+    config = hf.ConvNextConfig(
+        num_labels=NUM_CLASSES, patch_size=2, hidden_sizes=[8, 16], depths=[2, 2], num_stages=2, drop_path_rate=0.2
+    )
+    return Classifier(hf.ConvNextForImageClassification(config))
+
+
+def mixtral(*, router_loss: bool = False) -> nn.Module:
+    import transformers as hf
+
+    config = hf.MixtralConfig(**DECODER, num_local_experts=8, num_experts_per_tok=1, output_router_logits=router_loss)
+    return nets.HuggingFace(hf.MixtralForCausalLM(config))
+
+
+def gemma2() -> nn.Module:
+    import transformers as hf
+
+    config = hf.Gemma2Config(**DECODER, sliding_window=3, query_pre_attn_scalar=8, attn_implementation="eager")
+    return nets.HuggingFace(hf.Gemma2ForCausalLM(config))
+
+
+def gemma3() -> nn.Module:
+    import transformers as hf
+
+    config = hf.Gemma3TextConfig(**{**DECODER, "tie_word_embeddings": True}, sliding_window=3, query_pre_attn_scalar=8)
+    return nets.HuggingFace(hf.Gemma3ForCausalLM(config))
+
+
+def mamba() -> nn.Module:
+    import transformers as hf
+
+    config = hf.MambaConfig(**TEXT, hidden_size=WIDTH, state_size=4, num_hidden_layers=3, tie_word_embeddings=False)
+    return nets.HuggingFace(hf.MambaForCausalLM(config))
+
+
+def clip() -> nn.Module:
+    import transformers as hf
+
+    text = {**TEXT, "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = hf.CLIPConfig(text_config={**text, "max_position_embeddings": 16}, vision_config=VISION, projection_dim=8)
+    return TwoTowers(hf.CLIPModel(config))
+
+
+def checkpointed() -> nn.Module:
+    """Hugging Face's own recompute, around layers that recompute anyway."""
+    import transformers as hf
+
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER, attention_dropout=0.1))
+    model.gradient_checkpointing_enable()
+    return nets.HuggingFace(model)
+
+
+# ---- models as people write them ---------------------------------------------------------------------------------------
+
+
+class BasicBlock(nn.Module):
+    """ResNet's, as torchvision has it."""
+
+    def __init__(self, wide_in: int, wide: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(wide_in, wide, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(wide)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(wide, wide, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(wide)
+        self.downsample = None
+        if stride > 1:
+            self.downsample = nn.Sequential(nn.Conv2d(wide_in, wide, 1, stride, bias=False), nn.BatchNorm2d(wide))
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.downsample is None else self.downsample(x)
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += identity
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, 1, padding=1)
+        self.layer1 = nn.Sequential(BasicBlock(8, 8, 1), BasicBlock(8, 8, 1))
+        self.layer2 = nn.Sequential(BasicBlock(8, 16, 2), BasicBlock(16, 16, 1))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(16, NUM_CLASSES)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, labels = batch
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.avgpool(self.layer2(self.layer1(x)))
+        return F.cross_entropy(self.fc(torch.flatten(x, 1)), labels)
+
+
+class Siamese(nn.Module):
+    """One encoder with batch norm for two views of each image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(BasicBlock(3, 8, 2), BasicBlock(8, 8, 1), nn.Flatten(), nn.Linear(128, WIDTH))
+        self.predictor = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        one, other = self.encoder(batch[0]), self.encoder(batch[0].flip(-1) + 0.1)
+        return -F.cosine_similarity(self.predictor(one), other.detach()).mean()
+
+
+def double_conv(wide_in: int, wide: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(wide_in, wide, 3, padding=1),
+        nn.GroupNorm(2, wide),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(wide, wide, 3, padding=1),
+        nn.ReLU(inplace=True),
+    )
+
+
+class UNet(nn.Module):
+    """What the way down computes waits for the way up, across packs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([double_conv(3, 8), double_conv(8, 16)])
+        self.middle = double_conv(16, 16)
+        self.up = nn.ModuleList([nn.ConvTranspose2d(16, 16, 2, 2), nn.ConvTranspose2d(8, 8, 2, 2)])
+        self.join = nn.ModuleList([double_conv(32, 8), double_conv(16, 8)])
+        self.head = nn.Conv2d(8, 3, 1)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, _ = batch
+        skips = []
+        for down in self.down:
+            x = down(x)
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.middle(x)
+        for up, join in zip(self.up, self.join, strict=True):
+            x = join(torch.cat([skips.pop(), up(x)], dim=1))
+        return F.mse_loss(self.head(x), batch[0])
+
+
+class VariationalAutoencoder(nn.Module):
+    """Draws its latent in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.ReLU(), nn.Linear(32, 2 * WIDTH))
+        self.decoder = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 192), nn.Tanh())
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, _ = batch
+        mean, log_variance = self.encoder(x).chunk(2, dim=1)
+        latent = torch.distributions.Normal(mean, (0.5 * log_variance).exp()).rsample()
+        divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
+        return F.mse_loss(self.decoder(latent), x.flatten(1)) + 0.01 * divergence
+
+
+class GraphConvolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.neighbours = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        source, target = edges
+        messages = torch.zeros_like(x).index_add(0, target, self.neighbours(x)[source])
+        return F.relu(self.own(x) + messages)
+
+
+class GraphNetwork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(GraphConvolution() for _ in range(4))
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, edges, classes = (part.squeeze(0) for part in batch)
+        for convolution in self.convolutions:
+            x = F.dropout(convolution(x, edges), 0.1, self.training)
+        return F.cross_entropy(self.head(x), classes)
+
+
+class Packed(nn.Module):
+    """Packed sequences through a recurrent network of either kind."""
+
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
+        self.first = kind(WIDTH, WIDTH, batch_first=True, bidirectional=True)
+        self.second = kind(2 * WIDTH, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        sequences, lengths = batch
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embed(sequences), lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
+        states, _ = self.second(self.first(packed)[0])
+        padded, _ = nn.utils.rnn.pad_packed_sequence(states, batch_first=True, total_length=LENGTH)
+        return F.cross_entropy(self.head(padded).flatten(0, 1), sequences.flatten(), ignore_index=0)
+
+
+class Translator(nn.Module):
+    """torch's own encoder-decoder, with a causal mask and masks of the padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
+        self.transformer = nn.Transformer(WIDTH, 2, 2, 2, dim_feedforward=32, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        source, _ = batch
+        target = source.roll(1, dims=1)
+        padding = source == 0
+        states = self.transformer(
+            self.embed(source),
+            self.embed(target) * math.sqrt(WIDTH),
+            tgt_mask=nn.Transformer.generate_square_subsequent_mask(LENGTH, device=source.device) < 0,
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+        )
+        return F.cross_entropy(self.head(states).flatten(0, 1), source.flatten(), ignore_index=0)
+
+
+class EncoderOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, _ = batch
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, device=x.device) < 0
+        states = self.encoder(self.embed(x), mask=mask, src_key_padding_mask=x == 0)
+        return F.cross_entropy(self.head(states).flatten(0, 1), x.flatten(), ignore_index=0)
+
+
+class Attentive(nn.Module):
+    """Puts the attention's weights into the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch)
+        entropy = x.new_zeros(())
+        for block in self.blocks:
+            attended, weights = block(x, x, x, need_weights=True, average_attn_weights=False)
+            x = x + attended
+            entropy = entropy - (weights * (weights + 1e-6).log()).sum(-1).mean()
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten()) + 0.01 * entropy
+
+
+class WeightNormed(nn.Module):
+    """Causal convolutions with normed weights, as in WaveNet; the last one orthogonal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        normed = nn.utils.parametrizations.weight_norm
+        self.blocks = nn.ModuleList(normed(nn.Conv1d(WIDTH, WIDTH, 2, dilation=2**n)) for n in range(3))
+        self.rotation = nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH, bias=False))
+        self.head = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, VOCABULARY))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch).transpose(1, 2)
+        for number, block in enumerate(self.blocks):
+            x = x + F.gelu(block(F.pad(x, (2**number, 0))))
+        return F.cross_entropy(self.head(self.rotation(x.transpose(1, 2))).flatten(0, 1), batch.flatten())
+
+
+class SequentialOfSequentials(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+
+        def mixer() -> nn.Sequential:
+            return nn.Sequential(
+                nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32)), nn.GELU(), nn.Linear(32, WIDTH)
+            )
+
+        body = nn.Sequential(mixer(), nn.Dropout(0.1), nn.Sequential(mixer(), nn.Tanh(), mixer()))
+        self.net = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), body, nn.Sequential(nn.Linear(WIDTH, VOCABULARY)))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(batch).flatten(0, 1), batch.flatten())
+
+
+class Containers(nn.Module):
+    """Modules and parameters in dictionaries and lists; a parameter list also belongs to a layer."""
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.ParameterList(torch.randn(WIDTH) for _ in range(3))
+            self.inner = nn.ModuleDict({"up": nn.Linear(WIDTH, 32), "down": nn.Linear(32, WIDTH)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            for scale in self.scales:
+                x = x + torch.tanh(x * scale)
+            return x + self.inner["down"](F.gelu(self.inner["up"](x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleDict({name: Containers.Mixture() for name in ("a", "b", "c")})
+        self.shifts = nn.ParameterDict({name: nn.Parameter(torch.randn(WIDTH)) for name in self.blocks})
+        self.gates = nn.ParameterList([torch.randn(()), torch.randn(WIDTH)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch)
+        for name, block in self.blocks.items():
+            x = block(x + self.shifts[name])
+        x = x * self.gates[0] + self.gates[1]
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+
+
+class KeywordsOnly(nets.Language):
+    """Every argument of every layer by name."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.gate = nets.Block(dropout=0.1), nn.Linear(WIDTH, WIDTH)
+
+        def forward(
+            self, *, states: Tensor, mask: Tensor | None = None, options: dict[str, float] | None = None
+        ) -> Any:
+            states = self.block(states) * torch.sigmoid(self.gate(states))
+            return {"states": states if mask is None else states * mask, "options": options}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(KeywordsOnly.Gated() for _ in range(4))
+
+    def body(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            mask = x.new_ones((*x.shape[:2], 1)) if number % 2 else None
+            x = block(states=x, mask=mask, options={"number": number})["states"]
+        return x
+
+
+@dataclass
+class Output:
+    states: Tensor
+    penalty: Tensor
+    name: str = ""
+
+
+class ReturnsDataclass(nets.Language):
+    """The graph of the layers goes through an object."""
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nets.Block()
+
+        def forward(self, x: Tensor) -> Output:
+            states = self.block(x)
+            return Output(states, states.square().mean(), name="block")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReturnsDataclass.Wrapped() for _ in range(4))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            output = block(x)
+            x = output.states + output.penalty
+        return x
+
+
+class CodeBook(nn.Module):
+    """A vector quantizer whose codes follow by moving averages, in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("codes", torch.randn(8, WIDTH))
+        self.register_buffer("counts", torch.ones(8))
+        self.register_buffer("num_calls", torch.tensor(0))
+        self.register_buffer("not_saved", torch.zeros(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.proj(x)
+        flat = x.flatten(0, 1)
+        nearest = torch.cdist(flat, self.codes).argmin(1)
+        code = self.codes[nearest].view_as(x)
+        if self.training:
+            with torch.no_grad():
+                picked = F.one_hot(nearest, 8).to(x.dtype)
+                self.counts.mul_(0.9).add_(picked.sum(0), alpha=0.1)
+                self.codes = self.codes * 0.9 + 0.1 * (picked.T @ flat) / self.counts.clamp(min=1).unsqueeze(1)
+                self.num_calls += 1
+                self.not_saved.copy_(flat.mean(0))
+        return x + (code - x).detach() + 0.1 * self.not_saved
+
+
+class ChangesBuffers(nets.Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nets.Block(), CodeBook(), nets.Block(), CodeBook()])
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def body(self, x: Tensor) -> Tensor:
+        x = super().body(x)
+        self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        self.seen += x.shape[0]
+        return x - self.mean
+
+
+class Checkpointed(nets.Language):
+    """Recompute inside of the layers, and around them."""
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nets.Block(dropout=0.2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    def __init__(self, *, around: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Checkpointed.Inside() for _ in range(4))
+        self.around = around
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.around else block(x)
+        return x
+
+
+class Compiled(nets.Language):
+    """One layer compiled in place, one wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].compile(backend="eager")
+        self.blocks[2] = torch.compile(self.blocks[2], backend="eager")
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+class Routed(nn.Module):
+    """Experts by their words: some get nothing from a microbatch, and one gets nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 6), nn.ModuleList(Expert() for _ in range(6))
+        with torch.no_grad():
+            self.router.bias[5] = -100.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero(as_tuple=True)
+            if len(rows[0]):
+                result = result.index_put(rows, expert(x[rows]) * weights[rows].unsqueeze(-1))
+        return x + result
+
+
+class MixtureOfExperts(nets.Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed() for _ in range(2))
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer with a trained update of low rank beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, base.in_features) / base.in_features)
+        self.b = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + F.linear(F.linear(x, self.a), self.b)
+
+
+class MergedLoRA(LoRA):
+    """Adds the update to the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.base.weight + self.b @ self.a, self.base.bias)
+
+
+class Adapted(nets.Language):
+    def __init__(self, kind: type[LoRA] = LoRA) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for block in self.blocks:
+            block.up, block.down = kind(block.up), kind(block.down)
+
+
+@dataclass
+class Case:
+    net: Callable[[], nn.Module]
+    samples: Callable[[], Any]
+    memory: str
+    layers: Any = None
+    tolerance: float = 2e-6
+
+
+CASES = {
+    "vit": Case(vit, images, "56KiB"),
+    "convnext": Case(convnext, images, "144KiB"),
+    "mixtral": Case(mixtral, tokens, "200KiB"),
+    "mixture-of-experts": Case(MixtureOfExperts, tokens, "40KiB"),
+    "gemma2": Case(gemma2, tokens, "80KiB"),
+    "mamba": Case(mamba, tokens, "144KiB"),
+    "clip": Case(clip, images_with_text, "80KiB"),
+    "checkpointed-llama": Case(checkpointed, tokens, "80KiB"),
+    "resnet": Case(ResNet, images, "108KiB"),
+    "unet": Case(UNet, images, "80KiB"),
+    "vae": Case(VariationalAutoencoder, images, "108KiB"),
+    "packed-lstm": Case(lambda: Packed(nn.LSTM), padded_tokens, "112KiB", {nn.LSTM}),
+    "packed-gru": Case(lambda: Packed(nn.GRU), padded_tokens, "96KiB", {nn.GRU}),
+    "transformer-encoder": Case(EncoderOnly, padded_tokens, "80KiB"),
+    "attention-weights": Case(Attentive, tokens, "36KiB"),
+    "parametrizations": Case(WeightNormed, tokens, "48KiB"),
+    "sequential-of-sequentials": Case(SequentialOfSequentials, tokens, "20KiB"),
+    "containers": Case(Containers, tokens, "44KiB"),
+    "keywords-only": Case(KeywordsOnly, tokens, "60KiB"),
+    "buffers": Case(ChangesBuffers, tokens, "60KiB"),
+    "checkpoint-inside": Case(lambda: Checkpointed(around=False), tokens, "60KiB"),
+    "checkpoint-around": Case(lambda: Checkpointed(around=True), tokens, "60KiB"),
+    "returns-dataclass": Case(ReturnsDataclass, tokens, "60KiB"),
+    "compiled": Case(Compiled, tokens, "60KiB"),
+    "lora": Case(Adapted, tokens, "48KiB"),
+    "merged-lora": Case(lambda: Adapted(MergedLoRA), tokens, "60KiB"),
+}
+SUMMED_IN_ANOTHER_ORDER = {
+    "t5": Case(t5, tokens, "108KiB"),
+    "bart": Case(bart, tokens, "108KiB"),
+    "gemma3": Case(gemma3, tokens, "80KiB", tolerance=1e-5),
+    "transformer": Case(Translator, padded_tokens, "108KiB"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo asks.
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_that_swaps_trains_bit_for_bit_as_plain_lightning(name: str) -> None:
+    case = CASES[name]
+    assert_same_and_swapped(build(case.net), case.samples(), case.memory, layers=case.layers)
+
+
+@pytest.mark.parametrize("name", SUMMED_IN_ANOTHER_ORDER)
+def test_a_model_with_tied_or_shared_sources_differs_by_the_rounding_of_sums_only(name: str) -> None:
+    """By SGD: Adam divides a gradient of nearly zero by its own size, and makes its rounding as large as any."""
+    case = SUMMED_IN_ANOTHER_ORDER[name]
+    module = build(case.net, None)
+    assert_same_and_swapped(module, case.samples(), case.memory, layers=case.layers, tolerance=case.tolerance)
+
+
+@pytest.mark.parametrize("name", ["vit", "gemma2", "resnet", "lora"])
+def test_a_model_in_mixed_precision_trains_bit_for_bit_as_plain_lightning(name: str) -> None:
+    case = CASES[name]
+    assert_same_and_swapped(build(case.net), case.samples(), case.memory, precision="bf16-mixed")
+
+
+def test_a_graph_that_does_not_split_trains_as_one_microbatch() -> None:
+    assert_same_and_swapped(build(GraphNetwork), graphs(), "32KiB", num_microbatches=1, batch_size=1)
+
+
+@pytest.mark.parametrize("kind", [LoRA, MergedLoRA])
+def test_adapters_alone_have_optimizer_state_and_the_base_stays(kind: type[LoRA]) -> None:
+    module = build(lambda: Adapted(kind))
+    before = copy.deepcopy(module.state_dict())
+    strategy = HarmonyStrategy(device_memory="60KiB", num_microbatches=2)
+    trainer = trainer_for(strategy, 3, [])
+    trainer.fit(module, DataLoader(tokens(), batch_size=4))
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert {name.rsplit(".", 1)[1] for name in trained} == {"a", "b"}
+    assert set(trainer.optimizers[0].state) == {p for name, p in module.named_parameters() if name in trained}
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]) == (name not in trained), name
+
+
+def test_running_statistics_of_a_layer_called_twice_in_a_step_follow_another_order_and_nothing_else_does() -> None:
+    """They average over all calls, and which microbatch makes its second call first depends on the packs."""
+    samples, results = images(), []
+    for strategy, num_microbatches in (
+        (HarmonyStrategy(num_microbatches=2), 2),
+        (HarmonyStrategy(num_microbatches=2, device_memory="48KiB"), 2),
+        ("auto", 1),
+    ):
+        module = build(Siamese, None)
+        trainer = trainer_for(strategy, 3, [], accumulate_grad_batches=2 // num_microbatches)
+        torch.manual_seed(SEED)
+        trainer.fit(module, DataLoader(samples, batch_size=2 * num_microbatches))
+        results.append(module.state_dict())
+    everywhere, swapped, plain = results
+    for name, value in plain.items():
+        if "running_" in name:
+            assert torch.isfinite(swapped[name]).all(), name
+        else:
+            assert torch.equal(everywhere[name], swapped[name]), name
+            torch.testing.assert_close(swapped[name], value, rtol=0, atol=2e-6)
+
+
+# ---- refused -----------------------------------------------------------------------------------------------------------
+
+
+class Box:
+    """No pytree and no dataclass."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Boxed(nets.Language):
+    """Layers whose graph goes on inside an object; ``saves``: autograd keeps a tensor for it."""
+
+    class Shift(nn.Module):
+        def __init__(self, *, saves: bool) -> None:
+            super().__init__()
+            self.shift, self.saves = nn.Parameter(torch.randn(WIDTH)), saves
+
+        def forward(self, x: Tensor) -> Box:
+            return Box(x * self.shift if self.saves else x + self.shift)
+
+    def __init__(self, *, saves: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Boxed.Shift(saves=saves) for _ in range(3))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).x
+        return x
+
+
+class CapsNorms(nets.Language):
+    """Its embedding scales long rows down when it looks them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("net", "word"),
+    [
+        (lambda: Boxed(saves=True), "dataclass"),
+        (lambda: Boxed(saves=False), "dataclass"),
+        (lambda: mixtral(router_loss=True), "output_router_logits"),
+        (CapsNorms, "in place"),
+    ],
+    ids=["object", "object-that-saves-nothing", "hook", "max_norm"],
+)
+def test_a_graph_that_leaves_a_layer_unseen_or_a_weight_that_it_changes_is_refused(
+    net: Callable[[], nn.Module], word: str
+) -> None:
+    module = build(net)
+    before = copy.deepcopy(module.state_dict())
+    trainer = trainer_for(HarmonyStrategy(num_microbatches=2), 3, [])
+    with pytest.raises(UnsupportedModelError, match=word):
+        trainer.fit(module, DataLoader(tokens(), batch_size=4))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_routers_as_layers_of_their_own_let_their_logits_into_the_loss_but_for_rounding() -> None:
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+
+    module = build(lambda: mixtral(router_loss=True), None)
+    assert_same_and_swapped(module, tokens(), "200KiB", layers={MixtralTopKRouter}, tolerance=2e-6)
+
+
+# ---- validation and prediction -----------------------------------------------------------------------------------------
+
+
+class Evaluated(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch), batch_size=4)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch)
+
+
+EVALUATED = [
+    "vit",
+    "clip",
+    "resnet",
+    "packed-lstm",
+    "transformer-encoder",
+    "buffers",
+    "returns-dataclass",
+    "merged-lora",
+]
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_validation_and_prediction_are_those_of_plain_lightning(name: str) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    untouched = Evaluated(case.net(), adamw)
+    loader = DataLoader(case.samples(), batch_size=4)
+    results = []
+    for strategy in ("auto", HarmonyStrategy(device_memory=case.memory, layers=case.layers)):
+        module = copy.deepcopy(untouched)
+        trainer = trainer_for(strategy, 3, [])
+        (values,) = trainer.validate(module, loader, verbose=False)
+        results.append([torch.tensor(values["val_loss"]), *trainer.predict(module, loader)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+class Generator(Net):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net.model.generate(
+            batch,
+            attention_mask=torch.ones_like(batch),
+            max_new_tokens=6,
+            min_new_tokens=6,
+            do_sample=False,
+            use_cache=True,
+        )
+
+
+def llama() -> nn.Module:
+    import transformers as hf
+
+    return nets.HuggingFace(hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)))
+
+
+@pytest.mark.parametrize("net", [llama, t5, mamba, gemma2])
+def test_text_is_generated_with_a_cache_as_in_plain_lightning(net: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    module = Generator(net(), adamw)
+    loader = DataLoader(tokens(8), batch_size=4)
+    results = [
+        trainer_for(strategy, 3, []).predict(module, loader)
+        for strategy in ("auto", HarmonyStrategy(device_memory="160KiB" if net is mamba else "64KiB"))
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_a_model_generates_after_training_with_the_weights_that_it_was_given() -> None:
+    module = Generator(llama(), adamw)
+    trainer = trainer_for(HarmonyStrategy(device_memory="80KiB", num_microbatches=2), 3, [])
+    trainer.fit(module, DataLoader(tokens(), batch_size=4))
+    loader = DataLoader(tokens(8), batch_size=4)
+    results = [run.predict(module, loader) for run in (trainer, trainer_for("auto", 3, []))]
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
