@@ -918,3 +918,37 @@ def test_a_model_generates_after_training_with_the_weights_that_it_was_given() -
     loader = DataLoader(tokens(8), batch_size=4)
     results = [run.predict(module, loader) for run in (trainer, trainer_for("auto", 3, []))]
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+class Unrolled(nn.Module):
+    """A cell that is called once for each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(nets.VOCABULARY, WIDTH)
+        self.cell = nn.LSTMCell(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, nets.VOCABULARY)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x, state, outputs = self.embed(batch), None, []
+        for position in range(batch.shape[1]):
+            state = self.cell(x[:, position], state)
+            outputs.append(state[0])
+        return F.cross_entropy(self.head(torch.stack(outputs, 1)).flatten(0, 1), batch.flatten())
+
+
+@pytest.mark.parametrize(
+    ("net", "memory"),
+    [
+        *(("siamese", f"{memory}KiB") for memory in (56, 80, 100, 112)),
+        *(("unrolled", f"{m}KiB") for m in (112, 144, 176)),
+    ],
+)
+def test_more_memory_never_makes_a_layer_that_is_called_often_too_large(net: str, memory: str) -> None:
+    """Graphs are kept for each call, and make way when memory runs out: they were counted once, and did not."""
+    module, samples = (build(Siamese), images()) if net == "siamese" else (build(Unrolled), tokens())
+    layers = None if net == "siamese" else {nn.LSTMCell, nn.Embedding, nn.Linear}
+    strategy = HarmonyStrategy(num_microbatches=2, device_memory=memory, layers=layers)
+    trainer = trainer_for(strategy, 3, [])
+    trainer.fit(module, DataLoader(samples, batch_size=4))
+    assert trainer.global_step == 3

@@ -115,6 +115,16 @@ def test_an_evicted_pack_takes_the_graphs_of_its_calls_along(model: Model) -> No
     assert model.resident() == {1}
 
 
+def test_the_graphs_of_the_running_pack_go_before_memory_runs_out(model: Model) -> None:
+    call, place = Call(), model.forward(0)
+    model.residents.bring(place, 0)
+    model.residents.keep_graph(place.pack, call)
+    assert model.residents.make_room(place)
+    assert not call.has_graph
+    assert model.resident() == {0}
+    assert not model.residents.make_room(place)
+
+
 def test_a_pack_that_does_not_fit_at_all_is_named(model: Model) -> None:
     kept = model.device.scratch(2 * PACK_BYTES + 1)
     with pytest.raises(CapacityError, match="pack 2"):

@@ -36,6 +36,18 @@ def test_graphs_of_all_layers_are_kept_together_where_work_is_done_one_after_the
     assert work.graph_bytes([one, other]) == 0
 
 
+def test_a_graph_is_kept_for_each_call_of_a_layer() -> None:
+    one, other = layers(2)
+    work = WorkSpace()
+    work.note_graph(one, 5)
+    work.note_graph(other, 6)
+    # Two microbatches, of which one calls the first layer twice.
+    work.note_calls([0, 1])
+    work.note_calls([0, 1, 0])
+    assert work.graph_bytes([one, other]) == 2 * 5 + 6
+    assert work.graph_bytes([other]) == 6
+
+
 def test_a_layer_costs_its_weights_as_they_are_swapped_in() -> None:
     (layer,) = layers(1)
     (weight,) = layer.parameters

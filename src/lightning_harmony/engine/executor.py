@@ -354,6 +354,8 @@ class Executor:
         if self._measuring:
             self._measured_elements[True] = self._num_elements
         calls, num_microbatches = merge_calls([progress.calls for progress in self._running]), len(self._running)
+        for progress in self._running:
+            self._work.note_calls(progress.calls)
         measured = self._measuring
         self._reset()
         if self._is_watching and any(layer.narrow for layer in self._layers):

@@ -99,7 +99,7 @@ class Residents:
         summing = [pack for pack in self.packs if pack.accumulators and pack is not place.pack]
         for pack in summing:
             self._swapper.park_gradients(pack)
-        return bool(summing)
+        return bool(summing) or self._forget_graphs(place.pack)
 
     def prefetch(self, place: Place, reserved_bytes: int) -> bool:
         """Start to swap in the packs that come next, as far as there is room; what is needed later makes way.
@@ -128,9 +128,15 @@ class Residents:
 
     def evict(self, pack: SwappedPack) -> None:
         """Take a pack off the device."""
-        for call in self._graphs.pop(pack.index, ()):
-            call.forget()
+        self._forget_graphs(pack)
         self._swapper.evict(pack)
+
+    def _forget_graphs(self, pack: SwappedPack) -> bool:
+        """Let the graphs of a pack's calls go; whether there were any."""
+        calls = list(self._graphs.pop(pack.index, ()))
+        for call in calls:
+            call.forget()
+        return bool(calls)
 
     def evict_all_but(self, pack: SwappedPack) -> None:
         """Leave one pack alone on the device, with all memory for its work."""

@@ -18,6 +18,7 @@ class WorkSpace:
     def __init__(self) -> None:
         self._work: Counter[tuple[int, Phase]] = Counter()
         self._graphs: Counter[int] = Counter()
+        self._uses: Counter[int] = Counter()
 
     def note(self, layers: Iterable[SwappedLayer], phase: Phase, num_bytes: int) -> None:
         """A phase of some layers, one after the other, was seen to allocate so much."""
@@ -28,13 +29,17 @@ class WorkSpace:
         """A layer's graph, with its inputs, was seen to take so much."""
         self._graphs[layer.index] = max(self._graphs[layer.index], num_bytes)
 
+    def note_calls(self, calls: Iterable[int]) -> None:
+        """One microbatch called these layers, given by their indices."""
+        self._uses |= Counter(calls)
+
     def bytes(self, layers: Iterable[SwappedLayer], phase: Phase) -> int:
         """What some layers allocate at most, of which one works at a time."""
         return max(self._work[layer.index, phase] for layer in layers)
 
     def graph_bytes(self, layers: Iterable[SwappedLayer]) -> int:
-        """What the graphs of some layers take together."""
-        return sum(self._graphs[layer.index] for layer in layers)
+        """What the graphs of all calls of some layers take together, for one microbatch."""
+        return sum(self._graphs[layer.index] * max(self._uses[layer.index], 1) for layer in layers)
 
     def cost(self, layer: SwappedLayer, store: HostStore) -> Cost:
         """What a layer costs in a pack of its own."""
