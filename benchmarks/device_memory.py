@@ -11,69 +11,12 @@ import time
 
 import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from offload.model import GPT, Shape, Tokens
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block."""
-
-    def __init__(self, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend and feed forward."""
-        batch, length, hidden = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, hidden))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(pl.LightningModule):
-    """A GPT with an untied head."""
-
-    def __init__(self, hidden: int, layers: int, heads: int, vocabulary: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, hidden)
-        self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
-        self.head = nn.Linear(hidden, vocabulary, bias=False)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Next-token loss."""
-        x = self.embed(batch[:, :-1])
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, fused on the host."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
-
-
-class Tokens(Dataset[Tensor]):
-    """Random tokens."""
-
-    def __init__(self, num_samples: int, length: int, vocabulary: int) -> None:
-        self._size = num_samples, length + 1
-        self._vocabulary = vocabulary
-
-    def __len__(self) -> int:
-        """Samples."""
-        return self._size[0]
-
-    def __getitem__(self, index: int) -> Tensor:
-        """Tokens of one sample."""
-        generator = torch.Generator().manual_seed(index)
-        return torch.randint(0, self._vocabulary, (self._size[1],), generator=generator)
 
 
 class Times(pl.Callback):
@@ -109,9 +52,10 @@ def main() -> None:
     parser.add_argument("--strategy", choices=("harmony", "plain"), default="harmony")
     options = parser.parse_args()
     pl.seed_everything(0)
-    model = GPT(options.hidden, options.layers, options.heads, options.vocabulary)
+    shape = Shape(options.hidden, options.layers, options.heads, options.vocabulary, options.length)
+    model = GPT(shape, recompute=False, fused=True)
     num_parameters = sum(p.numel() for p in model.parameters())
-    samples = Tokens(options.steps * options.batch_size, options.length, options.vocabulary)
+    samples = Tokens(options.steps * options.batch_size, shape)
     times = Times()
     harmony = HarmonyStrategy(device_memory=options.device_memory, num_microbatches=options.num_microbatches)
     plain = options.strategy == "plain"

@@ -16,7 +16,7 @@ from torch.utils._mode_utils import no_dispatch
 from lightning_harmony.engine.decompose import Layer
 from lightning_harmony.engine.device import Device, VirtualDevice
 from lightning_harmony.engine.glue import Glue
-from lightning_harmony.engine.host_store import HostPool, HostStore
+from lightning_harmony.engine.host_store import HostPool, HostStore, lies_in
 from lightning_harmony.engine.intercept import InterceptedForward, LayerCall
 from lightning_harmony.engine.lane import Lane, LanePool, current_lane
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer, buffers_of, move_buffers, places_of
@@ -706,10 +706,9 @@ class Executor:
 
     def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
         """The glue layer, and its parameter on the device, of which a tensor is a view."""
-        address = tensor.untyped_storage().data_ptr()
         for layer in self._glue_layers.values():
             residency = self._pack_of[layer.index].residency
-            if residency is not None and residency.weights.untyped_storage().data_ptr() == address:
+            if residency is not None and lies_in(tensor, residency.weights):
                 return layer, residency.leaves[layer.parameters[0]]
         return None
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_harmony.engine.host_store import lies_in
 from lightning_harmony.engine.layer import Place, SwappedLayer
 from lightning_harmony.engine.stash import Stashed
 from lightning_harmony.engine.swap import Residency
@@ -135,11 +136,10 @@ def _with_parameters(func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*args, **kwargs)
     if any(real[key]._version != version for key, version in versions.items()):
         raise UnsupportedModelError(_refusal(unique[0]))
-    storages = {tensor.untyped_storage().data_ptr() for tensor in real.values()}
 
     def owned(tensor: Tensor) -> Tensor:
         """A view of the parameter would change under the user's hands when the parameter is swapped out."""
-        return tensor.clone() if tensor.untyped_storage().data_ptr() in storages else tensor
+        return tensor.clone() if any(lies_in(tensor, weight) for weight in real.values()) else tensor
 
     return tree_map_only(Tensor, owned, result)
 

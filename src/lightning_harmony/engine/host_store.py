@@ -17,6 +17,13 @@ from lightning_harmony.engine.stream import Event
 ALIGNMENT = 512
 
 
+def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
+    """Whether a tensor has the memory of a buffer."""
+    if tensor.layout is not torch.strided or tensor.device != buffer.device:
+        return False
+    return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
 @dataclass(frozen=True)
 class Slot:
     """Where a tensor lies in a flat buffer."""

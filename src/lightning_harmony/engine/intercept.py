@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_harmony.engine.glue import StandIn
+from lightning_harmony.engine.host_store import lies_in
 from lightning_harmony.engine.lane import CastingState
 from lightning_harmony.engine.layer import GRAPH_ESCAPES, BufferKey, SwappedLayer, refuse_accumulation
 from lightning_harmony.engine.narrow import CastWatch
@@ -195,6 +196,8 @@ class LayerCall:
         """Run the layer once more with narrow weights: only if it returns the same bits will it get them from now on."""
         dtype, leaves = watch.dtype, self.residency.leaves
         casts = watch.narrow()
+        if not casts:
+            return
         try:
             with torch.no_grad():
                 narrow = {p: nn.Parameter(leaves[p].to(dtype), p.requires_grad) for p in casts}
@@ -211,7 +214,7 @@ class LayerCall:
 
     def own(self, tensor: Tensor) -> Tensor:
         """An output that will outlive the visit: what lies in the weights' memory is copied out of it."""
-        return tensor.clone() if _lies_in(tensor, self.residency.weights) else tensor
+        return tensor.clone() if lies_in(tensor, self.residency.weights) else tensor
 
     def forget(self) -> None:
         """Let the graph go: the backward will recompute."""
@@ -366,12 +369,6 @@ class _StashedObject:
             if requires_grad:
                 hidden.append(tensor.requires_grad_())
         return self._snapshot.restore(tensors)
-
-
-def _lies_in(tensor: Tensor, buffer: Tensor) -> bool:
-    if tensor.layout is not torch.strided or tensor.device != buffer.device:
-        return False
-    return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lightning_harmony.engine.host_store import HostPool
+from lightning_harmony.engine.host_store import HostPool, lies_in
 from lightning_harmony.engine.stream import Event, HostStream
 from lightning_harmony.engine.swap import HostGradients
 
@@ -164,7 +164,8 @@ class Updater:
             return
         del self._unused[id(source)]
         if self._optimizer is None:
-            num_grads = sum(_lies_in(parameter.grad, source.buffer) for _, parameter in source.sums)
+            grads = [parameter.grad for _, parameter in source.sums if parameter.grad is not None]
+            num_grads = sum(lies_in(gradient, source.buffer) for gradient in grads)
             self._held.append((source, _num_users(source.buffer) - num_grads))
         else:
             self._pool.give(source.buffer, None)
@@ -194,10 +195,6 @@ def _set_gradient(parameter: nn.Parameter, parts: list[_Part]) -> None:
     else:
         # A tensor of its own: whoever keeps it is seen to use the buffer.
         parameter.grad = total.detach()
-
-
-def _lies_in(tensor: Tensor | None, buffer: Tensor) -> bool:
-    return tensor is not None and tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
 
 def _num_users(buffer: Tensor) -> int:

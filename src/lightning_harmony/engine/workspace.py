@@ -53,3 +53,4 @@ class WorkSpace:
         """Forget all."""
         self._work.clear()
         self._graphs.clear()
+        self._uses.clear()
