@@ -3,11 +3,20 @@
 from collections.abc import Iterator, Sequence
 
 import pytest
+import same_training
 import torch
 from torch import Tensor
 
 from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.stream import Event
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--devices", type=int, default=1, help="train on so many virtual devices where a test says none")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    same_training.default_devices = config.getoption("--devices")
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,12 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
 from lightning_harmony.engine.rng import stream_seed
+from lightning_harmony.plan.memory_size import parse_bytes
 
 SEED = 7
+
+# On how many devices harmony trains where a test doesn't say: `pytest --devices=2`.
+default_devices = 1
 
 
 class Net(pl.LightningModule):
@@ -140,6 +144,8 @@ def assert_same_training(
     batch_size: int = 8,
     layers: Any = None,
     tolerance: float = 0.0,
+    devices: int | None = None,
+    parallel: Any = "pipeline",
     **options: Any,
 ) -> list[StepReport]:
     """Train copies of a module both ways, with either update, and compare all that training leaves behind.
@@ -152,6 +158,8 @@ def assert_same_training(
         batch_size: samples a step.
         layers: as for HarmonyStrategy.
         tolerance: 0 asks for equal bits; else the largest difference relative to the largest element of a tensor.
+        devices: how many harmony has.
+        parallel: as for HarmonyStrategy.
         options: of both Trainers.
 
     Returns:
@@ -160,14 +168,21 @@ def assert_same_training(
     plain = train_plain(copy.deepcopy(module), samples, num_microbatches, batch_size, **options)
     reports: list[StepReport] = []
     for with_gradients in (True, False):
-        strategy = HarmonyStrategy(device_memory=device_memory, num_microbatches=num_microbatches, layers=layers)
+        strategy = HarmonyStrategy(
+            device_memory=device_memory, num_microbatches=num_microbatches, layers=layers, parallel=parallel
+        )
         harmony = train_harmony(
-            copy.deepcopy(module), samples, strategy, batch_size, with_gradients=with_gradients, **options
+            copy.deepcopy(module),
+            samples,
+            strategy,
+            batch_size,
+            with_gradients=with_gradients,
+            **{"devices": devices or default_devices, **options},
         )
         reports = harmony.reports
         compare(plain, harmony, tolerance)
         if device_memory is not None:
-            capacity = strategy._capacity_bytes
+            capacity = parse_bytes(device_memory)
             assert all(max(report.peak_device_bytes) <= capacity for report in reports)
     return reports
 

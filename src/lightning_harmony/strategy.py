@@ -26,7 +26,7 @@ from lightning_harmony.engine.update import fuse, why_not_separable
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.logs import MicrobatchLogs
 from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
-from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.precision import refuse_unsupported
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class HarmonyStrategyMixin(_Base):
     """Everything of `HarmonyStrategy` but the Lightning tree that it belongs to.
 
     Args:
-        device_memory: the capacity of each device, in bytes or as text such as "16GiB"; None for what is free on it
-            (on the CPU: no limit).
+        device_memory: the capacity of each device, in bytes or as text such as "16GiB", or a list with that of each;
+            None for what is free on it (on the CPU: no limit).
         num_microbatches: how many microbatches a batch is split into.
         microbatch_size: how many samples a microbatch has. Give at most one of the two; with neither, a batch is split
             into 4 microbatches, or as many as it has samples.
@@ -57,6 +57,8 @@ class HarmonyStrategyMixin(_Base):
         update: when parameters are updated: "just-in-time", pack by pack in the backward; "deferred", after it; or "auto",
             just in time unless something reads all gradients.
         loss_reduction: whether the loss of a batch is the "mean" or the "sum" of its samples' losses.
+        parallel: how several devices share the work: "pipeline", where packs go round the devices and microbatches from
+            one to the next, or "data", where each device takes its share of the microbatches through all packs.
     """
 
     strategy_name = "harmony"
@@ -64,12 +66,13 @@ class HarmonyStrategyMixin(_Base):
 
     def __init__(
         self,
-        device_memory: int | str | None = None,
+        device_memory: int | str | Sequence[int | str] | None = None,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
         layers: Collection[type] | Callable[[str, nn.Module], bool] | None = None,
         update: Literal["auto", "just-in-time", "deferred"] = "auto",
         loss_reduction: Literal["mean", "sum"] = "mean",
+        parallel: Parallel = "pipeline",
         *,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -87,7 +90,10 @@ class HarmonyStrategyMixin(_Base):
                 raise ValueError(f"HarmonyStrategy({name}={number!r}): a whole number of at least 1 is needed")
         _one_of("update", update, ("auto", "just-in-time", "deferred"))
         _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-        self._capacity_bytes = None if device_memory is None else parse_bytes(device_memory)
+        _one_of("parallel", parallel, ("pipeline", "data"))
+        several = [device_memory] if device_memory is None or isinstance(device_memory, int | str) else device_memory
+        self._device_memory = [None if each is None else parse_bytes(each) for each in several]
+        self._parallel = parallel
         self._num_microbatches = num_microbatches
         self._microbatch_size = microbatch_size
         self._layer_choice = layers
@@ -139,10 +145,6 @@ class HarmonyStrategyMixin(_Base):
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         self._devices = list(devices or [])
-        if len(self._devices) > 1:
-            raise ValueError(
-                f"strategy='harmony' runs on one device so far: use Trainer(devices=1), not {len(self._devices)}"
-            )
 
     @property
     def accelerator(self) -> Any:
@@ -251,19 +253,36 @@ class HarmonyStrategyMixin(_Base):
     def _build_executor(self) -> Executor:
         module = self._module
         _refuse_sparse(module)
-        device = self._open_device()
-        layers = find_layers(module, max_layer_bytes=device.capacity_bytes, layers=self._layer_choice)
+        devices = self._open_devices()
+        smallest = min((d.capacity_bytes for d in devices if d.capacity_bytes is not None), default=None)
+        layers = find_layers(module, max_layer_bytes=smallest, layers=self._layer_choice)
         if not layers:
             raise UnsupportedModelError(
                 f"{type(module).__name__} has no submodule with parameters that could be swapped as a layer: hold the "
                 "network in a submodule, or train with Trainer(strategy='auto')"
             )
-        return Executor(module, layers, device)
+        return Executor(module, layers, *devices, parallel=self._parallel)
 
-    def _open_device(self) -> Device:
-        if self.root_device.type == "cuda":
-            return CudaDevice(self.root_device, self._capacity_bytes or free_device_bytes(self.root_device))
-        return VirtualDevice(self._capacity_bytes)
+    def _open_devices(self) -> list[Device]:
+        several = len(self._devices) > 1
+        return [
+            CudaDevice(device, capacity or free_device_bytes(device), is_one_of_several=several)
+            if device.type == "cuda"
+            else VirtualDevice(capacity)
+            for device, capacity in zip(self._devices or [self.root_device], self._capacities(), strict=True)
+        ]
+
+    def _capacities(self) -> list[int | None]:
+        """Of each device."""
+        num_devices = max(len(self._devices), 1)
+        if len(self._device_memory) == 1:
+            return self._device_memory * num_devices
+        if len(self._device_memory) != num_devices:
+            raise ValueError(
+                f"HarmonyStrategy(device_memory=...) has {len(self._device_memory)} entries for {num_devices} devices: "
+                "give one for each of Trainer(devices=...), or a single one for all"
+            )
+        return self._device_memory
 
     def _refuse_too_little_host_memory(self) -> None:
         trainable = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
@@ -426,8 +445,8 @@ class HarmonyStrategyMixin(_Base):
             seconds=time.perf_counter() - start,
             swapped_in_bytes=dict(engine.traffic.swapped_in),
             swapped_out_bytes=dict(engine.traffic.swapped_out),
-            transferred_bytes=0,
-            peak_device_bytes=[engine.device.peak_bytes()],
+            transferred_bytes=engine.traffic.transferred,
+            peak_device_bytes=[device.peak_bytes() for device in engine.devices],
             host_bytes=engine.store.num_bytes + engine.pool.num_bytes + self._optimizer_bytes(),
             num_microbatches=num_microbatches,
             num_packs=len(engine.plan.packs),
@@ -568,8 +587,9 @@ class _Step:
         if not isinstance(loss, Tensor):
             self.output = output
             return None
-        self.loss, self.requires_grad = loss.detach(), loss.requires_grad
-        self.output = tree_map_only(Tensor, Tensor.detach, output)
+        to_root = self._strategy._engine.to_root
+        self.loss, self.requires_grad = to_root(loss), loss.requires_grad
+        self.output = tree_map_only(Tensor, to_root, output)
         return loss
 
 

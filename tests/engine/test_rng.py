@@ -24,12 +24,12 @@ GENERATORS: dict[str, Callable[[], Any]] = {
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
     """The tests' own generators, whatever ran before, and those of others back afterwards."""
-    before, numpy_before = RandomState.capture([]), np.random.get_state()
+    before, numpy_before = RandomState.capture(None), np.random.get_state()
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
     yield
-    before.restore()
+    before.restore(None)
     np.random.set_state(numpy_before)
 
 
@@ -99,9 +99,9 @@ class TestInterleaving:
 
 class TestCaller:
     def test_goes_on_as_if_nothing_had_been_drawn(self) -> None:
-        before, numpy_before = RandomState.capture([]), np.random.get_state()
+        before, numpy_before = RandomState.capture(None), np.random.get_state()
         expected = draw()
-        before.restore()
+        before.restore(None)
         np.random.set_state(numpy_before)
         drawn_by([0, 1, 0, 1], [7, 8])
         assert draw() == expected
@@ -124,9 +124,9 @@ class TestCaller:
 
 class TestSingleLane:
     def test_without_a_seed_goes_on_with_the_callers_stream(self) -> None:
-        before, numpy_before = RandomState.capture([]), np.random.get_state()
+        before, numpy_before = RandomState.capture(None), np.random.get_state()
         expected = [draw(), draw(), draw()]
-        before.restore()
+        before.restore(None)
         np.random.set_state(numpy_before)
         found = drawn_by([0, 0], [None])[0]
         assert [*found, draw()] == expected
@@ -134,19 +134,19 @@ class TestSingleLane:
 
 class TestRandomState:
     def test_restores_what_it_captured(self) -> None:
-        state = RandomState.capture([])
+        state = RandomState.capture(None)
         expected = torch.rand(3), random.random()
         torch.manual_seed(99)
         random.seed(99)
-        state.restore()
+        state.restore(None)
         assert torch.equal(torch.rand(3), expected[0])
         assert random.random() == expected[1]
 
     def test_can_be_restored_again(self) -> None:
-        state = RandomState.capture([])
+        state = RandomState.capture(None)
         first = torch.rand(3)
         for _ in range(2):
-            state.restore()
+            state.restore(None)
             assert torch.equal(torch.rand(3), first)
 
 
@@ -168,9 +168,9 @@ class TestPythonsGenerator:
         # One of a pair of normal numbers is kept for the next call.
         random.gauss(0, 1)
         public = random.getstate()
-        state = RandomState.capture([])
+        state = RandomState.capture(None)
         expected = [random.random() for _ in range(700)] + [random.gauss(0, 1), random.getrandbits(32)]
-        state.restore()
+        state.restore(None)
         assert random.getstate() == public
         assert [random.random() for _ in range(700)] + [random.gauss(0, 1), random.getrandbits(32)] == expected
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.stream import Happened
 from lightning_harmony.engine.swap import Residency
@@ -31,7 +32,7 @@ def run(module: nn.Module) -> None:
     """Run a layer with its weights on a device, and verify it."""
     layer = SwappedLayer(0, "model.layer", module, list(module.parameters()))
     leaves = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in layer.parameters}
-    residency = Residency(torch.empty(0), Happened(), leaves, {})
+    residency = Residency(VirtualDevice(None), torch.empty(0), Happened(), leaves, {})
     x = torch.randn(2, 3, requires_grad=True)
     with layer.bound(leaves, {}):
         result = module(x)

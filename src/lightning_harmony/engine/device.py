@@ -6,7 +6,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -78,8 +78,36 @@ class Device(ABC):
         """Called before the last reference to a buffer from `empty` goes: its memory is reused only after ``uses``."""
 
     @abstractmethod
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in this device's memory."""
+
+    @abstractmethod
     def computing(self) -> AbstractContextManager[None]:
-        """The context of all code that computes on this device."""
+        """The context of all code that computes on this device: in order, whichever lane it is for."""
+
+    def scheduling(self) -> AbstractContextManager[None]:
+        """The context of what goes on between the turns of lanes: it is ordered with computing, after no lane's own work."""
+        return nullcontext()
+
+    def selected(self) -> AbstractContextManager[None]:
+        """The context of a lane's own work on this device, between the layers."""
+        return self.computing()
+
+    def lane(self, number: int) -> AbstractContextManager[None]:
+        """The context of all that a lane does, of which this device may see a part."""
+        return nullcontext()
+
+    @abstractmethod
+    def hand_out(self, tensors: Iterable[Tensor]) -> None:
+        """Called after computing: what it made goes to the lane."""
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """From here on, lanes may work: after what the caller has launched."""
+
+    @abstractmethod
+    def join_lanes(self) -> None:
+        """Order what the caller computes next after all that lanes have launched."""
 
     def on_host(self) -> AbstractContextManager[None]:
         """The context of host work in the middle of code that computes on this device."""
@@ -121,10 +149,24 @@ class Device(ABC):
 
 
 class CudaDevice(Device):
-    """One GPU."""
+    """One GPU.
 
-    def __init__(self, torch_device: torch.device, capacity_bytes: int | None) -> None:
+    Args:
+        torch_device: which one.
+        capacity_bytes: what may be allocated on it.
+        is_one_of_several: whether lanes go from device to device. Each then has a stream of its own on each, on which
+            its glue, its copies from device to device and the autograd engine run. On one stream, a lane that waits for
+            another device would hold up those behind it.
+    """
+
+    def __init__(
+        self, torch_device: torch.device, capacity_bytes: int | None, *, is_one_of_several: bool = False
+    ) -> None:
         super().__init__(torch_device, capacity_bytes)
+        self._is_one_of_several = is_one_of_several
+        self._compute = torch.cuda.current_stream(torch_device)
+        self._lane_streams: dict[int, torch.cuda.Stream] = {}
+        self._began: torch.cuda.Event | None = None
         self.swap_in = CudaStream(torch_device)
         self.swap_out = CudaStream(torch_device)
         self.stash_in = CudaStream(torch_device)
@@ -162,11 +204,62 @@ class CudaDevice(Device):
         """Order later copies, which may reuse the memory, after its uses."""
         self.swap_in.submit(lambda: None, after=uses)
 
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether it is on this GPU."""
+        return tensor.device == self.torch_device
+
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Make this device current."""
-        with torch.cuda.device(self.torch_device):
+        """Make this device current; the lane hands over to the compute stream, and takes over from it."""
+        lane = torch.cuda.current_stream(self.torch_device)
+        if lane == self._compute:
+            with torch.cuda.device(self.torch_device):
+                yield
+            return
+        self._compute.wait_stream(lane)
+        with torch.cuda.stream(self._compute):
             yield
+        lane.wait_stream(self._compute)
+
+    def scheduling(self) -> AbstractContextManager[None]:
+        """On the compute stream, from whichever lane it is done."""
+        return torch.cuda.stream(self._compute) if self._is_one_of_several else nullcontext()
+
+    def selected(self) -> AbstractContextManager[None]:
+        """Make this device current, with the lane's own stream."""
+        return torch.cuda.device(self.torch_device)
+
+    @contextmanager
+    def lane(self, number: int) -> Iterator[None]:
+        """Give the lane its stream, and make this device current."""
+        if not self._is_one_of_several:
+            with self.computing():
+                yield
+            return
+        if number not in self._lane_streams:
+            self._lane_streams[number] = torch.cuda.Stream(self.torch_device)
+        stream = self._lane_streams[number]
+        assert self._began is not None
+        stream.wait_event(self._began)
+        with torch.cuda.stream(stream):
+            yield
+
+    def hand_out(self, tensors: Iterable[Tensor]) -> None:
+        """Tell the allocator that the lane's stream uses them, too."""
+        if self._is_one_of_several:
+            stream = torch.cuda.current_stream(self.torch_device)
+            for tensor in tensors:
+                if tensor.device == self.torch_device:
+                    tensor.record_stream(stream)
+
+    def begin_step(self) -> None:
+        """Record what lanes begin after."""
+        self._began = self._compute.record_event()
+
+    def join_lanes(self) -> None:
+        """Let the compute stream wait for all lanes."""
+        for stream in self._lane_streams.values():
+            self._compute.wait_stream(stream)
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """A registered buffer of exact size: torch's pinned allocator rounds up to powers of two."""
@@ -200,7 +293,6 @@ class VirtualDevice(Device):
         self._allocated_bytes = 0
         self._peak_bytes = 0
         self._watched_bytes = 0
-        self._is_counting = True
         # Asked for memory when an allocation would fail, as CUDA's allocator asks its cache: whether it freed some.
         self.relieve: Callable[[], bool] = lambda: False
         # Storages end in whatever thread drops the last reference.
@@ -270,25 +362,56 @@ class VirtualDevice(Device):
     def free(self, buffer: Tensor, uses: Sequence[Event]) -> None:
         """Nothing to do: a copy that is under way holds a reference of its own."""
 
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether its storage is counted here."""
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._live
+
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Count whatever is allocated."""
-        with _Meter(self):
+        """Count whatever is allocated: here, and no longer on the device that counted before."""
+        meter: _Meter | None = getattr(_meters, "active", None)
+        if meter is None:
+            with _Meter(self) as meter:
+                _meters.active = meter
+                try:
+                    yield
+                finally:
+                    _meters.active = None
+            return
+        before, meter.device = meter.device, self
+        try:
             yield
+        finally:
+            meter.device = before
+
+    def lane(self, number: int) -> AbstractContextManager[None]:
+        """Count what it allocates."""
+        return self.computing()
+
+    def hand_out(self, tensors: Iterable[Tensor]) -> None:
+        """Nothing to do: there is one order of all."""
+
+    def begin_step(self) -> None:
+        """Nothing to do."""
+
+    def join_lanes(self) -> None:
+        """Nothing to do."""
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
         """Count nothing: host and device memory are the same here, but what is on the host takes no capacity."""
-        before, self._is_counting = self._is_counting, False
+        meter: _Meter | None = getattr(_meters, "active", None)
+        if meter is None:
+            yield
+            return
+        before, meter.device = meter.device, None
         try:
             yield
         finally:
-            self._is_counting = before
+            meter.device = before
 
     def count_results(self, result: Any) -> None:
         """Count the tensors that an operation returned."""
-        if not self._is_counting:
-            return
         if isinstance(result, Tensor):
             self.count(result)
         elif result is not None:
@@ -298,11 +421,11 @@ class VirtualDevice(Device):
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the storages of all results on a virtual device."""
+    """Counts the storages of all results on a virtual device, or on none."""
 
     def __init__(self, device: VirtualDevice) -> None:
         super().__init__()
-        self._device = device
+        self.device: VirtualDevice | None = device
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -311,8 +434,13 @@ class _Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._device.count_results(result)
+        if self.device is not None:
+            self.device.count_results(result)
         return result
+
+
+# Nested modes would each see an operation: a thread has one meter, which counts for one device at a time.
+_meters = threading.local()
 
 
 def _parts_of_sparse(tensor: Tensor) -> tuple[Tensor, ...]:

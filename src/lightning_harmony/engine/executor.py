@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
 
 from lightning_harmony.engine.decompose import Layer
-from lightning_harmony.engine.device import Device, VirtualDevice
+from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.glue import Glue
 from lightning_harmony.engine.host_store import HostPool, HostStore, lies_in
 from lightning_harmony.engine.intercept import InterceptedForward, LayerCall
@@ -25,16 +26,17 @@ from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.rng import RandomStreams
 from lightning_harmony.engine.stash import LaneStash, Stash, Stashed
-from lightning_harmony.engine.swap import Residency, SwappedPack, Swapper
+from lightning_harmony.engine.swap import HostGradients, Residency, SwappedPack, Swapper
+from lightning_harmony.engine.transfer import LaneTransfers, OneDevice, Transfers
 from lightning_harmony.engine.update import Updater
 from lightning_harmony.engine.verify import verify_layer
 from lightning_harmony.engine.workspace import WorkSpace
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.plan.cost import Cost, pack_cost
-from lightning_harmony.plan.graphs import fused_from, kept
+from lightning_harmony.plan.graphs import graphs_to_keep
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.packing import fill_capacity
-from lightning_harmony.plan.plan import Plan, merge_calls, visits_of
+from lightning_harmony.plan.plan import Parallel, Plan, merge_calls, visits_of
 from lightning_harmony.plan.task import Phase, Task
 
 
@@ -70,11 +72,17 @@ class Microbatch:
 
 @dataclass
 class LaneProgress:
-    """How far a lane has come in its step."""
+    """How far a lane has come in its step.
+
+    `ready_at` counts turns: when its last one ends, if each takes as long as another and devices work side by side.
+    """
 
     lane: Lane
     microbatch: Microbatch
-    stash: LaneStash
+    stashes: list[LaneStash]
+    transfers: LaneTransfers
+    glue: OneDevice | None
+    ready_at: int = 0
     task: tuple[Phase, int] | None = None
     position: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
     uses: Counter[int] = field(default_factory=Counter)
@@ -90,6 +98,7 @@ class Grant:
 
     Attributes:
         progress: whose it is.
+        device: the number of the device where it runs.
         phase: the phase of the pack.
         pack: the one that it runs; None for the code before the first layer.
         measured: gives the most bytes that were allocated during the turn, where that is measured.
@@ -98,26 +107,12 @@ class Grant:
     """
 
     progress: LaneProgress
+    device: int
     phase: Phase
     pack: SwappedPack | None
     measured: Callable[[], int] | None
     bytes_before: int
     summing: bool
-
-
-@dataclass
-class Visit:
-    """The stay of lanes in a pack, one after the other.
-
-    Attributes:
-        place: where they are.
-        reserved_bytes: what the lane that comes next will allocate.
-        has_prefetched: whether all that is fetched ahead is under way.
-    """
-
-    place: Place
-    reserved_bytes: int
-    has_prefetched: bool = False
 
 
 class Executor:
@@ -129,17 +124,20 @@ class Executor:
     Args:
         model: the module whose layers are intercepted from now until `close`.
         layers: those layers, as `find_layers` returns them.
-        device: where they run.
+        devices: where they run, the root first: the one device that the model's own code sees.
+        parallel: how packs are placed on several devices.
 
     Raises:
         CapacityError: if a layer's weights and gradients exceed the capacity.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[Layer], device: Device) -> None:
-        self.device = device
-        self.cuda_devices: Sequence[int] = (
-            [device.torch_device.index] if isinstance(device.torch_device.index, int) else []
-        )
+    def __init__(
+        self, model: nn.Module, layers: Sequence[Layer], *devices: Device, parallel: Parallel = "pipeline"
+    ) -> None:
+        self.devices = devices
+        self._root = devices[0]
+        self._parallel: Parallel = parallel
+        self._cuda_devices = [d.torch_device.index for d in devices if isinstance(d.torch_device.index, int)]
         self.traffic = Traffic()
         self.reentrant = False
         self.on_switch: Callable[[int], None] | None = None
@@ -153,17 +151,17 @@ class Executor:
         self._refuse_too_large()
         self._glue_layers: dict[nn.Parameter, SwappedLayer] = {}
         in_order = dict.fromkeys([p for layer in self._layers for p in layer.parameters] + list(model.parameters()))
-        self.store = HostStore(list(in_order), device)
-        self.pool = HostPool(device.host_buffer)
+        self.store = HostStore(list(in_order), self._root)
+        self.pool = HostPool(self._root.host_buffer)
         self.updater = Updater(self.pool)
-        self._swapper = Swapper(device, self.store, self.pool, self.traffic, lambda p: self._num_owners[p] > 1)
-        self._stash = Stash(device, self.pool, self.traffic)
-        self._glue = Glue(places_of(model, list(in_order)), device.torch_device, self)
+        self._residents = [self._residents_on(number) for number in range(len(devices))]
+        self._transfers = Transfers(devices, self.traffic, lambda number, size: self._residents[number].admit(size))
+        self._glue = Glue(places_of(model, list(in_order)), self._root.torch_device, self)
         self._lanes = LanePool()
         self._progress: dict[Lane, LaneProgress] = {}
         self._random = RandomStreams([], [])
-        self._residents = Residents(device, self._swapper, self._stash)
-        self._pack_of: dict[int, SwappedPack] = {}
+        self._free_at = [0] * len(devices)
+        self._pack_of: dict[int, int] = {}
         self._is_training = True
         self._works = {is_training: WorkSpace() for is_training in (True, False)}
         self._delivered: set[int] = set()
@@ -182,7 +180,6 @@ class Executor:
         self._set_plan(list(range(len(self._layers))))
         self._running: list[LaneProgress] = []
         self._granted: Grant | None = None
-        self._visit: Visit | None = None
         self._num_elements = 0
         self._in_backward = False
         self._factor = 1.0
@@ -190,8 +187,18 @@ class Executor:
         self._glue_buffers = self._move_glue_buffers()
         self._intercepted = [InterceptedForward(layer, self) for layer in self._layers]
 
+    def _residents_on(self, number: int) -> Residents:
+        device = self.devices[number]
+        swapper = Swapper(device, self.store, self.pool, self.traffic, lambda p: self._num_owners[p] > 1)
+        return Residents(device, swapper, Stash(device, self.pool, self.traffic), number)
+
+    @property
+    def _capacity_bytes(self) -> int | None:
+        """Of the smallest device."""
+        return min((d.capacity_bytes for d in self.devices if d.capacity_bytes is not None), default=None)
+
     def _refuse_too_large(self) -> None:
-        capacity = self.device.capacity_bytes
+        capacity = self._capacity_bytes
         for layer in self._layers if capacity is not None else []:
             weights = sum(p.numel() * p.element_size() for p in layer.parameters)
             gradients = sum(p.numel() * p.element_size() for p in layer.parameters if p.requires_grad)
@@ -207,33 +214,36 @@ class Executor:
         """Buffers that no layer owns stay on the device throughout."""
         owned = {key for layer in self._layers for key in layer.buffers}
         keys = [key for key in buffers_of(self._model) if key not in owned]
-        move_buffers(keys, self.device.torch_device)
+        move_buffers(keys, self._root.torch_device)
         return keys
 
     # ---- plan ----------------------------------------------------------------------------------------------------------
 
     def _arrange(self, packs: Sequence[Sequence[SwappedLayer]]) -> None:
         """Make packs of layers."""
-        self._residents.packs = [SwappedPack(index, layers, self.store) for index, layers in enumerate(packs)]
-        self._pack_of = {layer.index: pack for pack in self._packs for layer in pack.layers}
+        for residents in self._residents:
+            residents.packs = [SwappedPack(index, layers, self.store) for index, layers in enumerate(packs)]
+        self._pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
 
     def _set_plan(self, calls: Sequence[int], *, num_microbatches: int | None = None) -> None:
         """Plan for an order of calls; with the number of microbatches, also whose graphs are kept."""
         names = tuple(tuple(layer.name for layer in pack.layers) for pack in self._packs)
-        visits = visits_of([self._pack_of[call].index for call in calls])
+        visits = visits_of([self._pack_of[call] for call in calls])
         first_fused, keeping = len(visits), frozenset[int]()
         if num_microbatches is not None:
-            capacity = self.device.capacity_bytes
             costs = [pack_cost([self._cost(layer) for layer in pack.layers]) for pack in self._packs]
-            first_fused = fused_from(visits, costs, capacity)
-            keeping = kept(visits, first_fused, costs, num_microbatches, capacity)
-        self._residents.plan = Plan(names, visits, first_fused, keeping)
+            capacities = [device.capacity_bytes for device in self.devices]
+            first_fused, keeping = graphs_to_keep(visits, costs, num_microbatches, capacities, self._parallel)
+        self.plan = Plan(names, visits, first_fused, keeping, len(self.devices), self._parallel)
+        for residents in self._residents:
+            residents.plan = self.plan
 
     def _plan_from_record(self, calls: list[int], num_microbatches: int) -> None:
         """Pack the layers in the order in which the first step called them."""
         order = list(dict.fromkeys(calls))
         costs = [self._cost(self._layers[index]) for index in order]
-        packs = [[self._layers[order[i]] for i in pack] for pack in fill_capacity(costs, self.device.capacity_bytes)]
+        cut = fill_capacity(costs, self._capacity_bytes, len(self.devices) if self._parallel == "pipeline" else 1)
+        packs = [[self._layers[order[i]] for i in pack] for pack in cut]
         uncalled = [[layer] for layer in self._layers if layer.index not in set(order)]
         self._arrange([*packs, *uncalled])
         self._set_plan(calls, num_microbatches=num_microbatches)
@@ -247,13 +257,14 @@ class Executor:
         return self._works[self._is_training]
 
     @property
-    def plan(self) -> Plan:
-        """The plan in use."""
-        return self._residents.plan
-
-    @property
     def _packs(self) -> list[SwappedPack]:
-        return self._residents.packs
+        """The packs as they are on the root device; other devices have the same ones."""
+        return self._residents[0].packs
+
+    def _device_of(self, pack: int) -> int:
+        """The number of the device where a pack runs for the current lane."""
+        lane = current_lane()
+        return self.plan.device_of(pack, 0 if lane is None else lane.microbatch)
 
     @property
     def is_planned(self) -> bool:
@@ -287,26 +298,35 @@ class Executor:
         # Where work space isn't known, a lane goes from pack to pack.
         self._predicted = predicted_gradient if self._fuses and self._recorded and not self._measuring else None
         self._num_elements = num_elements
-        self._random = RandomStreams([microbatch.seed for microbatch in microbatches], self.cuda_devices)
+        self._random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
         self.updater.reclaim()
         self._in_backward = False
         self._is_watching = is_training and not self._recorded and not self._has_watched_all
-        for pack in self._packs:
-            pack.is_narrow = is_training
+        for residents in self._residents:
+            residents.device.begin_step()
+            for pack in residents.packs:
+                pack.is_narrow = is_training
+        self._free_at = [0] * len(self.devices)
         jobs = [lambda number=number: self._run_lane(number) for number in range(len(microbatches))]
         lanes = self._lanes.lanes(jobs)
-        self._running = [
-            LaneProgress(lane, microbatch, LaneStash(self._stash))
-            for lane, microbatch in zip(lanes, microbatches, strict=True)
-        ]
+        self._running = [self._begin(lane, each) for lane, each in zip(lanes, microbatches, strict=True)]
         self._progress = {progress.lane: progress for progress in self._running}
         with self._glue.stand_ins(), self._unwinding_on_error():
             self._drive(Phase.FORWARD)
 
+    def _begin(self, lane: Lane, microbatch: Microbatch) -> LaneProgress:
+        stashes = [LaneStash(residents.stash) for residents in self._residents]
+        transfers = LaneTransfers(self._transfers)
+        glue = OneDevice(transfers, self._transfers, self._follow) if len(self.devices) > 1 else None
+        return LaneProgress(lane, microbatch, stashes, transfers, glue)
+
     def _run_lane(self, number: int) -> None:
         progress = self._running[number]
-        with self.device.computing():
-            with self._glue.stashing():
+        with ExitStack() as stack:
+            # The root last: it is the current one.
+            for device in reversed(self.devices):
+                stack.enter_context(device.lane(number))
+            with self._glue.stashing(), progress.glue or nullcontext():
                 loss = progress.microbatch.step()
             if loss is None or not loss.requires_grad:
                 return
@@ -333,9 +353,9 @@ class Executor:
         self.updater.begin(optimizer, [pack.parameters for pack in self._packs])
         self._factor = factor
         with self._glue.stand_ins(), self._unwinding_on_error():
-            self._deliver_final(self._packs)
+            self._deliver_final(range(len(self._packs)))
             self._drive(Phase.BACKWARD)
-            self._deliver(pack for pack in self._packs if pack.index not in self._delivered)
+            self._deliver(pack.index for pack in self._packs if pack.index not in self._delivered)
             self.updater.finish()
         self._end()
 
@@ -382,16 +402,10 @@ class Executor:
             self._reset()
 
     def _reset(self) -> None:
-        if isinstance(self.device, VirtualDevice):
-            self.device.relieve = lambda: False
-        self._progress, self._running, self._visit = {}, [], None
+        self._progress, self._running = {}, []
         self._random.switch_back()
-        self._stash.drain()
-        for pack in self._packs:
-            pack.accumulators, pack.parked = {}, {}
-            self._residents.evict(pack)
-            pack.is_narrow = False
-        self._residents.drain()
+        for residents in self._residents:
+            residents.reset()
 
     @contextmanager
     def _unwinding_on_error(self) -> Iterator[None]:
@@ -401,7 +415,8 @@ class Executor:
             self._lanes.abort()
             # Whoever handles the error may save a checkpoint: no update may run meanwhile.
             self.updater.drain()
-            self._stash.clear()
+            for residents in self._residents:
+                residents.stash.clear()
             self._reset()
             raise
 
@@ -419,10 +434,13 @@ class Executor:
             granted = self._granted
             if granted is not None and granted.pack is not None and hasattr(error, "add_note"):
                 task = Task(granted.pack.index, granted.phase, granted.progress.lane.microbatch)
-                error.add_note(f"in task {task} ({granted.pack.name})")
+                on_device = f" on device {granted.device}" if len(self.devices) > 1 else ""
+                error.add_note(f"in task {task} ({granted.pack.name}){on_device}")
             raise
         finally:
             self._granted = None
+            for device in self.devices:
+                device.join_lanes()
 
     def _next(self, until: Phase, previous: Lane | None) -> Lane | None:
         """The lane whose turn it is, everything ready for it. Called in whichever lane has the baton."""
@@ -430,20 +448,32 @@ class Executor:
         with torch.no_grad(), no_dispatch():
             granted, self._granted = self._granted, None
             if granted is not None:
-                self._take_stock(granted)
+                with self.devices[granted.device].scheduling():
+                    self._take_stock(granted)
             ready = [progress for progress in self._running if self._may_run(progress, until)]
             if not ready:
                 return None
             progress = min(ready, key=self._turn) if len(ready) > 1 else ready[0]
-            self._granted = self._grant(progress)
+            number = self._device_for(progress)
+            with self.devices[number].scheduling():
+                self._granted = self._grant(progress, number)
             return progress.lane
+
+    def _device_for(self, progress: LaneProgress) -> int:
+        """The device of what a lane asks for."""
+        request = progress.lane.request
+        if request is None or request.pack is None:
+            return 0
+        return self.plan.device_of(request.pack, progress.lane.microbatch)
 
     def _may_run(self, progress: LaneProgress, until: Phase) -> bool:
         request = progress.lane.request
         if progress.lane.finished:
             return False
-        if request is None or request.phase is Phase.FORWARD:
-            return request is None or not self._is_too_early(progress, request.pack)
+        if request is None:
+            return True
+        if request.phase is Phase.FORWARD:
+            return not self._is_too_early(progress, request.pack) and not self._would_overtake_buffers(progress)
         if request.pack is not None and not progress.differentiating:
             # The step itself asks for a gradient, as torch.autograd.grad of an activation.
             return True
@@ -454,6 +484,19 @@ class Executor:
         if self._predicted is None or pack not in self.plan.fused:
             return False
         return not all(other.differentiating or other.lane.finished for other in self._earlier(progress))
+
+    def _would_overtake_buffers(self, progress: LaneProgress) -> bool:
+        """Whether an earlier microbatch is still on its way to a pack whose layers may change their buffers."""
+        request = progress.lane.request
+        if len(self.devices) == 1 or request.pack is None or not self._packs[request.pack].buffers:
+            return False
+        return any(
+            not other.lane.finished
+            and not other.differentiating
+            and (other.lane.request is None or other.lane.request.phase is Phase.FORWARD)
+            and (other.lane.request is None or other.lane.request.position < request.position)
+            for other in self._earlier(progress)
+        )
 
     def _earlier(self, progress: LaneProgress) -> list[LaneProgress]:
         """The lanes of the microbatches before one."""
@@ -469,34 +512,47 @@ class Executor:
             for other in self._earlier(progress)
         )
 
-    def _turn(self, progress: LaneProgress) -> tuple[bool, int, int, int]:
-        """Forward before backward, then by place in the plan: the lanes behind catch up, and share a pack's visit."""
+    def _turn(self, progress: LaneProgress) -> tuple[int, bool, int, int, int]:
+        """The soonest, as far as devices and the lane's last turn allow, so that devices work side by side.
+
+        Of several, forward before backward, then by place in the plan: the lanes behind catch up, and share a pack's visit.
+        """
         request = progress.lane.request
         number = progress.lane.microbatch
+        soonest = max(progress.ready_at, self._free_at[self._device_for(progress)])
         if request is None or request.pack is None:
-            return request is not None, -1, -1, number
-        return request.phase is Phase.BACKWARD, request.position, request.pack, number
+            return soonest, request is not None, -1, -1, number
+        return soonest, request.phase is Phase.BACKWARD, request.position, request.pack, number
 
-    def _grant(self, progress: LaneProgress) -> Grant:
+    def _grant(self, progress: LaneProgress, number: int) -> Grant:
         request = progress.lane.request
+        device = self.devices[number]
+        self._random.switch_to(progress.lane.microbatch)
+        self._follow(number)
         pack = None
         if request is not None and request.pack is not None:
-            pack = self._packs[request.pack]
+            pack = self._residents[number].packs[request.pack]
             self._enter(progress, Place(pack, request.phase, request.position))
-        self._random.switch_to(progress.lane.microbatch)
+            progress.ready_at = self._free_at[number] = max(progress.ready_at, self._free_at[number]) + 1
         if self.on_switch is not None:
             self.on_switch(progress.lane.microbatch)
         phase = Phase.FORWARD if request is None else request.phase
-        measured = self.device.watch_peak() if self._measuring else None
+        measured = device.watch_peak() if self._measuring else None
         summing = pack is not None and bool(pack.accumulators)
-        return Grant(progress, phase, pack, measured, self.device.allocated_bytes(), summing)
+        return Grant(progress, number, phase, pack, measured, device.allocated_bytes(), summing)
+
+    def _follow(self, number: int) -> None:
+        """Random numbers are drawn on another device from now on."""
+        if self._cuda_devices:
+            self._random.follow(self._cuda_devices[number])
 
     def _enter(self, progress: LaneProgress, place: Place) -> None:
         """A lane comes to a pack: make it ready."""
         progress.position[place.phase] = place.position
         progress.task = place.phase, place.pack.index
-        self._residents.pinned = frozenset() if self._predicted is None else self._pinned()
-        self._make_ready(place)
+        residents = self._residents[self.plan.device_of(place.pack.index, progress.lane.microbatch)]
+        residents.pinned = frozenset() if self._predicted is None else self._pinned()
+        residents.enter(place, self._needed_bytes(place.pack, place.phase), alone=self._measuring)
 
     def _pinned(self) -> frozenset[int]:
         """The fused packs, until all lanes came through them."""
@@ -508,10 +564,11 @@ class Executor:
         pack = granted.pack
         if granted.measured is not None:
             self._note_work(granted, granted.measured() - granted.bytes_before)
-        self._stash.retire()
-        self.device.retire()
+        residents = self._residents[granted.device]
+        residents.stash.retire()
+        residents.device.retire()
         if self._in_backward and pack is not None:
-            self._deliver_final([pack])
+            self._deliver_final([pack.index])
 
     def _note_work(self, granted: Grant, num_bytes: int) -> None:
         """Keep the most that was allocated in a pack."""
@@ -532,10 +589,12 @@ class Executor:
     def _out_of_memory(self, granted: Grant, error: BaseException) -> CapacityError:
         pack = granted.pack
         where = f"pack {pack.index} ({pack.name})" if pack is not None else "the code before the first layer"
-        return self._exceeded(f"{where} with microbatch {granted.progress.lane.microbatch}", error)
+        on_device = f" on device {granted.device}" if len(self.devices) > 1 else ""
+        what = f"{where} with microbatch {granted.progress.lane.microbatch}{on_device}"
+        return self._exceeded(what, self.devices[granted.device], error)
 
-    def _exceeded(self, what: str, error: BaseException) -> CapacityError:
-        capacity = self.device.capacity_bytes
+    def _exceeded(self, what: str, device: Device, error: BaseException) -> CapacityError:
+        capacity = device.capacity_bytes
         limit = "the device" if capacity is None else f"the capacity of {format_bytes(capacity)}"
         short = getattr(error, "short_bytes", None)
         missing = "" if short is None else f" by {format_bytes(short)}"
@@ -546,30 +605,6 @@ class Executor:
         )
 
     # ---- memory --------------------------------------------------------------------------------------------------------
-
-    def _make_ready(self, place: Place) -> None:
-        """Bring a pack to the device, with room for its work, and start to fetch what comes after it."""
-        visit = self._visit
-        if visit is not None and visit.place == place and place.pack.residency is not None:
-            # A further lane in the same pack: only the room that the last one took may be missing.
-            visit.reserved_bytes = self._needed_bytes(place.pack, place.phase)
-            self._residents.ensure_room(visit.reserved_bytes, place)
-        else:
-            visit = self._begin_visit(place)
-        if not self._measuring and not visit.has_prefetched:
-            visit.has_prefetched = self._residents.prefetch(place, visit.reserved_bytes)
-
-    def _begin_visit(self, place: Place) -> Visit:
-        if self._measuring:
-            # Its work space isn't known: it gets all there is.
-            self._residents.evict_all_but(place.pack)
-        needed = self._needed_bytes(place.pack, place.phase)
-        if isinstance(self.device, VirtualDevice):
-            # First, as what is fetched now may need room already: the one for the pack before could evict this one.
-            self.device.relieve = partial(self._residents.make_room, place)
-        self._residents.bring(place, needed)
-        self._visit = Visit(place, needed)
-        return self._visit
 
     def _is_fused(self, pack: SwappedPack, phase: Phase) -> bool:
         """Whether a lane that comes to a pack goes on to its loss and comes back through it, all in one turn."""
@@ -588,72 +623,106 @@ class Executor:
 
     # ---- gradients -----------------------------------------------------------------------------------------------------
 
-    def _deliver_final(self, packs: Sequence[SwappedPack]) -> None:
+    def _deliver_final(self, packs: Iterable[int]) -> None:
         """Hand over the gradients of those packs of which no further backward is expected."""
         self._deliver(
-            pack
-            for pack in packs
-            if pack.index not in self._delivered
-            and (pack.accumulators or pack.parked)
-            and not any(progress.pending[layer.index] for progress in self._running for layer in pack.layers)
+            index
+            for index in packs
+            if index not in self._delivered
+            and any(pack.accumulators or pack.parked for pack in self._copies(index))
+            and not any(
+                progress.pending[layer.index] for progress in self._running for layer in self._packs[index].layers
+            )
             and not self.reentrant
         )
 
-    def _deliver(self, packs: Iterable[SwappedPack]) -> None:
-        for pack in packs:
-            self._delivered.add(pack.index)
-            if self._factor != 1.0:
-                self._swapper.scale_gradients(pack, self._factor)
-            self.updater.deliver(pack.parameters, self._swapper.swap_out_gradients(pack))
+    def _copies(self, index: int) -> list[SwappedPack]:
+        """A pack as it is on each device."""
+        return [residents.packs[index] for residents in self._residents]
+
+    def _deliver(self, packs: Iterable[int]) -> None:
+        for index in packs:
+            self._delivered.add(index)
+            gradients: list[HostGradients] = []
+            self._add_up(index)
+            for residents in self._residents:
+                pack = residents.packs[index]
+                with residents.device.scheduling():
+                    if self._factor != 1.0:
+                        residents.swapper.scale_gradients(pack, self._factor)
+                    gradients += residents.swapper.swap_out_gradients(pack)
+            self.updater.deliver(self._packs[index].parameters, gradients)
+
+    def _add_up(self, index: int) -> None:
+        """Add the sums that several devices have of a pack, in the order of devices, on one of them."""
+        having = [number for number, pack in enumerate(self._copies(index)) if pack.accumulators]
+        if len(having) < 2:
+            return
+        # Spread over devices, as are the swaps of what comes of it.
+        target = having[index % len(having)]
+        residents = self._residents[target]
+        for number in having:
+            if number == target:
+                continue
+            source = self._residents[number]
+            accumulators, source.packs[index].accumulators = source.packs[index].accumulators, {}
+            for use, accumulator in accumulators.items():
+                with source.device.scheduling(), residents.device.scheduling():
+                    buffer = self._transfers.copy(accumulator.buffer, target)
+                    residents.swapper.add(residents.packs[index], use, accumulator, buffer)
 
     # ---- what layers and glue ask for ----------------------------------------------------------------------------------
 
     @contextmanager
     def visit(self, layer: SwappedLayer, phase: Phase) -> Iterator[Residency]:
         """Wait for a layer's turn; within the context it resides on the device."""
-        pack = self._pack_of[layer.index]
         lane = current_lane()
         progress = self._progress.get(lane) if lane is not None else None
         if progress is None:
-            with self._alone(pack) as alone:
+            with self._alone(self._pack_of[layer.index]) as alone:
                 yield alone
             return
+        index = self._pack_of[layer.index]
+        residents = self._residents[self._device_of(index)]
+        pack = residents.packs[index]
         if phase is Phase.FORWARD:
             progress.calls.append(layer.index)
-        if progress.task != (phase, pack.index) or pack.residency is None:
-            position = self.plan.position(phase, pack.index, progress.position[phase])
+        if progress.task != (phase, index) or pack.residency is None:
+            position = self.plan.position(phase, index, progress.position[phase])
             if self._may_go_on(progress, phase, pack):
-                with torch.no_grad(), no_dispatch():
+                with torch.no_grad(), no_dispatch(), residents.device.scheduling():
                     self._enter(progress, Place(pack, phase, position))
                 if self._granted is not None:
                     self._granted = replace(self._granted, pack=pack, phase=phase)
             else:
-                progress.lane.park(Request(phase, pack.index, position))
+                progress.lane.park(Request(phase, index, position))
         else:
             # Between the layers of a pack, what the last one left to be swapped out may still be there.
             place = Place(pack, phase, progress.position[phase])
-            self._residents.ensure_room(self._needed_bytes(pack, phase), place)
+            with residents.device.scheduling():
+                residents.ensure_room(self._needed_bytes(pack, phase), place)
         if phase is Phase.FORWARD and pack.layout.casts and not self._casts_as_known(pack):
-            self._widen(Place(pack, phase, progress.position[phase]))
+            self._widen(residents, Place(pack, phase, progress.position[phase]))
         residency = pack.residency
         assert residency is not None
         # Not known while it lasts. Nor afterwards, where an error ended it, or where glue uses its parameters later on.
         residency.last_use = None
         yield residency
         if layer.module is not None:
-            residency.last_use = self.device.record()
+            residency.last_use = residents.device.record()
 
     def _casts_as_known(self, pack: SwappedPack) -> bool:
         """Whether autocast does now what it did when the pack's layers were watched."""
-        dtype = autocast_dtype(self.device.torch_device)
+        dtype = autocast_dtype(self._root.torch_device)
         return all(narrow == dtype for narrow in pack.narrow_parameters().values())
 
-    def _widen(self, place: Place) -> None:
+    def _widen(self, residents: Residents, place: Place) -> None:
         """Give a pack its weights as they are."""
-        with torch.no_grad(), no_dispatch():
-            self._residents.evict(place.pack)
-            place.pack.widen()
-            self._begin_visit(place)
+        with torch.no_grad(), no_dispatch(), residents.device.scheduling():
+            residents.evict(place.pack)
+            for pack in self._copies(place.pack.index):
+                pack.widen()
+            residents.begin_visit(place, self._needed_bytes(place.pack, place.phase), alone=self._measuring)
 
     def _may_go_on(self, progress: LaneProgress, phase: Phase, pack: SwappedPack) -> bool:
         """Whether a lane enters a pack without parking: within the fused ones, forth and back."""
@@ -666,22 +735,66 @@ class Executor:
         return not self._is_overtaking(progress, pack.index)
 
     @contextmanager
-    def _alone(self, pack: SwappedPack) -> Iterator[Residency]:
+    def _alone(self, index: int) -> Iterator[Residency]:
         """A call outside of any step: the pack comes for it alone, for between two calls anyone may change weights."""
+        residents = self._residents[0]
+        pack = residents.packs[index]
         try:
-            self._swapper.swap_in(pack)
+            residents.swapper.swap_in(pack)
             assert pack.residency is not None
             pack.residency.ready.wait()
-            with self.device.computing():
+            with residents.device.computing():
                 yield pack.residency
         except torch.OutOfMemoryError as error:
-            raise self._exceeded(
-                f"layer {pack.name!r}, called outside of a step or in manual optimization,", error
-            ) from error
+            what = f"layer {pack.name!r}, called outside of a step or in manual optimization,"
+            raise self._exceeded(what, residents.device, error) from error
         finally:
-            self._swapper.park_gradients(pack)
-            self._residents.evict(pack)
-            self._residents.drain()
+            residents.swapper.park_gradients(pack)
+            residents.evict(pack)
+            residents.drain()
+
+    def home(self, tensor: Tensor) -> int | None:
+        """The number of the device where a tensor is."""
+        return self._transfers.home(tensor) if len(self.devices) > 1 else 0
+
+    def brought(self, tensors: Sequence[Tensor], residency: Residency) -> list[Tensor]:
+        """The tensors on the device of a layer: those from elsewhere as copies without their graph."""
+        if len(self.devices) == 1:
+            return list(tensors)
+        number = self.devices.index(residency.device)
+        lane = current_lane()
+        progress = self._progress.get(lane) if lane is not None else None
+        transfers = self._transfers if progress is None else progress.transfers
+        return [transfers.copy(tensor, number) for tensor in tensors]
+
+    def sent(self, tensor: Tensor, home: int | None) -> Tensor:
+        """The tensor at another one's home."""
+        return tensor if home is None or len(self.devices) == 1 else self._transfers.copy(tensor, home)
+
+    def to_root(self, tensor: Tensor) -> Tensor:
+        """What a lane leaves behind, where the model's own code expects it."""
+        return self.sent(tensor, 0).detach()
+
+    @contextmanager
+    def running(self, residency: Residency) -> Iterator[None]:
+        """The context of a layer's own code."""
+        if len(self.devices) == 1:
+            yield
+            return
+        lane = current_lane()
+        glue = self._progress[lane].glue if lane in self._progress else None
+        with residency.device.computing(), glue.paused() if glue is not None else nullcontext():
+            yield
+
+    def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operation of the glue whose operands may be on several devices."""
+        lane = current_lane()
+        glue = self._progress[lane].glue if lane in self._progress else None
+        return func(*args, **kwargs) if glue is None else glue.run(func, args, kwargs)
+
+    def device_of(self, layer: SwappedLayer) -> torch.device:
+        """Where a layer runs for the current lane."""
+        return self.devices[self._device_of(self._pack_of[layer.index])].torch_device
 
     def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
         """The layer that a parameter is when glue uses it; made when it is first used."""
@@ -691,9 +804,9 @@ class Executor:
             self._glue_layers[parameter] = layer
             self._layers.append(layer)
             self._num_owners[parameter] += 1
-            pack = SwappedPack(len(self._packs), [layer], self.store)
-            self._packs.append(pack)
-            self._pack_of[layer.index] = pack
+            self._pack_of[layer.index] = len(self._packs)
+            for residents in self._residents:
+                residents.packs.append(SwappedPack(len(residents.packs), [layer], self.store))
         return layer
 
     def token(self, parameter: nn.Parameter) -> Tensor | None:
@@ -707,20 +820,21 @@ class Executor:
     def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
         """The glue layer, and its parameter on the device, of which a tensor is a view."""
         for layer in self._glue_layers.values():
-            residency = self._pack_of[layer.index].residency
-            if residency is not None and lies_in(tensor, residency.weights):
-                return layer, residency.leaves[layer.parameters[0]]
+            for pack in self._copies(self._pack_of[layer.index]):
+                if pack.residency is not None and lies_in(tensor, pack.residency.weights):
+                    return layer, pack.residency.leaves[layer.parameters[0]]
         return None
 
     def stash(self, tensor: Tensor) -> Stashed | Tensor:
         """Keep a tensor for the backward: on the host, unless it is small or needed again at once."""
         lane = current_lane()
         progress = self._progress.get(lane) if lane is not None else None
+        number = self.home(tensor) or 0
         if progress is None:
-            return self._stash.put(tensor) or tensor.detach()
+            return self._residents[number].stash.put(tensor) or tensor.detach()
         if self._keeps_graph_in(progress.task):
             return tensor.detach()
-        return progress.stash.put(tensor) or tensor.detach()
+        return progress.stashes[number].put(tensor) or tensor.detach()
 
     def _keeps_graph_in(self, task: tuple[Phase, int] | None) -> bool:
         """Whether a task keeps graphs on the device, and with them what would go to the stash."""
@@ -743,7 +857,7 @@ class Executor:
 
     def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
         """What a layer does with its weights, if that isn't known yet: the watch, to be active during its call."""
-        dtype = autocast_dtype(self.device.torch_device)
+        dtype = autocast_dtype(self._root.torch_device)
         if not self._is_watching or layer.index in self._watched or dtype is None:
             return None
         self._watched.add(layer.index)
@@ -757,26 +871,28 @@ class Executor:
 
     def keep_graph(self, layer: SwappedLayer, call: LayerCall) -> bool:
         """Whether a call may keep its graph, where there is room, and while its pack stays."""
-        pack = self._pack_of[layer.index]
-        if not self._keeps_graph_in((Phase.FORWARD, pack.index)):
+        index = self._pack_of[layer.index]
+        if not self._keeps_graph_in((Phase.FORWARD, index)):
             return False
-        if not self.device.room_for(self._work.graph_bytes([layer]) + self._work.bytes([layer], Phase.FORWARD)):
+        residents = self._residents[self._device_of(index)]
+        if not residents.device.room_for(self._work.graph_bytes([layer]) + self._work.bytes([layer], Phase.FORWARD)):
             return False
-        self._residents.keep_graph(pack, call)
+        residents.keep_graph(residents.packs[index], call)
         return True
 
     @contextmanager
     def measuring_graph(self, layer: SwappedLayer) -> Iterator[None]:
         """The context in which a layer's graph is made again."""
-        before = self.device.allocated_bytes()
+        device = self.devices[self._device_of(self._pack_of[layer.index])]
+        before = device.allocated_bytes()
         yield
         if self._measuring:
-            self._work.note_graph(layer, self.device.allocated_bytes() - before)
+            self._work.note_graph(layer, device.allocated_bytes() - before)
 
     def _refuse_late_call(self, layer: SwappedLayer) -> None:
         """A layer that is called in backward (reentrant checkpointing) has gradients of which nobody knows the last."""
         self.reentrant = True
-        if self._pack_of[layer.index].index in self._delivered:
+        if self._pack_of[layer.index] in self._delivered:
             raise UnsupportedModelError(
                 f"layer {layer.name!r} is called again during the backward, after its update; "
                 'use HarmonyStrategy(update="deferred"), or checkpoint(..., use_reentrant=False)'
@@ -784,22 +900,27 @@ class Executor:
 
     def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Take the gradients of one announced backward."""
-        pack = self._pack_of[layer.index]
         lane = current_lane()
         if lane in self._progress:
             self._progress[lane].pending[layer.index] -= 1
         if gradients:
+            index = self._pack_of[layer.index]
+            residents = self._residents[self._device_of(index)]
             # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
-            self._swapper.accumulate(pack, layer, use, gradients, add_to_earlier=self._in_backward)
+            residents.swapper.accumulate(
+                residents.packs[index], layer, use, gradients, add_to_earlier=self._in_backward
+            )
 
     def verify(self, layer: SwappedLayer, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
         """Check a layer when it first runs backward."""
         if layer.index in self._verified:
             return
         self._verified.add(layer.index)
-        residency = self._pack_of[layer.index].residency
+        index = self._pack_of[layer.index]
+        residents = self._residents[self._device_of(index)]
+        residency = residents.packs[index].residency
         assert residency is not None
-        with self.device.on_host():
+        with residents.device.on_host():
             verify_layer(layer, residency, outputs, known)
 
     def _current(self) -> LaneProgress:
@@ -813,7 +934,7 @@ class Executor:
         """Bring gradients that calls outside of a step left on the device into the parameters' ``grad``."""
         self.updater.begin(None, [pack.parameters for pack in self._packs])
         for pack in self._packs:
-            self.updater.deliver(pack.parameters, self._swapper.swap_out_gradients(pack))
+            self.updater.deliver(pack.parameters, self._residents[0].swapper.swap_out_gradients(pack))
         self.updater.finish()
         self.updater.reclaim()
 
@@ -825,5 +946,6 @@ class Executor:
             intercepted.remove()
         move_buffers(self._glue_buffers, torch.device("cpu"))
         self.updater.close()
-        self.device.close()
+        for device in self.devices:
+            device.close()
         self.store.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -44,6 +44,12 @@ class Runtime(Protocol):
 
     def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Take the gradients of one announced backward."""
+
+    def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operation whose operands may be on several devices."""
+
+    def device_of(self, layer: SwappedLayer) -> torch.device:
+        """Where a layer runs for the current lane."""
 
 
 class StandIn(Tensor):
@@ -133,7 +139,7 @@ def _with_parameters(func: Any, args: Any, kwargs: Any) -> Any:
     real = {id(s): _swapped_in(s, copy=len(unique) > 1) for s in unique}
     args, kwargs = tree_map_only(StandIn, lambda stand_in: real[id(stand_in)], (args, kwargs))
     versions = {key: tensor._version for key, tensor in real.items()}
-    result = func(*args, **kwargs)
+    result = stand_ins[0]._runtime.on_one_device(func, args, kwargs)
     if any(real[key]._version != version for key, version in versions.items()):
         raise UnsupportedModelError(_refusal(unique[0]))
 
@@ -155,7 +161,7 @@ def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
     token = runtime.token(parameter)
     if token is None:
         anchor = torch.zeros((), requires_grad=True)
-        token = _Token.apply(anchor, layer, parameter, stand_in.device, runtime)
+        token = _Token.apply(anchor, layer, parameter, runtime.device_of(layer), runtime)
         runtime.keep_token(parameter, token)
     with runtime.visit(layer, Phase.FORWARD) as residency:
         tensor = _Use.apply(token, residency.leaves[parameter].detach())

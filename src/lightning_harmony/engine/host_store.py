@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.stream import Event
+from lightning_harmony.engine.strides import is_dense
 
 # CUDA's allocator aligns to 512 bytes and kernels are chosen by alignment: a swapped parameter keeps what it had.
 ALIGNMENT = 512
@@ -61,11 +62,6 @@ def lay_out(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = No
         slots.append(slot)
         offset += -(-slot.num_bytes // ALIGNMENT) * ALIGNMENT
     return slots, offset
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one range of memory, each place once."""
-    return torch.ops.aten.is_non_overlapping_and_dense(tensor)  # type: ignore[no-any-return]
 
 
 class HostStore:

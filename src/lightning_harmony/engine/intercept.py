@@ -28,13 +28,23 @@ from lightning_harmony.plan.task import Phase
 class Runtime(Protocol):
     """What an intercepted call asks of the executor."""
 
-    cuda_devices: Sequence[int]
-
     def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
         """Wait for the turn of a layer; it resides on the device within the context."""
 
     def stash(self, tensor: Tensor) -> Stashed | Tensor:
         """Keep a tensor for the backward, on the host or as an alias."""
+
+    def brought(self, tensors: Sequence[Tensor], residency: Residency) -> list[Tensor]:
+        """The tensors on the device of a layer: those from elsewhere as copies without their graph."""
+
+    def home(self, tensor: Tensor) -> int | None:
+        """Where a tensor is."""
+
+    def sent(self, tensor: Tensor, home: int | None) -> Tensor:
+        """The tensor at another one's home."""
+
+    def running(self, residency: Residency) -> AbstractContextManager[None]:
+        """The context of a layer's own code."""
 
     def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
         """What a layer does with its weights, if that isn't known yet: the watch, to be active during its call."""
@@ -144,37 +154,50 @@ class LayerCall:
     def run_without_gradients(self) -> Any:
         """Only swap."""
         with self.visit(Phase.FORWARD):
-            watch = self._runtime.watch(self._layer, self.residency)
-            if watch is not None:
-                self._random = RandomState.capture(self._runtime.cuda_devices)
-            args, kwargs = tree_unflatten(self._leaves, self._spec)
-            with self._bound(self.residency.buffers) as left, watch or nullcontext():
-                result = self._original(*args, **kwargs)
-            changed = self._keep_buffers(left)
-            if watch is not None and not changed:
-                self._casting, self._buffers_before, self._objects = CastingState(), {}, self._leaves
-                self._requires_grad = [False] * len(self.tensors)
-                # Without gradients, a layer may change its inputs in place.
-                self._try_narrow(watch, [tensor.clone() for tensor in self.tensors], flatten(result)[0])
-            leaves, unflatten = flatten(result)
-            return unflatten(self.own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+            self.tensors = self._runtime.brought(self.tensors, self.residency)
+            with self._runtime.running(self.residency):
+                leaves, unflatten = flatten(self._run_only())
+                leaves = [self.own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self.residency.device.hand_out(leaf for leaf in leaves if isinstance(leaf, Tensor))
+            return unflatten(iter(leaves))
 
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Run the layer and stash what its recompute needs."""
+    def _run_only(self) -> Any:
+        watch = self._runtime.watch(self._layer, self.residency)
+        if watch is not None:
+            self._random = self._capture_random()
+        args, kwargs = tree_unflatten(self._with_tensors(self.tensors, self._leaves), self._spec)
+        with self._bound(self.residency.buffers) as left, watch or nullcontext():
+            result = self._original(*args, **kwargs)
+        changed = self._keep_buffers(left)
+        if watch is not None and not changed:
+            self._casting, self._buffers_before, self._objects = CastingState(), {}, self._leaves
+            self._requires_grad = [False] * len(self.tensors)
+            # Without gradients, a layer may change its inputs in place.
+            self._try_narrow(watch, [tensor.clone() for tensor in self.tensors], flatten(result)[0])
+        return result
+
+    def forward(self) -> tuple[Any, ...]:
+        """Run the layer on `tensors` and stash what its recompute needs."""
         self._use = self._runtime.expect_backward(self._layer)
-        self._requires_grad = [tensor.requires_grad for tensor in tensors]
+        self._requires_grad = [tensor.requires_grad for tensor in self.tensors]
+        self._homes = [self._runtime.home(tensor) for tensor in self.tensors]
+        self.tensors = self._runtime.brought(self.tensors, self.residency)
+        with self._runtime.running(self.residency):
+            return self._run_and_stash()
+
+    def _run_and_stash(self) -> tuple[Any, ...]:
         self._inputs = [self._runtime.stash(tensor) for tensor in self.tensors]
         self._objects = [self._snapshot(leaf) for leaf in self._leaves]
-        self._random = RandomState.capture(self._runtime.cuda_devices)
+        self._random = self._capture_random()
         self._casting = CastingState()
         # All weights of a pack are views of one buffer, and count their changes together.
-        checked = [*tensors, self.residency.weights]
+        checked = [*self.tensors, self.residency.weights]
         versions = [tensor._version for tensor in checked]
         buffers = self.residency.buffers
         before = {key: tensor.clone() for key, tensor in buffers.items()}
         keeps = self._runtime.keep_graph(self._layer, self)
         hooks = (_keep, _keep) if keeps else (_drop, _dropped)
-        inputs = [tensor.detach() for tensor in tensors]
+        inputs = [tensor.detach() for tensor in self.tensors]
         # With grad enabled, even if nothing is kept: under no_grad other kernels would run.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*hooks):
             args, kwargs = self._arguments(inputs, self._leaves)
@@ -212,6 +235,12 @@ class LayerCall:
         if all(_same(one, other) for one, other in zip(outputs, again, strict=True)):
             self._layer.narrow = dict.fromkeys(casts, dtype)
 
+    def hand_out(self, outputs: Sequence[Any]) -> tuple[Any, ...]:
+        """The outputs for the caller, without their graph."""
+        handed = tuple(self.own(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in outputs)
+        self.residency.device.hand_out(leaf for leaf in handed if isinstance(leaf, Tensor))
+        return handed
+
     def own(self, tensor: Tensor) -> Tensor:
         """An output that will outlive the visit: what lies in the weights' memory is copied out of it."""
         return tensor.clone() if lies_in(tensor, self.residency.weights) else tensor
@@ -225,29 +254,40 @@ class LayerCall:
         return self._unflatten(iter(outputs))
 
     def backward(self, gradients: Sequence[Tensor | None], *, sum_parameters: bool) -> list[Tensor | None]:
-        """Recompute, and return the gradients of `tensors`."""
+        """Recompute, and return the gradients of the tensors that it was called with, each where that is."""
         with self.visit(Phase.BACKWARD):
-            inputs, flat, hidden = self._graph_of_forward()
-            outputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-            wanted = [tensor for tensor in inputs if tensor.requires_grad]
-            leaves = {p: self.residency.leaves[p] for p in self._layer.parameters if p.requires_grad}
-            known = [*wanted, *hidden, *leaves.values()]
-            self._runtime.verify(self._layer, outputs, known)
-            # A checkpoint within the layer runs a part of it again now, and must find the weights here, too;
-            # what it does to buffers has been done.
-            buffers = {key: self.residency.buffers[key].clone() for key in self._layer.buffers}
-            with self._layer.bound(self.residency.leaves, buffers):
-                found = _gradients(outputs, gradients, known)
-            of_inputs = iter(found[: len(wanted)])
-            self._refuse_hidden(found[len(wanted) : len(wanted) + len(hidden)])
-            if sum_parameters:
-                of_parameters = zip(leaves, found[len(wanted) + len(hidden) :], strict=True)
-                summed = [(parameter, gradient) for parameter, gradient in of_parameters if gradient is not None]
-                self._runtime.accumulate(self._layer, self._use, summed)
-            if self._runtime.is_last_backward():
-                # The node lives as long as its graph; what it kept need not.
-                self._inputs, self._objects = [], []
-            return [next(of_inputs) if tensor.requires_grad else None for tensor in inputs]
+            given = iter(self._runtime.brought([g for g in gradients if g is not None], self.residency))
+            brought = [None if gradient is None else next(given) for gradient in gradients]
+            with self._runtime.running(self.residency):
+                found = self._recompute_and_differentiate(brought, sum_parameters=sum_parameters)
+            self.residency.device.hand_out(gradient for gradient in found if gradient is not None)
+        homes = zip(found, self._homes, strict=True)
+        return [None if gradient is None else self._runtime.sent(gradient, home) for gradient, home in homes]
+
+    def _recompute_and_differentiate(
+        self, gradients: Sequence[Tensor | None], *, sum_parameters: bool
+    ) -> list[Tensor | None]:
+        inputs, flat, hidden = self._graph_of_forward()
+        outputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        leaves = {p: self.residency.leaves[p] for p in self._layer.parameters if p.requires_grad}
+        known = [*wanted, *hidden, *leaves.values()]
+        self._runtime.verify(self._layer, outputs, known)
+        # A checkpoint within the layer runs a part of it again now, and must find the weights here, too;
+        # what it does to buffers has been done.
+        buffers = {key: self.residency.buffers[key].clone() for key in self._layer.buffers}
+        with self._layer.bound(self.residency.leaves, buffers):
+            found = _gradients(outputs, gradients, known)
+        of_inputs = iter(found[: len(wanted)])
+        self._refuse_hidden(found[len(wanted) : len(wanted) + len(hidden)])
+        if sum_parameters:
+            of_parameters = zip(leaves, found[len(wanted) + len(hidden) :], strict=True)
+            summed = [(parameter, gradient) for parameter, gradient in of_parameters if gradient is not None]
+            self._runtime.accumulate(self._layer, self._use, summed)
+        if self._runtime.is_last_backward():
+            # The node lives as long as its graph; what it kept need not.
+            self._inputs, self._objects = [], []
+        return [next(of_inputs) if tensor.requires_grad else None for tensor in inputs]
 
     def _graph_of_forward(self) -> tuple[list[Tensor], list[Any], list[Tensor]]:
         """Inputs, flat result and hidden tensors with the graph between them: kept, or recomputed."""
@@ -263,22 +303,31 @@ class LayerCall:
         hidden: list[Tensor] = []
         leaves = [self._restored(leaf, hidden) for leaf in self._objects]
         buffers = {**self.residency.buffers, **{key: t.clone() for key, t in self._buffers_before.items()}}
-        now = RandomState.capture(self._runtime.cuda_devices)
-        self._random.restore()
+        now = self._capture_random()
+        self._random.restore(self._cuda_device())
         try:
             with torch.enable_grad(), self._casting.applied():
                 args, kwargs = self._arguments(inputs, leaves)
                 with self._bound(buffers):
                     result = self._original(*args, **kwargs)
         finally:
-            now.restore()
+            now.restore(self._cuda_device())
         return flatten(result)[0], hidden
 
     def _arguments(self, tensors: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
         for tensor, requires_grad in zip(tensors, self._requires_grad, strict=True):
             tensor.requires_grad_(requires_grad)
-        flat = [leaf if n is None else tensors[n] for n, leaf in zip(self._numbers, leaves, strict=True)]
-        return tree_unflatten(flat, self._spec)
+        return tree_unflatten(self._with_tensors(tensors, leaves), self._spec)
+
+    def _with_tensors(self, tensors: Sequence[Tensor], leaves: Sequence[Any]) -> list[Any]:
+        """The flat arguments, tensors in their places."""
+        return [leaf if n is None else tensors[n] for n, leaf in zip(self._numbers, leaves, strict=True)]
+
+    def _capture_random(self) -> RandomState:
+        return RandomState.capture(self._cuda_device())
+
+    def _cuda_device(self) -> int | None:
+        return self.residency.device.torch_device.index
 
     @contextmanager
     def _bound(self, buffers: dict[BufferKey, Tensor]) -> Iterator[dict[BufferKey, Tensor | None]]:
@@ -389,9 +438,9 @@ class _LayerFunction(torch.autograd.Function):
     def forward(ctx: Any, call: LayerCall, anchor: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        outputs = call.forward(tensors)
+        outputs = call.forward()
         ctx.is_tensor = [isinstance(leaf, Tensor) for leaf in outputs]
-        detached = tuple(call.own(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in outputs)
+        detached = call.hand_out(outputs)
         constant = [
             new for new, old in zip(detached, outputs, strict=True) if isinstance(old, Tensor) and not old.requires_grad
         ]

@@ -39,10 +39,11 @@ class StepReport:
 
 @dataclass
 class Traffic:
-    """Bytes that cross between host and device in one step."""
+    """Bytes that are copied between host and devices, and from device to device, in one step."""
 
     swapped_in: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     swapped_out: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    transferred: int = 0
 
     def count_in(self, kind: str, num_bytes: int) -> None:
         """Count a copy to the device."""
@@ -56,3 +57,4 @@ class Traffic:
         """Begin a new step."""
         self.swapped_in = dict.fromkeys(KINDS, 0)
         self.swapped_out = dict.fromkeys(KINDS, 0)
+        self.transferred = 0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
-from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.device import Device, VirtualDevice
 from lightning_harmony.engine.stash import Stash
 from lightning_harmony.engine.swap import SwappedPack, Swapper
 from lightning_harmony.errors import CapacityError
@@ -27,6 +29,21 @@ class Place(NamedTuple):
     position: int
 
 
+@dataclass
+class Visit:
+    """The stay of lanes in a pack, one after the other.
+
+    Attributes:
+        place: where they are.
+        reserved_bytes: what the lane that comes next will allocate.
+        has_prefetched: whether all that is fetched ahead is under way.
+    """
+
+    place: Place
+    reserved_bytes: int
+    has_prefetched: bool = False
+
+
 class HasGraph(Protocol):
     """A call that keeps its graph, and with it the weights that it was computed with."""
 
@@ -42,20 +59,74 @@ class Residents:
         swapper: makes the copies.
         stash: has tensors on their way out, whose memory can be had by waiting.
 
+        number: of the device in the plan.
+
     Attributes:
         plan: what is needed when.
-        packs: those of the plan, by their indices, and those that it doesn't know.
+        packs: those of the plan, by their indices, and those that it doesn't know, as they are on this device.
         pinned: the packs that lanes behind the running one will come through, wherever that is.
+        visit: where lanes are on this device.
     """
 
-    def __init__(self, device: Device, swapper: Swapper, stash: Stash) -> None:
+    def __init__(self, device: Device, swapper: Swapper, stash: Stash, number: int = 0) -> None:
         self.plan = Plan((), (), 0)
         self.packs: list[SwappedPack] = []
         self.pinned: frozenset[int] = frozenset()
-        self._device = device
-        self._swapper = swapper
-        self._stash = stash
+        self.visit: Visit | None = None
+        self.device = device
+        self.swapper = swapper
+        self.stash = stash
+        self._number = number
         self._graphs: dict[int, weakref.WeakSet[HasGraph]] = {}
+
+    def enter(self, place: Place, work_bytes: int, *, alone: bool) -> None:
+        """Bring the pack of a place, with room for its work, and start to fetch what comes after it.
+
+        Args:
+            place: where a lane comes to.
+            work_bytes: what it will allocate there.
+            alone: whether the pack gets all memory there is, since its work isn't known.
+
+        Raises:
+            CapacityError: if there is no room for its weights.
+        """
+        visit = self.visit
+        if visit is not None and visit.place == place and place.pack.residency is not None:
+            # A further lane in the same pack: only the room that the last one took may be missing.
+            visit.reserved_bytes = work_bytes
+            self.ensure_room(work_bytes, place)
+        else:
+            visit = self.begin_visit(place, work_bytes, alone=alone)
+        if not alone and not visit.has_prefetched:
+            visit.has_prefetched = self.prefetch(place, visit.reserved_bytes)
+
+    def begin_visit(self, place: Place, work_bytes: int, *, alone: bool) -> Visit:
+        """Bring the pack of a place, whatever was visited before."""
+        if alone:
+            self.evict_all_but(place.pack)
+        if isinstance(self.device, VirtualDevice):
+            # First, as what is fetched now may need room already: the one for the pack before could evict this one.
+            self.device.relieve = partial(self.make_room, place)
+        self.bring(place, work_bytes)
+        self.visit = Visit(place, work_bytes)
+        return self.visit
+
+    def admit(self, num_bytes: int) -> None:
+        """Free what isn't needed now for something that comes from another device."""
+        if self.visit is not None and not self.device.room_for(num_bytes):
+            self.ensure_room(num_bytes, self.visit.place)
+
+    def reset(self) -> None:
+        """Leave nothing on the device: weights are stale after an update, whoever makes it."""
+        if isinstance(self.device, VirtualDevice):
+            self.device.relieve = lambda: False
+        self.visit = None
+        self.stash.drain()
+        for pack in self.packs:
+            pack.accumulators, pack.parked = {}, {}
+            self.evict(pack)
+            pack.is_narrow = False
+        self.drain()
 
     def bring(self, place: Place, work_bytes: int) -> None:
         """Swap the pack of a place in, with room for its work, and let the caller's computing wait for it.
@@ -66,7 +137,7 @@ class Residents:
         pack = place.pack
         self.ensure_room(work_bytes + (0 if pack.residency is not None else pack.swap_in_bytes), place)
         try:
-            self._swapper.swap_in(pack)
+            self.swapper.swap_in(pack)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"pack {pack.index} ({pack.name}) does not fit beside what glue keeps: {error}"
@@ -76,7 +147,7 @@ class Residents:
 
     def ensure_room(self, num_bytes: int, place: Place) -> None:
         """Free what isn't needed now, until there is room or nothing is left to free."""
-        while not self._device.room_for(num_bytes) and self.make_room(place):
+        while not self.device.room_for(num_bytes) and self.make_room(place):
             pass
 
     def make_room(self, place: Place) -> bool:
@@ -84,21 +155,21 @@ class Residents:
 
         To wait for a copy stops the host, which then has no work ready for the device: what can go at once goes first.
         """
-        if self._device.retire() or self._stash.retire():
+        if self.device.retire() or self.stash.retire():
             return True
         soon = [pack.index for pack in self._following(place)]
         others = self._evictable(place)
         if later := [index for index in others if index not in soon]:
             self._evict_one_of(later, place)
             return True
-        if self._stash.retire(wait=True) or self._device.retire(wait=True):
+        if self.stash.retire(wait=True) or self.device.retire(wait=True):
             return True
         if others or (others := [pack.index for pack in self._others(place.pack)]):
             self._evict_one_of(others, place)
             return True
         summing = [pack for pack in self.packs if pack.accumulators and pack is not place.pack]
         for pack in summing:
-            self._swapper.park_gradients(pack)
+            self.swapper.park_gradients(pack)
         return bool(summing) or self._forget_graphs(place.pack)
 
     def prefetch(self, place: Place, reserved_bytes: int) -> bool:
@@ -114,12 +185,12 @@ class Residents:
         for following in self._following(place):
             if following.residency is not None:
                 continue
-            while not self._device.room_for(following.swap_in_bytes + reserved_bytes):
+            while not self.device.room_for(following.swap_in_bytes + reserved_bytes):
                 last = self._needed_last([following.index, *self._evictable(place)], place)
                 if last == following.index:
                     return False
                 self.evict(self.packs[last])
-            self._swapper.swap_in(following)
+            self.swapper.swap_in(following)
         return True
 
     def keep_graph(self, pack: SwappedPack, call: HasGraph) -> None:
@@ -129,7 +200,7 @@ class Residents:
     def evict(self, pack: SwappedPack) -> None:
         """Take a pack off the device."""
         self._forget_graphs(pack)
-        self._swapper.evict(pack)
+        self.swapper.evict(pack)
 
     def _forget_graphs(self, pack: SwappedPack) -> bool:
         """Let the graphs of a pack's calls go; whether there were any."""
@@ -144,13 +215,13 @@ class Residents:
             if other is not pack:
                 self.evict(other)
                 if other.accumulators:
-                    self._swapper.park_gradients(other)
+                    self.swapper.park_gradients(other)
         self.drain()
 
     def drain(self) -> None:
         """Wait until nothing is on its way out."""
-        self._stash.drain()
-        while self._device.retire(wait=True):
+        self.stash.drain()
+        while self.device.retire(wait=True):
             pass
 
     def _others(self, pack: SwappedPack) -> list[SwappedPack]:
@@ -165,7 +236,7 @@ class Residents:
         following: list[SwappedPack] = []
         for index in self.plan.upcoming(place.phase, place.position):
             pack = self.packs[index]
-            if pack is not place.pack and pack not in following:
+            if pack is not place.pack and pack not in following and self.plan.runs_on(index, self._number):
                 following.append(pack)
                 if len(following) == LOOKAHEAD:
                     break

@@ -23,34 +23,35 @@ def stream_seed(seed: int, *key: int) -> int:
 
 @dataclass(frozen=True)
 class RandomState:
-    """The state of every generator that layers draw from: torch's, on the host and on devices, and Python's."""
+    """The state of every generator that layers draw from: torch's, on the host and on the current GPU, and Python's."""
 
     cpu: Tensor
-    cuda: dict[int, Tensor]
+    cuda: Tensor | None
     python: Any
 
     @classmethod
-    def capture(cls, cuda_devices: Sequence[int]) -> RandomState:
-        """Read the generators as they are."""
-        cuda = {index: torch.cuda.get_rng_state(index) for index in cuda_devices}
+    def capture(cls, cuda_device: int | None) -> RandomState:
+        """Read the generators as they are, on a GPU that of the device given by its index."""
+        cuda = None if cuda_device is None else torch.cuda.get_rng_state(cuda_device)
         return cls(torch.default_generator.get_state(), cuda, _get_python_state())
 
-    def restore(self) -> None:
-        """Set the generators to this state."""
+    def restore(self, cuda_device: int | None) -> None:
+        """Set the generators to this state, which may come from another GPU."""
         torch.default_generator.set_state(self.cpu)
-        for index, state in self.cuda.items():
-            torch.cuda.set_rng_state(state, index)
+        if cuda_device is not None and self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, cuda_device)
         _set_python_state(self.python)
 
 
 class RandomStreams:
     """Gives each lane its own generators while it holds the baton, and the caller's back afterwards.
 
+    A lane has one stream for all GPUs, which follows it from one to the next: what it draws doesn't depend on where.
     NumPy's global generator is switched too, where NumPy is loaded, by exchanging its bit generator.
 
     Args:
         seeds: one for each lane; None where the lane goes on with the caller's stream, as a single one does.
-        cuda_devices: indices of the devices whose generators are switched.
+        cuda_devices: indices of the GPUs, the caller's first.
     """
 
     def __init__(self, seeds: Sequence[int | None], cuda_devices: Sequence[int]) -> None:
@@ -61,6 +62,8 @@ class RandomStreams:
         self._owner: int | None = None
         self._caller: RandomState | None = None
         self._numpy_caller: Any = None
+        self._at = cuda_devices[0] if cuda_devices else None
+        self._others: dict[int, Tensor] = {}
 
     def switch_to(self, lane: int) -> None:
         """Make the generators those of a lane."""
@@ -68,25 +71,40 @@ class RandomStreams:
             return
         self._put_away()
         if lane in self._states:
-            self._states[lane].restore()
+            self._states[lane].restore(self._at)
         else:
             self._seed(lane)
         if lane in self._numpy:
             _numpy_random().set_bit_generator(self._numpy[lane])
         self._owner = lane
 
+    def follow(self, cuda_device: int) -> None:
+        """The lane goes on on another GPU."""
+        if cuda_device == self._at:
+            return
+        assert self._at is not None
+        if cuda_device not in self._others and cuda_device != self._cuda_devices[0]:
+            self._others[cuda_device] = torch.cuda.get_rng_state(cuda_device)
+        torch.cuda.set_rng_state(torch.cuda.get_rng_state(self._at), cuda_device)
+        self._at = cuda_device
+
     def switch_back(self) -> None:
         """Make the generators the caller's again."""
+        if self._cuda_devices:
+            self.follow(self._cuda_devices[0])
         if self._owner is not None:
             self._put_away()
             assert self._caller is not None
-            self._caller.restore()
+            self._caller.restore(self._at)
             if self._numpy_caller is not None:
                 _numpy_random().set_bit_generator(self._numpy_caller)
+        for index, state in self._others.items():
+            torch.cuda.set_rng_state(state, index)
+        self._others = {}
         self._owner = self._caller = self._numpy_caller = None
 
     def _put_away(self) -> None:
-        state = RandomState.capture(self._cuda_devices)
+        state = RandomState.capture(self._at)
         if self._owner is None:
             self._caller = state
             if _numpy_random() is not None:
@@ -98,8 +116,8 @@ class RandomStreams:
         seed = self._seeds[lane]
         assert seed is not None
         torch.default_generator.manual_seed(seed)
-        for index in self._cuda_devices:
-            torch.cuda.default_generators[index].manual_seed(seed)
+        if self._at is not None:
+            torch.cuda.default_generators[self._at].manual_seed(seed)
         random.seed(seed)
         if self._numpy_caller is not None:
             self._numpy[lane] = _numpy_random().MT19937(seed)

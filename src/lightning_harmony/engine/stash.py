@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_harmony.engine.device import Device
-from lightning_harmony.engine.host_store import HostPool, is_dense
+from lightning_harmony.engine.host_store import HostPool
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stream import Event
+from lightning_harmony.engine.strides import compact, restore
 from lightning_harmony.errors import UnsupportedModelError
 
 # Below this, a round trip costs more than the memory is worth.
@@ -24,18 +25,18 @@ class Stashed:
     def __init__(self, stash: Stash, tensor: Tensor) -> None:
         self._stash = stash
         self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
-        compact = _compact(tensor)
-        self._compact_size, self._compact_stride = compact.size(), compact.stride()
-        num_bytes = compact.numel() * compact.element_size()
+        compacted = compact(tensor)
+        self._compact_size, self._compact_stride = compacted.size(), compacted.stride()
+        num_bytes = compacted.numel() * compacted.element_size()
         self._loaded: Event | None = None
         device = stash.device
         with device.on_host():
             self._buffer, free = stash.pool.take(num_bytes)
             host = self._buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
-        self._stored = device.swap_out.submit(lambda: _copy(host, compact), after=[device.record(), *free])
+        self._stored = device.swap_out.submit(lambda: _copy(host, compacted), after=[device.record(), *free])
         stash.traffic.count_out("stash", num_bytes)
         # The device copy must live until it is copied, and must not change before.
-        stash.pending.append((self._stored, tensor, tensor._version, compact))
+        stash.pending.append((self._stored, tensor, tensor._version, compacted))
 
     def load(self) -> Tensor:
         """A copy on the device with the strides that the tensor had."""
@@ -44,10 +45,11 @@ class Stashed:
         buffer = device.empty(num_bytes, device.stash_in)
         self._loaded = device.stash_in.submit(lambda: _copy(buffer, self._buffer), after=[self._stored])
         self._stash.traffic.count_in("stash", num_bytes)
-        self._loaded.wait()
-        _keep_until_computed(buffer, device)
-        compact = buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
-        return _restore(compact, self._size, self._stride)
+        with device.selected():
+            self._loaded.wait()
+            _keep_until_computed(buffer, device)
+            compacted = buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
+            return restore(compacted, self._size, self._stride)
 
     def __del__(self) -> None:
         # Where there was no room to begin with, there is nothing to give back.
@@ -127,32 +129,6 @@ class LaneStash:
         if stashed is not None:
             self._known[id(tensor)] = weakref.ref(tensor), tensor._version, weakref.ref(stashed)
         return stashed
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """The distinct elements of a tensor as a dense one: expanded dimensions shrink to one element."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor if is_dense(tensor) else tensor.contiguous()
-
-
-def _restore(compact: Tensor, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    """The tensor of a given size and stride with the elements of its compact form."""
-    if compact.stride() == stride and compact.size() == size:
-        return compact
-    narrowed = torch.Size(1 if step == 0 else extent for extent, step in zip(size, stride, strict=True))
-    if compact.size() == narrowed and _same_places(compact, stride):
-        return compact.as_strided(size, stride)
-    restored = torch.empty_strided(size, stride, dtype=compact.dtype, device=compact.device)
-    restored.as_strided(narrowed, stride).copy_(compact)
-    return restored
-
-
-def _same_places(compact: Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether elements lie where ``stride`` puts them."""
-    steps = zip(compact.size(), compact.stride(), stride, strict=True)
-    return all(extent == 1 or own == wanted for extent, own, wanted in steps)
 
 
 def _copy(destination: Tensor, source: Tensor) -> None:

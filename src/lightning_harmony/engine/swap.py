@@ -54,6 +54,7 @@ class Residency:
     """The weights and buffers of a pack on a device.
 
     Attributes:
+        device: which one.
         weights: the buffer that holds all weights.
         ready: the end of the copies that bring them.
         leaves: each parameter, as a view of the buffer.
@@ -63,6 +64,7 @@ class Residency:
         dirty_buffers: those that layers changed.
     """
 
+    device: Device
     weights: Tensor
     ready: Event
     leaves: dict[nn.Parameter, nn.Parameter]
@@ -256,7 +258,7 @@ class Swapper:
         ready = device.swap_in.submit(copy)
         copied = sum(run.num_bytes for run in layout.runs) + sum(self._store.slot(p).num_bytes for p in layout.casts)
         self._traffic.count_in("weights", copied + pack.buffer_bytes)
-        pack.residency = Residency(weights, ready, leaves, buffers)
+        pack.residency = Residency(device, weights, ready, leaves, buffers)
 
     def _empty_like(self, tensor: Tensor) -> Tensor:
         (slot,), num_bytes = lay_out([tensor])
@@ -345,6 +347,30 @@ class Swapper:
         loaded.synchronize()
         accumulator.touched.update(earlier)
         self._traffic.count_in("gradients", sum(g.numel() * g.element_size() for g in earlier.values()))
+
+    def add(self, pack: SwappedPack, use: int, accumulator: Accumulator, buffer: Tensor) -> None:
+        """Add the sums of another device.
+
+        Args:
+            pack: the pack, which has sums of the same use, or none.
+            use: which call of its layers they are of.
+            accumulator: the other device's.
+            buffer: its buffer, on this device.
+        """
+        slots, _ = pack.gradient_layout()
+        arrived = {key: slots[key].view(buffer) for key in accumulator.touched}
+        own = pack.accumulators.get(use)
+        if own is None:
+            sums = {key: slot.view(buffer) for key, slot in slots.items()}
+            pack.accumulators[use] = Accumulator(buffer, sums, accumulator.touched, accumulator.includes_earlier)
+            return
+        for key, gradient in arrived.items():
+            if key in own.touched:
+                own.sums[key].add_(gradient)
+            else:
+                own.sums[key].copy_(gradient)
+        own.touched |= accumulator.touched
+        own.includes_earlier |= accumulator.includes_earlier
 
     def swap_out_gradients(self, pack: SwappedPack) -> list[HostGradients]:
         """Start to copy a pack's gradients to the host, and close its accumulators."""

@@ -4,9 +4,42 @@ from collections.abc import Sequence
 
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.packing import BUFFERING
+from lightning_harmony.plan.plan import Parallel
 
 # The host updates about as fast as a GPU runs backward: what it cannot begin in time, it ends too late.
 FUSED_SHARE = 0.25
+
+
+def graphs_to_keep(
+    visits: Sequence[int],
+    packs: Sequence[Cost],
+    num_microbatches: int,
+    capacities: Sequence[int | None],
+    parallel: Parallel,
+) -> tuple[int, frozenset[int]]:
+    """The first fused visit, and the packs before it that keep their graphs.
+
+    Args:
+        visits: the packs in the order in which a forward reaches them.
+        packs: what each pack costs.
+        num_microbatches: of the batch.
+        capacities: what each device may hold; None for no limit.
+        parallel: how packs are placed on the devices.
+    """
+    num_devices = len(capacities)
+    if num_devices == 1 or parallel == "data":
+        smallest = min((each for each in capacities if each is not None), default=None)
+        first = fused_from(visits, packs, smallest)
+        return first, kept(visits, first, packs, -(-num_microbatches // num_devices), smallest)
+    # A microbatch that ran forth and back through packs of several devices would keep all of them waiting for it.
+    first = len(visits) - 1 if visits and visits[-1] not in visits[:-1] else len(visits)
+    keeping: frozenset[int] = frozenset()
+    for device, capacity in enumerate(capacities):
+        before, fused = (
+            [pack for pack in part if pack % num_devices == device] for part in (visits[:first], visits[first:])
+        )
+        keeping |= kept([*before, *fused], len(before), packs, num_microbatches, capacity)
+    return first, keeping
 
 
 def fused_from(visits: Sequence[int], packs: Sequence[Cost], capacity_bytes: int | None) -> int:

@@ -11,7 +11,9 @@ BUFFERING = 3
 USEFUL_PACKS = 24
 
 
-def fill_capacity(costs: Sequence[Cost], capacity_bytes: int | None) -> tuple[tuple[int, ...], ...]:
+def fill_capacity(
+    costs: Sequence[Cost], capacity_bytes: int | None, num_devices: int = 1
+) -> tuple[tuple[int, ...], ...]:
     """Pack greedily: each pack takes layers until three of its like would no longer fit beside the work space.
 
     No pack takes more than its share of the model in `USEFUL_PACKS` packs. A layer that is too large for either stands
@@ -19,19 +21,21 @@ def fill_capacity(costs: Sequence[Cost], capacity_bytes: int | None) -> tuple[tu
 
     Args:
         costs: one for each layer, in execution order.
-        capacity_bytes: what the device may hold; None for no limit.
+        capacity_bytes: what a device may hold; None for no limit.
+        num_devices: how many devices the packs go round. Without a limit, one device takes all in one pack.
 
     Returns:
         The packs, each the indices into ``costs`` of consecutive layers.
     """
-    if capacity_bytes is None:
+    if capacity_bytes is None and num_devices == 1:
         return (tuple(range(len(costs))),) if costs else ()
     share = sum(cost.state_bytes for cost in costs) / USEFUL_PACKS
     packs: list[list[int]] = []
     for index in range(len(costs)):
         candidate = [*packs[-1], index] if packs else [index]
         cost = pack_cost([costs[i] for i in candidate])
-        fits = BUFFERING * cost.state_bytes + _work_bytes([costs[i] for i in candidate]) <= capacity_bytes
+        needed = BUFFERING * cost.state_bytes + _work_bytes([costs[i] for i in candidate])
+        fits = capacity_bytes is None or needed <= capacity_bytes
         if packs and fits and cost.state_bytes <= share:
             packs[-1] = candidate
         else:

@@ -6,8 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from typing import Literal
 
 from lightning_harmony.plan.task import Phase
+
+# How packs are placed on several devices: the microbatches go round, or the packs do.
+Parallel = Literal["pipeline", "data"]
 
 
 @dataclass(frozen=True)
@@ -20,18 +24,31 @@ class Plan:
             used twice is visited twice; the backward goes the same way in reverse.
         first_fused: the visit from which a microbatch runs through to its loss and back without parking.
         kept: the packs before that keep their graphs from forward to backward.
+        num_devices: how many devices share the work.
+        parallel: "pipeline", where each pack has its device, or "data", where each microbatch has.
     """
 
     packs: tuple[tuple[str, ...], ...]
     visits: tuple[int, ...]
     first_fused: int
     kept: frozenset[int] = frozenset()
+    num_devices: int = 1
+    parallel: Parallel = "pipeline"
+
+    def device_of(self, pack: int, microbatch: int) -> int:
+        """The device where a pack runs for a microbatch."""
+        return (pack if self.parallel == "pipeline" else microbatch) % self.num_devices
+
+    def runs_on(self, pack: int, device: int) -> bool:
+        """Whether a pack runs on a device, for any microbatch."""
+        return self.parallel == "data" or pack % self.num_devices == device
 
     def __str__(self) -> str:
         lines = [f"pack {index}: {', '.join(layers)}" for index, layers in enumerate(self.packs)]
         before, fused = (" ".join(map(str, part)) for part in (self.visits[: self.first_fused], self.fused_visits))
         kept = [f"keep their graphs: {' '.join(map(str, sorted(self.kept)))}"] if self.kept else []
-        return "\n".join([*lines, f"visits: {before} [{fused}]".replace("  ", " "), *kept])
+        devices = [f"{self.parallel} on {self.num_devices} devices"] if self.num_devices > 1 else []
+        return "\n".join([*lines, f"visits: {before} [{fused}]".replace("  ", " "), *kept, *devices])
 
     @property
     def fused_visits(self) -> tuple[int, ...]:

@@ -1,0 +1,174 @@
+"""Transfers: copies from device to device, and the mode that makes several devices one to the user's code."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.glue import StandIn
+from lightning_harmony.engine.report import Traffic
+from lightning_harmony.engine.strides import compact, restore
+
+
+class Transfers:
+    """Knows where tensors are, and copies them from device to device.
+
+    Args:
+        devices: all of them, the root first: where what belongs to none is taken to be.
+        traffic: counts the copies.
+        admit: called with the number of a device and the bytes that are about to arrive there.
+    """
+
+    def __init__(self, devices: Sequence[Device], traffic: Traffic, admit: Callable[[int, int], None]) -> None:
+        self.devices = devices
+        self._traffic = traffic
+        self._admit = admit
+
+    def home(self, tensor: Tensor) -> int | None:
+        """The number of the device where a tensor is; None for one on a GPU machine's host."""
+        if len(self.devices) > 1:
+            for number, device in enumerate(self.devices):
+                if device.owns(tensor):
+                    return number
+        return 0 if tensor.device.type == self.devices[0].torch_device.type else None
+
+    def copy(self, tensor: Tensor, to: int) -> Tensor:
+        """A copy of a tensor on a device, without its graph; the tensor itself if it is there."""
+        home = self.home(tensor)
+        if home is None or home == to:
+            return tensor
+        target = self.devices[to]
+        source = compact(tensor.detach())
+        num_bytes = source.numel() * source.element_size()
+        self._admit(to, num_bytes)
+        with target.selected(), torch.no_grad():
+            copied = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=target.torch_device)
+            copied.copy_(source, non_blocking=True)
+            self._traffic.transferred += num_bytes
+            return restore(copied, tensor.size(), tensor.stride())
+
+
+class LaneTransfers:
+    """Transfers of one lane: what several layers or operations on a device take is copied there once.
+
+    Args:
+        transfers: makes the copies.
+    """
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._copies: dict[tuple[int, int], tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
+
+    def copy(self, tensor: Tensor, to: int) -> Tensor:
+        """Like `Transfers.copy`. The copy is kept for as long as the tensor lives."""
+        if self._transfers.home(tensor) in (None, to):
+            return tensor
+        key = id(tensor), to
+        known = self._copies.get(key)
+        if known is not None:
+            original, version, copied, copied_version = known
+            if original() is tensor and (version, copied_version) == (tensor._version, copied._version):
+                return copied
+        copied = self._transfers.copy(tensor, to)
+        forget = weakref.ref(tensor, lambda _: self._copies.pop(key, None))
+        self._copies[key] = forget, tensor._version, copied, copied._version
+        return copied
+
+    def moved(self, tensor: Tensor, to: int) -> Tensor:
+        """The tensor on a device, differentiable: each use brings its own gradient back, in the order of one device."""
+        copied = self.copy(tensor, to)
+        if copied is tensor or not (torch.is_grad_enabled() and tensor.requires_grad):
+            return copied
+        moved: Tensor = _Moved.apply(tensor, copied, self._transfers)
+        return moved
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, copied: Tensor, transfers: Transfers) -> Tensor:
+        ctx.transfers, ctx.home = transfers, transfers.home(tensor)
+        return copied.view_as(copied)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transfers.copy(gradient, ctx.home), None, None
+
+
+class OneDevice(TorchFunctionMode):
+    """Runs each operation of a lane's glue on one device: that of its largest operand, or of the one that it changes.
+
+    Args:
+        lane: the lane's transfers.
+        transfers: all lanes'.
+        follow: called with the number of the device that an operation runs on, where its random numbers come from.
+    """
+
+    def __init__(self, lane: LaneTransfers, transfers: Transfers, follow: Callable[[int], None]) -> None:
+        super().__init__()
+        self._lane = lane
+        self._transfers = transfers
+        self._follow = follow
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within a layer, all is on the layer's device."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Bring the operands to one device."""
+        kwargs = kwargs or {}
+        # What a tensor is, such as its shape, is asked often and needs no device.
+        if self._is_paused or getattr(func, "__name__", "") == "__get__":
+            return func(*args, **kwargs)
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(isinstance(tensor, StandIn) for tensor in tensors):
+            # It comes again, with the parameters in their stand-ins' places.
+            return func(*args, **kwargs)
+        homes = {id(tensor): self._transfers.home(tensor) for tensor in tensors}
+        places = {home for home in homes.values() if home is not None}
+        if len(places) > 1:
+            target = self._target(func, args, kwargs, tensors)
+            moved = {key: self._lane.moved for key, home in homes.items() if home not in (None, target)}
+            args, kwargs = tree_map_only(
+                Tensor,
+                lambda tensor: moved[id(tensor)](tensor, target) if id(tensor) in moved else tensor,
+                (args, kwargs),
+            )
+        else:
+            target = places.pop() if places else 0
+        self._follow(target)
+        with self._transfers.devices[target].selected():
+            return func(*args, **kwargs)
+
+    def _target(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> int:
+        chosen = max(tensors, key=lambda tensor: (self._transfers.home(tensor) is not None, tensor.numel()))
+        if _changes_first(getattr(func, "__name__", "")) and isinstance(args[0], Tensor):
+            chosen = args[0]
+        if isinstance(kwargs.get("out"), Tensor):
+            chosen = kwargs["out"]
+        home = self._transfers.home(chosen)
+        return 0 if home is None else home
+
+
+def _changes_first(name: str) -> bool:
+    """Whether an operation changes its first operand, by its name."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
+    return name.endswith("_")
