@@ -103,3 +103,55 @@ def test_slowing_a_stream_changes_no_bit(stream: str, monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(streams.CudaStream, "submit", slow)
     compare(expected, train())
+
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@needs_two
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    "net", ["plain", "dropout", "skipped", "reordered", "tied-by-code", "used-twice", "own-parameters", "regularized"]
+)
+def test_the_number_of_gpus_changes_no_bit(net: str, precision: Any) -> None:
+    """Nor a dropout mask: a lane's random stream follows it from GPU to GPU."""
+    module = build(net)
+    counts = [count for count in (1, 2, 4) if count <= torch.cuda.device_count()]
+    runs = [
+        train_harmony(
+            copy.deepcopy(module),
+            nets.tokens(),
+            HarmonyStrategy(num_microbatches=4, device_memory="1MiB"),
+            8,
+            with_gradients=False,
+            accelerator="gpu",
+            precision=precision,
+            devices=count,
+        )
+        for count in counts
+    ]
+    for run in runs:
+        run.losses = [loss for at in range(0, 12, 4) for loss in sorted(run.losses[at : at + 4])]
+    for run in runs[1:]:
+        compare(runs[0], run)
+
+
+@needs_two
+def test_microbatches_spread_over_gpus_are_reproducible_and_differ_by_rounding_only() -> None:
+    module = build("dropout")
+
+    def train(devices: int) -> Any:
+        strategy = HarmonyStrategy(num_microbatches=4, parallel="data")
+        return train_harmony(
+            copy.deepcopy(module),
+            nets.tokens(),
+            strategy,
+            8,
+            with_gradients=False,
+            accelerator="gpu",
+            devices=devices,
+        )
+
+    first = train(2)
+    compare(first, train(2))
+    compare(train(1), first, 1e-5)

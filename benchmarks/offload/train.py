@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-microbatches", type=int, default=8)
     parser.add_argument("--microbatch-size", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--parallel", choices=("pipeline", "data"), default="pipeline")
     parser.add_argument("--clip", type=float, default=None)
     parser.add_argument(
         "--gpu-memory", help="let torch's allocator have no more than this, as a GPU of that size would"
@@ -75,11 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     times = Times(1 if harmony else options.num_microbatches)
     strategy: Any = "auto"
     if harmony:
-        strategy = HarmonyStrategy(device_memory=options.device_memory, num_microbatches=options.num_microbatches)
+        strategy = HarmonyStrategy(
+            device_memory=options.device_memory,
+            num_microbatches=options.num_microbatches,
+            parallel=options.parallel,
+        )
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="gpu",
-        devices=1,
+        devices=options.devices,
         precision=options.precision,
         max_epochs=1,
         logger=False,
@@ -102,12 +108,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens": batch_size * shape.length,
         "step": round(statistics.median(seconds[2:]), 3),
+        "devices": options.devices,
         "device memory": options.device_memory,
         "steps": [round(each, 3) for each in seconds],
         "first step": round(times.ends[0] - start, 1),
         "model built": round(built, 1),
-        "device GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "reserved GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+        "device GiB": max(
+            round(torch.cuda.max_memory_allocated(number) / 2**30, 2) for number in range(options.devices)
+        ),
+        "reserved GiB": max(
+            round(torch.cuda.max_memory_reserved(number) / 2**30, 2) for number in range(options.devices)
+        ),
         "host GiB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
         "losses": [round(loss, 5) for loss in losses],
         "allocator retries": torch.cuda.memory_stats()["num_alloc_retries"],

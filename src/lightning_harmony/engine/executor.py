@@ -262,9 +262,9 @@ class Executor:
         return self._residents[0].packs
 
     def _device_of(self, pack: int) -> int:
-        """The number of the device where a pack runs for the current lane."""
+        """The number of the device where a pack runs for the current lane; outside of lanes, the root."""
         lane = current_lane()
-        return self.plan.device_of(pack, 0 if lane is None else lane.microbatch)
+        return 0 if lane is None else self.plan.device_of(pack, lane.microbatch)
 
     @property
     def is_planned(self) -> bool:

@@ -1,0 +1,221 @@
+"""Several devices in one process: one logical device to the user, and the numbers of one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import nets
+import pytest
+import torch
+from same_training import Net, Training, assert_same_training, compare, train_harmony, trainer_for
+from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+
+
+def build(net: Callable[[], nn.Module], optimizer: str = "sgd") -> Net:
+    torch.manual_seed(0)
+    return Net(net(), OPTIMIZERS[optimizer])
+
+
+def train(module: Net, devices: int, samples: Any = None, **options: Any) -> Training:
+    strategy = HarmonyStrategy(num_microbatches=4, **options)
+    data = nets.tokens() if samples is None else samples
+    training = train_harmony(copy.deepcopy(module), data, strategy, 8, with_gradients=False, devices=devices)
+    # Where microbatches go other ways, they may end in another order.
+    training.losses = [loss for at in range(0, 12, 4) for loss in sorted(training.losses[at : at + 4])]
+    return training
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("net", [*NETS, "tied-by-code", "used-twice", "skip-connections"])
+def test_the_number_of_devices_changes_no_bit(net: str, devices: int) -> None:
+    module = build({**NETS, **SUMMED_IN_ANOTHER_ORDER, "skip-connections": nets.SkipConnections}[net])
+    one = train(module, 1, device_memory="96KiB")
+    several = train(module, devices, device_memory="96KiB")
+    compare(one, several)
+    assert all(max(report.peak_device_bytes) <= 96 * 1024 for report in several.reports)
+    assert all(len(report.peak_device_bytes) == devices for report in several.reports)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_four_devices_train_as_plain_lightning_does(optimizer: str) -> None:
+    module = build(lambda: nets.Language(num_blocks=6, dropout=0.2), optimizer)
+    assert_same_training(module, nets.tokens(), device_memory="96KiB", devices=4)
+
+
+def test_batch_norm_statistics_are_made_in_the_order_of_microbatches() -> None:
+    assert_same_training(build(nets.Convolutions), nets.images(), device_memory="64KiB", devices=2)
+
+
+def test_without_a_limit_the_packs_still_go_round_the_devices() -> None:
+    reports = assert_same_training(build(nets.Language), nets.tokens(), devices=2)
+    assert all(min(report.peak_device_bytes) > 0 for report in reports)
+
+
+def test_weights_and_gradients_cross_the_bus_once_however_many_devices_there_are() -> None:
+    module = build(lambda: nets.Language(num_blocks=8))
+    crossed = []
+    for devices in (1, 2, 4):
+        report = train(module, devices, device_memory="64KiB").reports[-1]
+        crossed.append((report.swapped_in_bytes["weights"], report.swapped_out_bytes["gradients"]))
+        assert (report.transferred_bytes > 0) == (devices > 1)
+    assert crossed[0][1] == crossed[1][1] == crossed[2][1]
+    # What stays from forward to backward is one pack for each device.
+    assert crossed[0][0] >= crossed[1][0] >= crossed[2][0]
+
+
+@pytest.mark.parametrize("net", ["plain", "dropout", "tied-by-code", "skipped", "frozen"])
+def test_microbatches_spread_over_devices_differ_by_the_order_of_sums_only_and_always_equally(net: str) -> None:
+    """Each device sums the gradients of its own microbatches: the sums of these have other roundings."""
+    module = build({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net])
+    one = train(module, 1, device_memory="96KiB")
+    first, again = (train(module, 2, device_memory="96KiB", parallel="data") for _ in range(2))
+    compare(one, first, 1e-5)
+    compare(first, again)
+    report = first.reports[-1]
+    assert report.transferred_bytes > 0
+    assert report.swapped_out_bytes["gradients"] == one.reports[-1].swapped_out_bytes["gradients"]
+
+
+def test_devices_may_have_unequal_capacities() -> None:
+    module = build(nets.Language)
+    several = train(module, 2, device_memory=["64KiB", "128KiB"])
+    compare(train(module, 1), several)
+    assert all(a <= 64 * 1024 and b <= 128 * 1024 for a, b in (report.peak_device_bytes for report in several.reports))
+
+
+def test_a_capacity_for_each_device_is_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"device_memory=\.\.\.\) has 3 entries for 2 devices"):
+        train(build(nets.Language), 2, device_memory=["64KiB"] * 3)
+    with pytest.raises(ValueError, match=r"parallel='rows'"):
+        HarmonyStrategy(parallel="rows")  # type: ignore[arg-type]
+
+
+def test_the_user_sees_one_device() -> None:
+    module = build(nets.Language)
+    trainer = trainer_for(HarmonyStrategy(), 1, [], devices=3)
+    assert (trainer.num_devices, trainer.world_size, trainer.device_ids) == (1, 1, [0])
+    trainer.fit(module, DataLoader(nets.tokens(), batch_size=8))
+    assert len(trainer.strategy.step_report.peak_device_bytes) == 3
+
+
+class Mixing(nets.Language):
+    """Glue that takes tensors of all layers together, changes some in place, and makes new ones."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = first = self.embed(batch[:, :-1])
+        seen = [x]
+        for block in self.blocks:
+            x = block(x) + 0.1 * first
+            seen.append(x)
+        mixed = torch.stack(seen).mean(0) * torch.ones(x.shape[-1], device=batch.device)
+        total = torch.zeros_like(mixed)
+        for each in seen:
+            total += each
+        total[:, 0] = seen[-1][:, 0]
+        mixed = torch.where(total > 0, mixed, first) + torch.cat([seen[0], seen[-1]], dim=-1)[..., : x.shape[-1]]
+        return super().logits(mixed).flatten(0, 1).logsumexp(-1).mean() + torch.einsum("btw,btw->", total, first) / 1e3
+
+
+def test_glue_that_mixes_devices_computes_as_on_one() -> None:
+    """Forward, losses and gradients: a copy brings each use's gradient back in the order of one device."""
+    module = build(Mixing)
+    one = train(module, 1)
+    compare(one, train(module, 2))
+    compare(one, train(module, 3, device_memory="256KiB"))
+
+
+class Explodes(nets.Block):
+    fault: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fault is not None:
+            self.fault()
+        return super().forward(x)
+
+
+@pytest.mark.timeout(60, method="thread")
+@pytest.mark.parametrize("parallel", ["pipeline", "data"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_what_fails_on_one_device_ends_all_lanes_and_names_it(parallel: Any, error: type[BaseException]) -> None:
+    module = build(nets.Language)
+    block = Explodes()
+    module.net.blocks[2] = block
+    calls: list[int] = []
+
+    def fault() -> None:
+        calls.append(0)
+        if len(calls) == 30:
+            raise error("boom")
+
+    block.fault = fault
+    strategy = HarmonyStrategy(num_microbatches=4, parallel=parallel, device_memory="96KiB")
+    trainer = trainer_for(strategy, 6, [], devices=2)
+    with pytest.raises(BaseException, match="boom" if error is RuntimeError else "") as caught:
+        trainer.fit(module, DataLoader(nets.tokens(48), batch_size=8))
+    if error is RuntimeError:
+        assert any("on device" in note for note in getattr(caught.value, "__notes__", ["on device"]))
+    block.fault = None
+    train(module, 2, parallel=parallel)
+
+
+def test_a_pack_that_does_not_fit_is_named_with_its_device() -> None:
+    with pytest.raises(Exception, match=r"on device \d exceeds the capacity of"):
+        train(build(lambda: nets.Language(num_blocks=2)), 2, samples=nets.tokens(24, length=200), device_memory="64KiB")
+
+
+class Evaluates(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.net(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net.logits(self.net.body(self.net.embed(batch)))
+
+
+def test_evaluation_runs_on_all_devices() -> None:
+    torch.manual_seed(0)
+    module = Evaluates(nets.Language())
+    loader = DataLoader(nets.tokens(), batch_size=8)
+    results = []
+    for devices in (1, 2):
+        trainer = trainer_for(HarmonyStrategy(device_memory="96KiB"), 3, [], devices=devices)
+        mine = copy.deepcopy(module)
+        trainer.fit(mine, loader, loader)
+        value = trainer.callback_metrics["val"]
+        results.append((value, torch.cat(trainer.predict(mine, loader))))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+class Manual(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = nets.Language()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(batch))
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_manual_optimization_runs_on_the_first_device() -> None:
+    states = []
+    for devices in (1, 2):
+        torch.manual_seed(0)
+        module = Manual()
+        trainer_for(HarmonyStrategy(), 3, [], devices=devices).fit(module, DataLoader(nets.tokens(), batch_size=8))
+        states.append(module.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
