@@ -49,7 +49,8 @@ class Transfers:
         source = compact(tensor.detach())
         num_bytes = source.numel() * source.element_size()
         self._admit(to, num_bytes)
-        with target.selected(), torch.no_grad():
+        # Not through the mode below: its choice of a device is not the one that is asked for here.
+        with torch._C.DisableTorchFunction(), target.selected(), torch.no_grad():
             copied = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=target.torch_device)
             copied.copy_(source, non_blocking=True)
             self._traffic.transferred += num_bytes
@@ -75,11 +76,11 @@ class LaneTransfers:
         known = self._copies.get(key)
         if known is not None:
             original, version, copied, copied_version = known
-            if original() is tensor and (version, copied_version) == (tensor._version, copied._version):
+            if original() is tensor and (version, copied_version) == (_version(tensor), _version(copied)):
                 return copied
         copied = self._transfers.copy(tensor, to)
         forget = weakref.ref(tensor, lambda _: self._copies.pop(key, None))
-        self._copies[key] = forget, tensor._version, copied, copied._version
+        self._copies[key] = forget, _version(tensor), copied, _version(copied)
         return copied
 
     def moved(self, tensor: Tensor, to: int) -> Tensor:
@@ -89,6 +90,10 @@ class LaneTransfers:
             return copied
         moved: Tensor = _Moved.apply(tensor, copied, self._transfers)
         return moved
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Moved(torch.autograd.Function):
