@@ -22,7 +22,8 @@ def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
     """Whether a tensor has the memory of a buffer."""
     if tensor.layout is not torch.strided or tensor.device != buffer.device:
         return False
-    return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    # By identity: tensors without data have no address.
+    return tensor.untyped_storage()._cdata == buffer.untyped_storage()._cdata
 
 
 @dataclass(frozen=True)

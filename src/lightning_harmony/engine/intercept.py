@@ -93,13 +93,16 @@ class InterceptedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, swapped in."""
-        call = LayerCall(self, self._runtime, args, kwargs)
+        call = self._call(args, kwargs)
         if not call.needs_gradients():
             return call.run_without_gradients()
         with call.visit(Phase.FORWARD):
             outputs = _LayerFunction.apply(call, self._anchor, *call.tensors)
         call.tensors = []
         return call.unflatten_outputs(outputs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+        return LayerCall(self, self._runtime, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _bound_forward(memo[id(self._module)])

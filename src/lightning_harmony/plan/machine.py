@@ -1,0 +1,103 @@
+"""A machine in figures: how fast it computes, copies and updates, and how much it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a step's time and place depend on, for one device and its host.
+
+    Attributes:
+        name: what it is called in an estimate.
+        flops_per_second: what its matrix products reach, by the type of their operands: "float32", "bfloat16", ...
+        memory_bytes_per_second: what other operations read and write of the device's memory.
+        swap_in_bytes_per_second: copies from host to device.
+        swap_out_bytes_per_second: copies from device to host.
+        updated_parameters_per_second: how many parameters Adam updates on the host.
+        operation_seconds: what it takes the host to have one operation run.
+        call_seconds: what it takes the host to bring a layer's call to a lane.
+        host_bytes: what a training may take of the host's memory; None if it isn't known.
+        device_bytes: what it may take of the device's; None for no limit.
+        library_bytes: what libraries allocate on the device beside.
+    """
+
+    name: str
+    flops_per_second: Mapping[str, float]
+    memory_bytes_per_second: float
+    swap_in_bytes_per_second: float
+    swap_out_bytes_per_second: float
+    updated_parameters_per_second: float
+    operation_seconds: float
+    call_seconds: float
+    host_bytes: int | None = None
+    device_bytes: int | None = None
+    library_bytes: int = 0
+
+    def flops_per_second_of(self, dtype: str) -> float:
+        """The rate for a type; that of the slowest one for a type that isn't listed."""
+        return self.flops_per_second.get(dtype, min(self.flops_per_second.values()))
+
+    def to_json(self) -> str:
+        """The description as text that `read_machine` reads."""
+        return json.dumps(asdict(self), indent=2)
+
+
+H200 = Machine(
+    name="NVIDIA H200, 16 cores",
+    flops_per_second={"bfloat16": 700e12, "float16": 700e12, "float32": 50e12, "float64": 50e12},
+    memory_bytes_per_second=4.0e12,
+    swap_in_bytes_per_second=55e9,
+    swap_out_bytes_per_second=55e9,
+    updated_parameters_per_second=5.7e9,
+    operation_seconds=8e-6,
+    call_seconds=3.5e-4,
+    host_bytes=128 * 2**30,
+    device_bytes=125 * 2**30,
+    library_bytes=32 * 2**20,
+)
+MACHINES: Mapping[str, Machine] = {"h200": H200}
+
+
+def read_machine(text: str) -> Machine:
+    """A machine by the name of one that is known, or from a JSON file.
+
+    Raises:
+        ValueError: if it is neither, or the file describes no machine.
+    """
+    if text.lower() in MACHINES:
+        return MACHINES[text.lower()]
+    path = Path(text)
+    if not path.is_file():
+        raise ValueError(
+            f"{text!r} is neither a machine that is known ({', '.join(MACHINES)}) nor a file. `lightning-harmony machine "
+            "--measure` prints the description of this machine; write that to a file"
+        )
+    try:
+        return _from_values(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{text} does not describe a machine: {error}") from error
+
+
+def _from_values(values: object) -> Machine:
+    if not isinstance(values, dict):
+        raise TypeError("a JSON object is needed")
+    known = {field.name for field in fields(Machine)}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"unknown entries {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    machine = Machine(**values)
+    rates = {name: value for name, value in values.items() if name.endswith("_per_second") and name != "flops_per_second"}
+    if not isinstance(machine.flops_per_second, dict) or not machine.flops_per_second:
+        raise ValueError('flops_per_second must be an object such as {"float32": 1e12}')
+    for name, rate in {**rates, **machine.flops_per_second}.items():
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
+            raise ValueError(f"{name} must be a positive number, not {rate!r}")
+    for name in ("operation_seconds", "call_seconds", "library_bytes", "host_bytes", "device_bytes"):
+        value = getattr(machine, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
+    return machine
