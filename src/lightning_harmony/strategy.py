@@ -41,7 +41,7 @@ _MODULE_HOOKS = (
 )  # fmt: skip
 _CALLBACK_HOOKS = ("on_before_optimizer_step", "on_after_backward")
 # Host bytes of optimizer state per parameter byte, where it is known before the first step.
-_STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "RMSprop": 1, "Adagrad": 1}
+STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "RMSprop": 1, "Adagrad": 1}
 
 
 class HarmonyStrategyMixin(_Base):
@@ -287,7 +287,7 @@ class HarmonyStrategyMixin(_Base):
     def _refuse_too_little_host_memory(self) -> None:
         trainable = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
         gradient_bytes = sum(p.numel() * p.element_size() for p in trainable if p.requires_grad)
-        copies = 1 + max((_STATE_COPIES.get(type(o).__name__, 0) for o in self.optimizers), default=0)
+        copies = 1 + max((STATE_COPIES.get(type(o).__name__, 0) for o in self.optimizers), default=0)
         free = free_host_bytes()
         if free is not None and copies * gradient_bytes > free:
             raise CapacityError(

@@ -453,7 +453,8 @@ class _Rehearsal:
         self._turn: _Turn | None = None
         self._measured: _Measured | None = None
         self._resident_bytes = 0
-        self._other_bytes = 0
+        self._buffer_bytes = 0
+        self._microbatch_bytes = 0
         self._start_bytes = 0
         self._dtype: torch.dtype | None = None
         self._watches: list[tuple[SwappedLayer, _Watch]] = []
@@ -479,10 +480,12 @@ class _Rehearsal:
 
     def _run_on_fakes(self, step: Callable[[Any], Tensor], microbatch: Any, casting: Callable[[], Any]) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True), self._fake_others(), torch.enable_grad():
+            self._buffer_bytes = self.device.allocated_bytes()
             batch = tree_map_only(Tensor, _fake, microbatch)
             for leaf in tree_leaves(batch):
                 self._count(leaf)
-            self._other_bytes = self.device.allocated_bytes()
+            self._resident_bytes = self.device.allocated_bytes()
+            self._microbatch_bytes = self._resident_bytes - self._buffer_bytes
             for layer in self._layers:
                 self._residency(layer)
             with self.stock:
@@ -557,7 +560,7 @@ class _Rehearsal:
         before = self.device.allocated_bytes()
         if layer is not None:
             totals = self._totals[layer.index]
-            totals.live_bytes = max(totals.live_bytes, before - self._resident_bytes - self._other_bytes)
+            totals.live_bytes = max(totals.live_bytes, before - self._resident_bytes)
         self._turn = _Turn(layer, phase, is_visit, before, self.device.watch_peak())
 
     def _end(self) -> None:
@@ -730,7 +733,15 @@ class _Rehearsal:
                     recompute=totals.recompute,
                 )
             )
-        return StepProfile(tuple(layers), tuple(self._calls), self._other_bytes, self._start_bytes)
+        return StepProfile(
+            layers=tuple(layers),
+            calls=tuple(self._calls),
+            weight_bytes=self._store.num_bytes,
+            num_parameters=sum(p.numel() for p in self._names),
+            buffer_bytes=self._buffer_bytes,
+            microbatch_bytes=self._microbatch_bytes,
+            start_bytes=self._start_bytes,
+        )
 
     def _swapped_bytes(self, layer: SwappedLayer) -> int:
         """What crosses the bus to bring a layer."""

@@ -76,11 +76,17 @@ class StepProfile:
     Attributes:
         layers: in the order of the module tree.
         calls: the order in which the forward calls them, as indices into ``layers``.
-        other_bytes: what lies on the device besides: buffers that no layer owns, and the microbatch itself.
+        weight_bytes: all parameters, as the host store holds them.
+        num_parameters: how many numbers those are.
+        buffer_bytes: buffers that no layer owns, which stay on the device.
+        microbatch_bytes: the microbatch itself.
         start_bytes: most that the code before the first layer allocates.
     """
 
     layers: tuple[LayerProfile, ...]
     calls: tuple[int, ...]
-    other_bytes: int
+    weight_bytes: int
+    num_parameters: int
+    buffer_bytes: int
+    microbatch_bytes: int
     start_bytes: int
