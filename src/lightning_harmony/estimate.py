@@ -16,7 +16,7 @@ from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.machine import Machine, read_machine
 from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
 from lightning_harmony.plan.predict import PhaseSeconds, Prediction, predict
-from lightning_harmony.plan.work import StepProfile
+from lightning_harmony.plan.work import StepProfile, between
 from lightning_harmony.subject import Subject, casting, make_subject, precision_name
 
 
@@ -165,8 +165,8 @@ class Estimate:
             f"device  {device_verdict}: needs {format_bytes(need.num_bytes)}, and uses up to "
             f"{format_bytes(prediction.peak_bytes)} where it has it",
             f"        most {where}: {format_bytes(need.state_bytes)} weights and gradients, "
-            f"{format_bytes(need.work_bytes)} work space, {format_bytes(need.live_bytes + need.other_bytes)} for all "
-            "microbatches",
+            f"{format_bytes(need.work_bytes)} work space, {format_bytes(need.live_bytes)} between layers for all microbatches, "
+            f"{format_bytes(need.other_bytes)} besides",
             f"host    {host_verdict}: {format_bytes(host.num_bytes)} = {format_bytes(host.weight_bytes)} weights + "
             f"{format_bytes(host.gradient_bytes)} gradients + {format_bytes(host.optimizer_bytes)} optimizer + "
             f"{format_bytes(host.stash_bytes)} stash",
@@ -273,21 +273,26 @@ def estimate(
     size = microbatch_sizes(subject.batch_size, num_microbatches=num_microbatches, microbatch_size=microbatch_size)[0]
     is_deferred = update == "deferred" or precision == "16-mixed"
 
-    def row(of_size: int) -> tuple[Row, StepProfile]:
-        microbatch, *others = _split(subject, of_size)
-        profile = rehearse(subject.module, found, subject.step, microbatch, casting(precision))
+    def profile_of(of_size: int) -> StepProfile:
+        return rehearse(subject.module, found, subject.step, _microbatch(subject, of_size), casting(precision))
+
+    # Two sizes are rehearsed; what others take lies on the line through them.
+    other = 1 if size > 1 else min(2, subject.batch_size)
+    profile = profile_of(size)
+    second = profile if other == size else profile_of(other)
+
+    def row(of_size: int) -> Row:
+        factor = 0.0 if of_size == size else (of_size - size) / (other - size)
         prediction = predict(
-            profile,
+            between(profile, second, factor),
             where,
             capacity_bytes=capacity,
-            num_microbatches=1 + len(others),
+            num_microbatches=len(microbatch_sizes(subject.batch_size, num_microbatches=None, microbatch_size=of_size)),
             is_deferred=is_deferred,
             state_copies=subject.state_copies,
         )
-        return Row(of_size, prediction), profile
+        return Row(of_size, prediction)
 
-    rows = [row(each) for each in _sizes_to_show(subject.batch_size, size)]
-    chosen, profile = next((row, profile) for row, profile in rows if row.microbatch_size == size)
     result = Estimate(
         name=subject.name,
         precision=precision,
@@ -300,17 +305,17 @@ def estimate(
         items_per_step=subject.batch_size * subject.items_per_sample,
         machine=where,
         capacity_bytes=capacity,
-        chosen=chosen,
-        rows=tuple(each for each, _ in rows),
+        chosen=row(size),
+        rows=tuple(row(each) for each in _sizes_to_show(subject.batch_size, size)),
         advice=(),
         notes=tuple(subject.notes),
     )
     return _with_advice(result, subject.module)
 
 
-def _split(subject: Subject, size: int) -> list[Any]:
+def _microbatch(subject: Subject, size: int) -> Any:
     sizes = microbatch_sizes(subject.batch_size, num_microbatches=None, microbatch_size=size)
-    return split_batch(subject.batch, subject.batch_size, sizes)
+    return split_batch(subject.batch, subject.batch_size, sizes)[0]
 
 
 def _sizes_to_show(batch_size: int, chosen: int) -> list[int]:
@@ -344,7 +349,7 @@ def _device_advice(result: Estimate, module: nn.Module) -> list[str]:
         f"{result.chosen.microbatch_size}"
     )
     smallest = result.rows[0].prediction.need
-    if not fitting and result.rows[0] is not result.chosen:
+    if not fitting and result.rows[0].microbatch_size != result.chosen.microbatch_size:
         advice.append(f'device_memory="{_rounded_up(smallest.num_bytes)}" for microbatches of {result.rows[0].microbatch_size}')
     if not fitting and smallest.state_bytes > smallest.work_bytes and smallest.name:
         advice.append(_state_advice(smallest.name, smallest.state_bytes, module))

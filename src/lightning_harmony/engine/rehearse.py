@@ -24,7 +24,7 @@ from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.glue import Glue
 from lightning_harmony.engine.host_store import HostPool, HostStore, Slot, lay_out, lies_in
 from lightning_harmony.engine.intercept import InterceptedForward, LayerCall
-from lightning_harmony.engine.layer import BufferKey, SwappedLayer, buffers_of, places_of
+from lightning_harmony.engine.layer import SwappedLayer, buffers_of, places_of
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.report import Traffic
@@ -112,6 +112,11 @@ class _Stock(TorchDispatchMode):
         self._flops: Counter[str] = Counter()
         self._moved_bytes = 0
         self._num_operations = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # There is nothing to compile in it.
+        return False
 
     def take(self) -> Work:
         """The work since it was last taken."""
@@ -446,6 +451,7 @@ class _Rehearsal:
         self._lane_stash = LaneStash(self._stash)
         self._work = WorkSpace()
         self._residencies: dict[int, Residency] = {}
+        self._fakes: dict[Any, tuple[list[nn.Parameter], list[Tensor]]] = {}
         self._known: dict[Any, _CallProfile] = {}
         self._structures: dict[int, Any] = {}
         self._totals: defaultdict[int, _Totals] = defaultdict(_Totals)
@@ -534,22 +540,29 @@ class _Rehearsal:
     def _residency(self, layer: SwappedLayer) -> Residency:
         """The layer's weights and buffers, which take no part in what is counted."""
         if layer.index not in self._residencies:
-            before = self.device.allocated_bytes()
-            leaves = {
-                p: nn.Parameter(_fake(p, layer.narrow.get(p, p.dtype)), requires_grad=p.requires_grad)
-                for p in layer.parameters
-            }
-            buffers: dict[BufferKey, Tensor] = {}
-            for owner, name in layer.buffers:
-                buffer = owner._buffers[name]
-                assert buffer is not None
-                buffers[owner, name] = _fake(buffer)
-            for tensor in (*leaves.values(), *buffers.values()):
-                self._count(tensor)
-            weights = torch.empty(0, device="meta")
-            self._residencies[layer.index] = Residency(weights, Happened(), leaves, buffers)
-            self._resident_bytes += self.device.allocated_bytes() - before
+            # Layers of one structure can have the same fakes.
+            key = self._structures.get(layer.index, layer)
+            if key not in self._fakes:
+                self._fakes[key] = self._make_fakes(layer)
+            parameters, buffers = self._fakes[key]
+            self._residencies[layer.index] = Residency(
+                torch.empty(0, device="meta"),
+                Happened(),
+                dict(zip(layer.parameters, parameters, strict=True)),
+                dict(zip(layer.buffers, buffers, strict=True)),
+            )
         return self._residencies[layer.index]
+
+    def _make_fakes(self, layer: SwappedLayer) -> tuple[list[nn.Parameter], list[Tensor]]:
+        before = self.device.allocated_bytes()
+        parameters = [
+            nn.Parameter(_fake(p, layer.narrow.get(p, p.dtype)), requires_grad=p.requires_grad) for p in layer.parameters
+        ]
+        buffers = [_fake(owner.get_buffer(name)) for owner, name in layer.buffers]
+        for tensor in (*parameters, *buffers):
+            self._count(tensor)
+        self._resident_bytes += self.device.allocated_bytes() - before
+        return parameters, buffers
 
     # ---- turns ---------------------------------------------------------------------------------------------------------
 

@@ -47,13 +47,15 @@ class Machine:
         return json.dumps(asdict(self), indent=2)
 
 
+# What each part reaches within a step, the others busy beside it. Alone, bf16 products reach 799 TFLOP/s and the update 5.7
+# billion parameters a second.
 H200 = Machine(
     name="NVIDIA H200, 16 cores",
-    flops_per_second={"bfloat16": 700e12, "float16": 700e12, "float32": 50e12, "float64": 50e12},
+    flops_per_second={"bfloat16": 600e12, "float16": 600e12, "float32": 50e12, "float64": 50e12},
     memory_bytes_per_second=4.0e12,
     swap_in_bytes_per_second=55e9,
     swap_out_bytes_per_second=55e9,
-    updated_parameters_per_second=5.7e9,
+    updated_parameters_per_second=4.7e9,
     operation_seconds=8e-6,
     call_seconds=3.5e-4,
     host_bytes=128 * 2**30,

@@ -274,13 +274,17 @@ class _Step:
         before = list(dict.fromkeys(reversed(plan.visits[: plan.first_fused])))
         if self._capacity is None:
             return set(plan.visits)
-        work = max((self._costs[pack].gradient_bytes + self._costs[pack].backward_work_bytes for pack in before), default=0)
+        costs = self._costs
+        # The two moments that leave least room: in the fused packs, and when the backward of the others begins.
+        fused = sum(costs[pack].state_bytes + costs[pack].graph_bytes for pack in plan.fused)
+        fused += max((costs[pack].backward_work_bytes for pack in plan.fused), default=0)
+        behind = max((costs[pack].gradient_bytes + costs[pack].backward_work_bytes for pack in before), default=0)
         live = self._lanes * max(self._live().values(), default=0)
-        room = self._capacity - work - live - self._other_bytes
+        room = self._capacity - max(fused, behind) - live - self._other_bytes
         staying = set(plan.fused)
         for pack in before:
-            room -= self._costs[pack].weight_bytes
-            room -= self._lanes * self._costs[pack].graph_bytes if pack in plan.kept else 0
+            room -= costs[pack].weight_bytes
+            room -= self._lanes * costs[pack].graph_bytes if pack in plan.kept else 0
             if room < 0:
                 break
             staying.add(pack)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.machine import Machine
@@ -28,6 +30,13 @@ class Work:
         flops = {name: self.flops.get(name, 0) + other.flops.get(name, 0) for name in names}
         return Work(flops, self.moved_bytes + other.moved_bytes, self.num_operations + other.num_operations)
 
+    def scaled(self, other: Work, factor: float) -> Work:
+        """The work on the line through this and another one, by ``factor`` of the way there."""
+        names = dict.fromkeys([*self.flops, *other.flops])
+        flops = {name: _on_line(self.flops.get(name, 0), other.flops.get(name, 0), factor) for name in names}
+        moved = _on_line(self.moved_bytes, other.moved_bytes, factor)
+        return Work(flops, moved, _on_line(self.num_operations, other.num_operations, factor))
+
     def device_seconds(self, machine: Machine) -> float:
         """How long the device computes."""
         products = sum(flops / machine.flops_per_second_of(dtype) for dtype, flops in self.flops.items())
@@ -36,6 +45,11 @@ class Work:
     def host_seconds(self, machine: Machine) -> float:
         """How long the host is busy having the device compute."""
         return self.num_operations * machine.operation_seconds
+
+
+def _on_line(one: int, other: int, factor: float) -> int:
+    """Rounded up: what is needed is never said to be less."""
+    return max(0, math.ceil(one + (other - one) * factor))
 
 
 @dataclass(frozen=True)
@@ -90,3 +104,30 @@ class StepProfile:
     buffer_bytes: int
     microbatch_bytes: int
     start_bytes: int
+
+
+def between(one: StepProfile, other: StepProfile, factor: float) -> StepProfile:
+    """The profile of another size of the microbatch: bytes and operations grow along a line with its samples.
+
+    Args:
+        one: the profile of one size.
+        other: the profile of another.
+        factor: where the size lies between the two; beyond 1 if it is larger than the other.
+    """
+    if one.calls != other.calls:
+        return one if factor <= 0.5 else other
+    result: StepProfile = _between(one, other, factor)
+    return result
+
+
+def _between(one: Any, other: Any, factor: float) -> Any:
+    if one == other or isinstance(one, str):
+        return one
+    if isinstance(one, int):
+        return _on_line(one, other, factor)
+    if isinstance(one, tuple):
+        return tuple(_between(a, b, factor) for a, b in zip(one, other, strict=True))
+    if isinstance(one, Work):
+        return one.scaled(other, factor)
+    values = {f.name: _between(getattr(one, f.name), getattr(other, f.name), factor) for f in fields(one)}
+    return type(one)(**values)
