@@ -11,9 +11,20 @@ from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelE
 
 if TYPE_CHECKING:
     from lightning_harmony.engine.report import StepReport
+    from lightning_harmony.estimation import Estimate, estimate
+    from lightning_harmony.plan.machine import Machine
     from lightning_harmony.strategy import HarmonyStrategy
 
-__all__ = ["CapacityError", "HarmonyStrategy", "PlanError", "StepReport", "UnsupportedModelError"]
+__all__ = [
+    "CapacityError",
+    "Estimate",
+    "HarmonyStrategy",
+    "Machine",
+    "PlanError",
+    "StepReport",
+    "UnsupportedModelError",
+    "estimate",
+]
 
 autoload.install()
 
@@ -27,4 +38,12 @@ def __getattr__(name: str) -> Any:
         from lightning_harmony.engine.report import StepReport
 
         return StepReport
+    if name in ("Estimate", "estimate"):
+        from lightning_harmony import estimation
+
+        return getattr(estimation, name)
+    if name == "Machine":
+        from lightning_harmony.plan.machine import Machine
+
+        return Machine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

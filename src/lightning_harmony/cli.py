@@ -3,25 +3,107 @@
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
+from lightning_harmony.application import find_model, parse_arguments, parse_batch, read_config
 from lightning_harmony.engine.device import free_device_bytes, free_host_bytes
+from lightning_harmony.engine.measure import measure_machine
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.estimation import estimate
 from lightning_harmony.plan.memory_size import format_bytes
+
+_ESTIMATE = """Say what training a model takes, before any memory is taken: bytes on device and host, packs, the time of a
+step and what bounds it, for several sizes of the microbatches, and what to change if it does not fit."""
+_EXAMPLES = """examples:
+  lightning-harmony estimate examples.gpt.GPT --batch "int64[8, 128], int64[8, 128]" --device-memory 32MiB
+  lightning-harmony estimate transformers.GPT2Config n_layer=48 n_embd=1600 n_head=25 --machine h200
+  lightning-harmony estimate --config config.yaml --machine machine.json"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command; return its exit code: 1 where what was asked about does not fit, 2 where it cannot be told."""
     parser = argparse.ArgumentParser(prog="lightning-harmony", description=__doc__)
     parser.add_argument("--version", action="version", version=version("lightning-harmony"))
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("machine", help="show what this machine offers: versions, and memory of host and devices")
-    parser.parse_args(arguments)
-    print("\n".join(describe_machine()))
+    machine = commands.add_parser(
+        "machine", help="show what this machine offers: versions, and memory of host and devices"
+    )
+    machine.add_argument("--measure", action="store_true", help="measure it, and print what `estimate --machine` reads")
+    _add_estimate(commands)
+    options = parser.parse_args(arguments)
+    if options.command == "estimate":
+        try:
+            return _estimate(options)
+        except (ValueError, UnsupportedModelError) as error:
+            parser.exit(2, f"lightning-harmony estimate: {error}\n")
+    print(measure_machine().to_json() if options.measure else "\n".join(describe_machine()))
     return 0
+
+
+def _add_estimate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "estimate",
+        help="say what training a model takes, before any memory is taken",
+        description=_ESTIMATE,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="import path of a LightningModule, of a function that returns one, or of a Hugging Face configuration; or a "
+        "file or folder with such a configuration",
+    )
+    parser.add_argument("arguments", nargs="*", metavar="name=value", help="its arguments")
+    parser.add_argument(
+        "--config", help="configuration of a LightningCLI application; what is given besides goes first"
+    )
+    parser.add_argument("--batch", help='types and shapes of a batch, such as "int64[8, 128], int64[8, 128]"')
+    parser.add_argument("--batch-size", type=int, help="samples of a step of a Hugging Face model (default: 8)")
+    parser.add_argument("--sequence-length", type=int, help="tokens of each (default: up to 1024)")
+    parser.add_argument("--device-memory", help="capacity of the device (default: what the machine has)")
+    parser.add_argument("--num-microbatches", type=int, help="as for HarmonyStrategy")
+    parser.add_argument("--microbatch-size", type=int, help="as for HarmonyStrategy")
+    parser.add_argument("--precision", help="as for Lightning's Trainer (default: 32-true)")
+    parser.add_argument("--optimizer", help="class of the optimizer (default: the module's own, else AdamW)")
+    parser.add_argument("--update", choices=("just-in-time", "deferred"), help="deferred, where gradients are clipped")
+    parser.add_argument(
+        "--machine", help="h200, or a file that `machine --measure` wrote (default: measure this machine)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    given: dict[str, Any] = {}
+    model, arguments = options.model, options.arguments
+    if model is not None and "=" in model:
+        model, arguments = None, [model, *arguments]
+    if options.config is not None:
+        if arguments:
+            raise ValueError("the model's arguments stand in the configuration: leave out name=value, or --config")
+        given = read_config(options.config, model)
+    elif model is None:
+        raise ValueError("name a model, or give --config")
+    else:
+        given["model"] = find_model(model, parse_arguments(arguments))
+    if options.batch is not None:
+        given["batch"] = parse_batch(options.batch)
+    names = (
+        "batch_size", "sequence_length", "device_memory", "num_microbatches", "microbatch_size", "precision", "optimizer",
+        "update", "machine",
+    )  # fmt: skip
+    chosen = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if "num_microbatches" in chosen or "microbatch_size" in chosen:
+        given = {name: value for name, value in given.items() if name not in ("num_microbatches", "microbatch_size")}
+    result = estimate(**{**given, **chosen})
+    print(json.dumps(result.to_dict(), indent=2) if options.json else result)
+    return 0 if result.fits else 1
 
 
 def describe_machine() -> list[str]:

@@ -231,7 +231,7 @@ def _prepare(module: Any) -> None:
     for metric in module.modules():
         if isinstance(metric, Metric):
             # Their checks look at numbers.
-            metric.forward = metric.update = metric.compute = lambda *args, **kwargs: torch.zeros(())  # type: ignore[method-assign]
+            metric.forward = metric.update = metric.compute = lambda *args, **kwargs: torch.zeros(())  # type: ignore[method-assign,assignment]
 
 
 def _is_of_old_tree(module: Any) -> bool:
@@ -347,7 +347,10 @@ def _default_batch(config: Any, model: Any, batch_size: int, length: int | None)
         size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
         pixels = empty(batch_size, getattr(config, "num_channels", 3), size, size)
         labels = empty(batch_size, dtype=torch.int64)
-        return {"pixel_values": pixels, "labels": labels}, f"the batch is taken to be {batch_size} images of {size} × {size}"
+        return {
+            "pixel_values": pixels,
+            "labels": labels,
+        }, f"the batch is taken to be {batch_size} images of {size} x {size}"
     longest = next(
         (
             value
@@ -357,7 +360,12 @@ def _default_batch(config: Any, model: Any, batch_size: int, length: int | None)
         _DEFAULT_LENGTH,
     )
     if length is not None and length > longest:
-        raise ValueError(f"sequences of {length} tokens are longer than the {longest} positions of {type(config).__name__}")
+        raise ValueError(
+            f"sequences of {length} tokens are longer than the {longest} positions of {type(config).__name__}"
+        )
     length = length or min(longest, _DEFAULT_LENGTH)
     tokens = empty(batch_size, length, dtype=torch.int64)
-    return {"input_ids": tokens, "labels": tokens}, f"the batch is taken to be {batch_size} sequences of {length} tokens"
+    return {
+        "input_ids": tokens,
+        "labels": tokens,
+    }, f"the batch is taken to be {batch_size} sequences of {length} tokens"

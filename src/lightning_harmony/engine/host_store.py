@@ -23,7 +23,7 @@ def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.device != buffer.device:
         return False
     # By identity: tensors without data have no address.
-    return tensor.untyped_storage()._cdata == buffer.untyped_storage()._cdata
+    return bool(tensor.untyped_storage()._cdata == buffer.untyped_storage()._cdata)
 
 
 @dataclass(frozen=True)

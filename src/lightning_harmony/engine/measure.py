@@ -26,19 +26,19 @@ def measure_machine() -> Machine:
         capacity = free_device_bytes(torch_device)
         device: Device = CudaDevice(torch_device, capacity)
         name = torch.cuda.get_device_name(torch_device)
-        dtypes, size = (torch.bfloat16, torch.float16, torch.float32), 4096
+        dtypes, size = [torch.bfloat16, torch.float16, torch.float32], 4096
     else:
         capacity = None
         device = VirtualDevice(None)
         name = "a virtual device in host memory"
-        dtypes, size = (torch.float32, torch.bfloat16), 768
+        dtypes, size = [torch.float32, torch.bfloat16], 768
     try:
         copied = device.host_buffer(_COPIED_BYTES)
         on_device = device.empty(_COPIED_BYTES)
         return Machine(
             name=f"{name}, {os.cpu_count()} cores ({platform.node() or 'this machine'})",
             flops_per_second={str(d).removeprefix("torch."): _flops_per_second(device, d, size) for d in dtypes},
-            memory_bytes_per_second=2 * _COPIED_BYTES / _seconds(device, lambda: on_device.clone()),
+            memory_bytes_per_second=2 * _COPIED_BYTES / _seconds(device, on_device.clone),
             swap_in_bytes_per_second=_COPIED_BYTES
             / _seconds(device, lambda: on_device.copy_(copied, non_blocking=True)),
             swap_out_bytes_per_second=_COPIED_BYTES

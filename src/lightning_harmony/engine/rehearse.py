@@ -85,7 +85,7 @@ class _FakeDevice(VirtualDevice):
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.swap_in = self.swap_out = self.stash_in = _NoCopies()  # type: ignore[assignment]
+        self.swap_in = self.swap_out = self.stash_in = _NoCopies()
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -165,7 +165,9 @@ class _Stock(TorchDispatchMode):
         self._moved_bytes += sum(t.numel() * t.element_size() for t in (*moved.values(), *results))
 
 
-_ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh"})
+_ALLOCATIONS = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh"}
+)
 
 
 def _is_view(func: Any) -> bool:
@@ -177,7 +179,9 @@ def _sdpa_for_cpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwarg
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
-def _sdpa_for_cpu_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+def _sdpa_for_cpu_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> int:
     return int(sdpa_backward_flop_count(grad_out.shape, query.shape, key.shape, value.shape))
 
 
@@ -427,9 +431,7 @@ class _Rehearsal:
 
     cuda_devices: Sequence[int] = ()
 
-    def __init__(
-        self, model: nn.Module, layers: Sequence[Layer], narrow: dict[int, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[Layer], narrow: dict[int, tuple[int, ...]]) -> None:
         self._model = model
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._layers = [
@@ -556,7 +558,8 @@ class _Rehearsal:
     def _make_fakes(self, layer: SwappedLayer) -> tuple[list[nn.Parameter], list[Tensor]]:
         before = self.device.allocated_bytes()
         parameters = [
-            nn.Parameter(_fake(p, layer.narrow.get(p, p.dtype)), requires_grad=p.requires_grad) for p in layer.parameters
+            nn.Parameter(_fake(p, layer.narrow.get(p, p.dtype)), requires_grad=p.requires_grad)
+            for p in layer.parameters
         ]
         buffers = [_fake(owner.get_buffer(name)) for owner, name in layer.buffers]
         for tensor in (*parameters, *buffers):

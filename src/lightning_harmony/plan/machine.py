@@ -92,7 +92,9 @@ def _from_values(values: object) -> Machine:
     if unknown := sorted(set(values) - known):
         raise ValueError(f"unknown entries {', '.join(unknown)}; known are {', '.join(sorted(known))}")
     machine = Machine(**values)
-    rates = {name: value for name, value in values.items() if name.endswith("_per_second") and name != "flops_per_second"}
+    rates = {
+        name: value for name, value in values.items() if name.endswith("_per_second") and name != "flops_per_second"
+    }
     if not isinstance(machine.flops_per_second, dict) or not machine.flops_per_second:
         raise ValueError('flops_per_second must be an object such as {"float32": 1e12}')
     for name, rate in {**rates, **machine.flops_per_second}.items():

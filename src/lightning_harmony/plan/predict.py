@@ -111,7 +111,7 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Of the step, at least."""
+        """Of the step, each part as busy as it can be."""
         return self.forward.total + self.backward.total + self.turn_seconds
 
     @property

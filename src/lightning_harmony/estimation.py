@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -91,7 +91,7 @@ class Estimate:
 
     @property
     def items_per_second(self) -> float:
-        """Tokens or samples, as `items` says; at most."""
+        """Tokens or samples, as `items` says."""
         return self.items_per_step / self.prediction.seconds
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Estimate:
             f"device  {device_verdict}: needs {format_bytes(need.num_bytes)}, and uses up to "
             f"{format_bytes(prediction.peak_bytes)} where it has it",
             f"        most {where}: {format_bytes(need.state_bytes)} weights and gradients, "
-            f"{format_bytes(need.work_bytes)} work space, {format_bytes(need.live_bytes)} between layers for all microbatches, "
+            f"{format_bytes(need.work_bytes)} work space, {format_bytes(need.live_bytes)} of all microbatches, "
             f"{format_bytes(need.other_bytes)} besides",
             f"host    {host_verdict}: {format_bytes(host.num_bytes)} = {format_bytes(host.weight_bytes)} weights + "
             f"{format_bytes(host.gradient_bytes)} gradients + {format_bytes(host.optimizer_bytes)} optimizer + "
@@ -176,7 +176,7 @@ class Estimate:
     def _step(self) -> list[str]:
         prediction = self.prediction
         return [
-            f"step    at least {_seconds(prediction.seconds)}: at most {_rate(self.items_per_second)} {self.items}/s; "
+            f"step    about {_seconds(prediction.seconds)}: {_rate(self.items_per_second)} {self.items}/s; "
             f"bounded by {prediction.bound}",
             f"        forward  {_describe_phase(prediction.forward)}",
             f"        backward {_describe_phase(prediction.backward)}",
@@ -276,8 +276,9 @@ def estimate(
     def profile_of(of_size: int) -> StepProfile:
         return rehearse(subject.module, found, subject.step, _microbatch(subject, of_size), casting(precision))
 
-    # Two sizes are rehearsed; what others take lies on the line through them.
-    other = 1 if size > 1 else min(2, subject.batch_size)
+    # Two sizes are rehearsed; what others take lies on the line through them. Not a single sample, if that isn't asked for:
+    # its tensors may be views where those of several have to be copied.
+    other = subject.batch_size if size < subject.batch_size else min(2, size)
     profile = profile_of(size)
     second = profile if other == size else profile_of(other)
 
@@ -350,7 +351,9 @@ def _device_advice(result: Estimate, module: nn.Module) -> list[str]:
     )
     smallest = result.rows[0].prediction.need
     if not fitting and result.rows[0].microbatch_size != result.chosen.microbatch_size:
-        advice.append(f'device_memory="{_rounded_up(smallest.num_bytes)}" for microbatches of {result.rows[0].microbatch_size}')
+        advice.append(
+            f'device_memory="{_rounded_up(smallest.num_bytes)}" for microbatches of {result.rows[0].microbatch_size}'
+        )
     if not fitting and smallest.state_bytes > smallest.work_bytes and smallest.name:
         advice.append(_state_advice(smallest.name, smallest.state_bytes, module))
     elif not fitting:
@@ -379,11 +382,11 @@ def _host_advice(result: Estimate) -> list[str]:
     short = host.num_bytes - (result.machine.host_bytes or 0)
     advice = [f"{format_bytes(short)} more host memory"]
     if host.optimizer_bytes >= host.gradient_bytes > 0:
-        saved = format_bytes(host.optimizer_bytes)
-        advice.append(f"an optimizer with less state, such as Adafactor or SGD: {result.optimizer} keeps {saved}")
+        state = format_bytes(host.optimizer_bytes)
+        advice.append(f"an optimizer with less state, such as Adafactor or SGD: {result.optimizer} keeps {state}")
     if result.precision in ("32-true", "bf16-mixed", "16-mixed"):
-        saved = (host.weight_bytes + host.gradient_bytes + host.optimizer_bytes) // 2
-        advice.append(f"Trainer(precision='bf16-true'), which saves {format_bytes(saved)} and trains less exactly")
+        half = format_bytes((host.weight_bytes + host.gradient_bytes + host.optimizer_bytes) // 2)
+        advice.append(f"Trainer(precision='bf16-true'), which saves {half} and trains less exactly")
     if result.num_trained == result.num_parameters:
         advice.append("fewer trained parameters: those that are frozen take their weights alone")
     return advice
@@ -437,6 +440,3 @@ def _seconds(seconds: float) -> str:
 
 def _rate(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2f}"
-
-
-__all__: Sequence[str] = ("Estimate", "Row", "estimate")

@@ -1,0 +1,179 @@
+"""An application in words: a model by its import path, the shapes of a batch, a LightningCLI's configuration."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TENSOR = re.compile(r"\s*(?:(\w+)\s*=\s*)?(\w+)\s*\[([\d\s,]*)\]\s*(?:,|$)")
+
+
+def find_model(path: str, arguments: Mapping[str, Any]) -> Any:
+    """What an import path names, ready for `estimate`.
+
+    Args:
+        path: of a LightningModule's class, of a function that returns a module, or of a Hugging Face configuration's
+            class; or a file or folder with such a configuration.
+        arguments: to call it with.
+
+    Returns:
+        A configuration, or a function that builds the module.
+
+    Raises:
+        ValueError: if there is no such thing.
+    """
+    if Path(path).exists() and Path(path).suffix != ".py":
+        return import_module("transformers").AutoConfig.from_pretrained(path, **arguments)
+    found = import_by_path(path)
+    if isinstance(found, type) and hasattr(found, "model_type") and hasattr(found, "to_dict"):
+        return found(**arguments)
+    return partial(found, **arguments)
+
+
+def import_by_path(path: str) -> Any:
+    """Import "package.module.Name", the current folder included.
+
+    Raises:
+        ValueError: if there is no such thing.
+    """
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    module, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{path!r} cannot be imported: {error}. Give package.module.Name, as seen from the current folder"
+        ) from error
+
+
+def parse_arguments(texts: Sequence[str]) -> dict[str, Any]:
+    """Read "name=value", where a value is a Python literal, or else text.
+
+    Raises:
+        ValueError: if one has no name.
+    """
+    arguments = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"{text!r} is no argument of the model: write name=value, as in n_layer=24")
+        try:
+            arguments[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            arguments[name] = value
+    return arguments
+
+
+def parse_batch(text: str) -> Any:
+    """Read the shapes of a batch: "int64[8, 128], int64[8, 128]", each perhaps with a name before it, as in "x=float32[8]".
+
+    Returns:
+        A tensor on the meta device, a tuple of several, or a dict of those with names.
+
+    Raises:
+        ValueError: if it isn't written so.
+    """
+    tensors: list[tuple[str | None, Tensor]] = []
+    place = 0
+    while place < len(text):
+        match = _TENSOR.match(text, place)
+        dtype = getattr(torch, match[2], None) if match is not None else None
+        if match is None or not isinstance(dtype, torch.dtype):
+            raise ValueError(
+                f'{text!r} is no batch: write types and shapes, as in "int64[8, 128], int64[8, 128]" or '
+                '"input_ids=int64[8, 128], labels=int64[8, 128]"'
+            )
+        shape = [int(number) for number in match[3].replace(",", " ").split()]
+        tensors.append((match[1], torch.empty(shape, dtype=dtype, device="meta")))
+        place = match.end()
+    names = [name for name, _ in tensors if name is not None]
+    if not tensors or (names and len(set(names)) < len(tensors)):
+        raise ValueError(f"{text!r} is no batch: give at least one tensor, and to each a name of its own, or to none")
+    if names:
+        return dict(tensors)
+    return tensors[0][1] if len(tensors) == 1 else tuple(tensor for _, tensor in tensors)
+
+
+def read_config(path: str, model: str | None) -> dict[str, Any]:
+    """What the configuration of a LightningCLI application says, as arguments of `estimate`.
+
+    Args:
+        path: the YAML file.
+        model: the import path of the module's class, where the file holds its arguments alone.
+
+    Raises:
+        ValueError: if the file cannot be read, or names no class.
+    """
+    values = _read_yaml(path)
+    section = values.get("model")
+    arguments: dict[str, Any] = {
+        "model": _builder(_with_class(section, model, "model", path), "lightning.pytorch.LightningModule")
+    }
+    if isinstance(values.get("data"), dict) and "class_path" in values["data"]:
+        data = _builder(values["data"], "lightning.pytorch.LightningDataModule")()
+        data.setup("fit")
+        arguments["batch"] = next(iter(data.train_dataloader()))
+    trainer = values.get("trainer") or {}
+    if trainer.get("precision") is not None:
+        arguments["precision"] = trainer["precision"]
+    if trainer.get("gradient_clip_val") or (trainer.get("accumulate_grad_batches") or 1) != 1:
+        arguments["update"] = "deferred"
+    strategy = trainer.get("strategy")
+    given = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+    for name in ("device_memory", "num_microbatches", "microbatch_size"):
+        if given.get(name) is not None:
+            arguments[name] = given[name]
+    if given.get("update") == "deferred":
+        arguments["update"] = "deferred"
+    return arguments
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    yaml = import_module("yaml")
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is no configuration of a LightningCLI application: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is no configuration of a LightningCLI application: it has no sections")
+    # Those that an application writes itself may stand below its subcommand.
+    fit = values.get("fit")
+    return fit if isinstance(fit, dict) and "model" not in values else values
+
+
+def _with_class(section: Any, name: str | None, what: str, path: str) -> dict[str, Any]:
+    section = section or {}
+    if "class_path" in section:
+        return dict(section)
+    if name is None:
+        raise ValueError(
+            f"{path} holds the arguments of the {what}, and not its class: name that before --config, as in "
+            "`lightning-harmony estimate package.module.Model --config config.yaml`"
+        )
+    return {"class_path": name, "init_args": section}
+
+
+def _builder(section: dict[str, Any], base: str) -> Callable[[], Any]:
+    """A function that builds what a section with a class path describes, as LightningCLI would."""
+    try:
+        jsonargparse = import_module("jsonargparse")
+    except ImportError as error:
+        raise ValueError("--config needs jsonargparse: pip install 'jsonargparse[signatures]'") from error
+    import_by_path(section["class_path"])
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(import_by_path(base), "it")
+    try:
+        parsed = parser.parse_object({"it": section})
+    except (jsonargparse.ArgumentError, TypeError) as error:
+        raise ValueError(f"{section['class_path']} cannot be built as the configuration says: {error}") from error
+    return lambda: parser.instantiate_classes(parsed).it

@@ -1,0 +1,423 @@
+"""An estimate says what training is then seen to do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from nets import Frozen, Language, OwnParameters, Tied, TiedByCode, tokens
+from same_training import Reports, trainer_for
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+import lightning_harmony
+from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+from lightning_harmony.cli import main
+from lightning_harmony.engine.decompose import find_layers
+from lightning_harmony.engine.rehearse import rehearse
+from lightning_harmony.errors import CapacityError
+from lightning_harmony.estimation import Estimate, estimate
+from lightning_harmony.plan.machine import H200
+from lightning_harmony.plan.memory_size import format_bytes
+from lightning_harmony.subject import casting, on_meta
+
+MACHINE = replace(H200, host_bytes=2**40, device_bytes=None, library_bytes=0)
+WIDTH, LENGTH, VOCABULARY = 64, 32, 96
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.mixed, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.mixed(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.dropout(self.down(F.gelu(self.up(self.second_norm(x)))))
+
+
+class GPT(pl.LightningModule):
+    """A small GPT whose step asks for what is not there without data: a trainer, logs, numbers, a metric."""
+
+    def __init__(self, num_blocks: int = 5, length: int = LENGTH) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+        self.positions = nn.Parameter(torch.zeros(length, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.metric = MeanMetric()
+        self.built_on = self.head.weight.device.type
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(batch[:, :-1]) * self.scale + self.positions[: batch.shape[1] - 1]
+        for block in self.blocks:
+            x = block(x)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
+        self.metric(loss.detach())
+        self.log("loss", loss.item() + 0 * self.trainer.global_step, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def samples(number: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, (number, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+
+
+def batch_of(number: int) -> Tensor:
+    return torch.empty(number, LENGTH + 1, dtype=torch.int64, device="meta")
+
+
+def train(
+    module: pl.LightningModule, data: Any, steps: int = 3, batch_size: int = 8, **options: Any
+) -> HarmonyStrategy:
+    """Train; what the strategy's executor knows is kept in `strategy.known`."""
+    strategy = HarmonyStrategy(device_memory=options.pop("device_memory", None), **options.pop("strategy", {}))
+    reports = Reports()
+
+    class Known(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            executor = strategy._executor
+            assert executor is not None
+            strategy.known = {layer.name: executor._cost(layer) for layer in executor._layers}  # type: ignore[attr-defined]
+            strategy.last_plan = strategy.plan  # type: ignore[attr-defined]
+
+    trainer = trainer_for(strategy, steps, [reports, Known()], **options)
+    trainer.fit(module, DataLoader(data, batch_size=batch_size))
+    strategy.reports = reports.reports  # type: ignore[attr-defined]
+    return strategy
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_the_bytes_of_each_layer_and_the_packs_are_those_that_training_finds(precision: str) -> None:
+    capacity = 1_400_000
+    result = estimate(
+        GPT, batch_of(8), device_memory=capacity, num_microbatches=4, precision=precision, machine=MACHINE
+    )
+    strategy: Any = train(
+        GPT(), samples(32), device_memory=capacity, strategy={"num_microbatches": 4}, precision=precision
+    )
+    plan = result.prediction.plan
+    assert plan == strategy.last_plan
+    assert len(plan.packs) > 4
+    report = strategy.reports[-1]
+    assert result.prediction.swapped_out_bytes["stash"] == report.swapped_out_bytes["stash"]
+    assert result.prediction.swapped_out_bytes["gradients"] == report.swapped_out_bytes["gradients"]
+    assert max(report.peak_device_bytes) <= result.prediction.peak_bytes <= capacity
+
+
+class Wrapped(pl.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("net", [Language, Tied, TiedByCode, OwnParameters, Frozen])
+def test_a_rehearsal_counts_what_the_executor_measures(net: type[nn.Module], precision: str) -> None:
+    data, size = tokens(16), 4
+    strategy: Any = train(Wrapped(net()), data, strategy={"microbatch_size": size}, precision=precision)
+    module = on_meta(Wrapped(net()))
+    profile = rehearse(
+        module,
+        find_layers(module, max_layer_bytes=None),
+        lambda batch: module.training_step(batch, 0),
+        torch.empty(size, data.shape[1], dtype=torch.int64, device="meta"),
+        casting(precision),
+    )
+    assert {layer.cost.name for layer in profile.layers} == set(strategy.known)
+    # On a virtual device the batch counts where it is first used, as a whole.
+    slack = data[:8].numel() * data.element_size()
+    for layer in profile.layers:
+        ours, theirs = layer.cost, strategy.known[layer.cost.name]
+        assert (ours.weight_bytes, ours.gradient_bytes) == (theirs.weight_bytes, theirs.gradient_bytes)
+        assert ours.graph_bytes == theirs.graph_bytes, ours.name
+        assert ours.backward_work_bytes == theirs.backward_work_bytes, ours.name
+        assert abs(theirs.forward_work_bytes - ours.forward_work_bytes) <= slack, ours.name
+
+
+def trains_in(capacity: int, num_microbatches: int) -> bool:
+    try:
+        train(GPT(), samples(24), device_memory=capacity, strategy={"num_microbatches": num_microbatches})
+    except CapacityError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_what_fits_trains_and_what_is_far_from_it_does_not(num_microbatches: int) -> None:
+    """The estimate is on the safe side: it may ask for a fifth more than training can do with, never for less."""
+    given = partial(estimate, GPT, batch_of(8), num_microbatches=num_microbatches, machine=MACHINE)
+    needed = given().prediction.need.num_bytes
+    verdicts = set()
+    for share in (1.5, 1.0, 0.6, 0.4, 0.25):
+        capacity = int(share * needed)
+        # In less memory, layers are found that are smaller.
+        result = given(device_memory=capacity)
+        verdicts.add(result.fits)
+        if result.fits:
+            assert trains_in(capacity, num_microbatches), share
+        elif capacity < 0.8 * result.prediction.need.num_bytes:
+            assert not trains_in(capacity, num_microbatches), share
+    assert verdicts == {True, False}
+
+
+def test_the_host_holds_what_is_estimated() -> None:
+    result = estimate(GPT, batch_of(8), num_microbatches=4, device_memory=1_400_000, machine=MACHINE)
+    module = GPT()
+    strategy: Any = train(module, samples(8), device_memory=1_400_000, strategy={"num_microbatches": 4}, steps=1)
+    host, report = result.prediction.host, strategy.reports[0]
+    parameter_bytes = sum(p.numel() * 4 for p in module.parameters())
+    assert host.optimizer_bytes == 2 * parameter_bytes
+    assert host.gradient_bytes == parameter_bytes
+    assert host.stash_bytes == report.swapped_out_bytes["stash"]
+    # The first step's report comes before its update, and so before there is optimizer state.
+    held = host.weight_bytes + host.gradient_bytes + host.stash_bytes
+    assert 0.95 * held <= report.host_bytes <= held
+
+
+def test_sizes_that_are_not_rehearsed_lie_on_the_line_through_those_that_are() -> None:
+    asked = estimate(GPT, batch_of(8), microbatch_size=2, machine=MACHINE)
+    rehearsed = estimate(GPT, batch_of(8), microbatch_size=8, machine=MACHINE)
+    at_eight = next(row for row in asked.rows if row.microbatch_size == 8)
+    exact = rehearsed.prediction
+    assert at_eight.prediction.plan == exact.plan
+    # What is smaller than the stash keeps bends the line.
+    assert at_eight.prediction.need.num_bytes == pytest.approx(exact.need.num_bytes, rel=0.02)
+    assert at_eight.prediction.seconds == pytest.approx(exact.seconds, rel=0.02)
+
+
+# ---- nothing is taken or touched -------------------------------------------------------------------------------------
+
+
+def test_nothing_is_allocated_and_the_module_stays_as_it_was() -> None:
+    module = GPT()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    random = torch.random.get_rng_state()
+    result = estimate(module, batch_of(4), machine=MACHINE)
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert module._trainer is None
+    assert "forward" not in vars(module.blocks[0])
+    assert result.num_parameters == sum(p.numel() for p in module.parameters())
+    built: list[GPT] = []
+    estimate(lambda: built.append(GPT()) or built[0], batch_of(4), machine=MACHINE)
+    assert built[0].built_on == "meta"
+
+
+def test_a_model_of_70_billion_parameters_takes_no_memory() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+    )
+    result = estimate(config, batch_size=4, sequence_length=4096, precision="bf16-mixed", machine="h200")
+    assert result.num_parameters == 70_553_706_496
+    assert result.items_per_step == 4 * 4096
+    # Eight products a parameter and token, with the recompute: that, and attention, is what the device computes at least.
+    prediction = result.prediction
+    computed = prediction.forward.seconds["compute"] + prediction.backward.seconds["compute"]
+    least = 8 * 69.5e9 * 4 * 4096 / H200.flops_per_second["bfloat16"]
+    assert least < computed < 1.3 * least
+    assert not result.fits
+    assert any("host memory" in line for line in result.advice)
+
+
+# ---- seconds ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_bounds_a_step_is_named() -> None:
+    slow = {
+        "compute": {"flops_per_second": {"float32": 1e6}},
+        "swap in": {"swap_in_bytes_per_second": 1e3},
+        "swap out": {"swap_out_bytes_per_second": 1e3},
+        "update": {"updated_parameters_per_second": 1e3},
+        "launch": {"call_seconds": 10.0},
+    }
+    for bound, change in slow.items():
+        result = estimate(
+            GPT, batch_of(8), device_memory=1_400_000, num_microbatches=4, machine=replace(MACHINE, **change)
+        )
+        assert result.prediction.bound == bound
+        assert f"bounded by {bound}" in str(result)
+
+
+def test_a_deferred_update_hides_under_nothing() -> None:
+    machine = replace(MACHINE, updated_parameters_per_second=1e6)
+    given = partial(estimate, GPT, batch_of(8), machine=machine)
+    in_time, deferred = given().prediction, given(update="deferred").prediction
+    updated = sum(p.numel() for p in GPT().parameters()) / 1e6
+    assert deferred.turn_seconds > updated
+    assert "update" not in deferred.backward.seconds
+    assert in_time.backward.seconds["update"] == pytest.approx(updated)
+
+
+# ---- what to change --------------------------------------------------------------------------------------------------
+
+
+def test_what_to_change_makes_it_fit() -> None:
+    given = partial(estimate, GPT, batch_of(8), machine=MACHINE)
+    needed = given(num_microbatches=1).prediction.need.num_bytes
+    result = given(num_microbatches=1, device_memory=needed // 2)
+    assert not result.fits
+    assert result.advice[0].startswith("HarmonyStrategy(num_microbatches=")
+    number = int(result.advice[0].split("=")[1].split(")")[0])
+    assert given(num_microbatches=number, device_memory=needed // 2).fits
+    memory = result.advice[1].split('"')[1]
+    assert given(num_microbatches=1, device_memory=memory).fits
+    assert "DOES NOT FIT" in str(result)
+
+
+def test_a_layer_that_no_size_of_microbatches_makes_fit_is_named() -> None:
+    result = estimate(GPT, batch_of(8), num_microbatches=8, device_memory=100_000, machine=MACHINE)
+    assert not any(result.fits_device(row) for row in result.rows)
+    assert any("device_memory" in line for line in result.advice)
+    assert any(
+        "no parts that could be swapped" in line or "layers=" in line or "work space" in line for line in result.advice
+    )
+
+
+# ---- models and batches ----------------------------------------------------------------------------------------------
+
+
+def gpt2(**arguments: Any) -> transformers.GPT2Config:
+    return transformers.GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=50, n_positions=64, **arguments)
+
+
+def test_hugging_face_configurations() -> None:
+    result = estimate(gpt2(), batch_size=4, machine=MACHINE)
+    assert (result.name, result.items_per_step) == ("GPT2LMHeadModel", 4 * 64)
+    # The head is tied: one parameter, two layers.
+    assert result.num_parameters == sum(p.numel() for p in transformers.GPT2LMHeadModel(gpt2()).parameters())
+    vit = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8
+    )
+    images = estimate(vit, batch_size=4, machine=MACHINE)
+    assert (images.items, images.items_per_step) == ("samples", 4)
+    t5 = transformers.T5Config(
+        d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=50, decoder_start_token_id=0
+    )
+    assert estimate(t5, sequence_length=16, machine=MACHINE).num_layers > 4
+
+
+def test_bad_input_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match="example batch"):
+        estimate(GPT, machine=MACHINE)
+    with pytest.raises(UnsupportedModelError, match="no training_step"):
+        estimate(nn.Linear(2, 2), batch_of(2), machine=MACHINE)
+    with pytest.raises(ValueError, match="precision='transformer-engine'"):
+        estimate(GPT, batch_of(2), precision="transformer-engine", machine=MACHINE)
+    with pytest.raises(ValueError, match="not both"):
+        estimate(GPT, batch_of(2), num_microbatches=1, microbatch_size=1, machine=MACHINE)
+    with pytest.raises(ValueError, match="positions of GPT2Config"):
+        estimate(gpt2(), sequence_length=65, machine=MACHINE)
+    with pytest.raises(ValueError, match="neither a machine"):
+        estimate(GPT, batch_of(2), machine="h2000")
+
+    class NeedsNumbers(GPT):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
+
+    with pytest.raises(UnsupportedModelError, match="without memory"):
+        estimate(NeedsNumbers, batch_of(2), machine=MACHINE)
+
+    class Manual(GPT):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(UnsupportedModelError, match="optimizes manually"):
+        estimate(Manual, batch_of(2), machine=MACHINE)
+
+
+def test_the_name_is_the_function_and_the_result_prints() -> None:
+    result = lightning_harmony.estimate(GPT, batch_of(8), machine=MACHINE)
+    assert isinstance(result, Estimate)
+    assert isinstance(result, lightning_harmony.Estimate)
+    page = str(result)
+    assert f"needs {format_bytes(result.prediction.need.num_bytes)}" in page
+    assert json.loads(json.dumps(result.to_dict()))["chosen"]["seconds"] == result.prediction.seconds
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+BATCH = f"int64[8, {LENGTH + 1}]"
+
+
+def test_the_command_estimates_a_module(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["estimate", "test_estimate.GPT", "num_blocks=3", "--batch", BATCH, "--machine", "h200"]
+    assert main(arguments) == 0
+    assert "GPT: " in capsys.readouterr().out
+    assert main([*arguments, "--device-memory", "100kB", "--json"]) == 1
+    figures = json.loads(capsys.readouterr().out)
+    assert not figures["fits"]
+    assert figures["num_layers"] > 5
+
+
+def test_the_command_reads_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        """
+        model: {class_path: test_estimate.GPT, init_args: {num_blocks: 2}}
+        trainer:
+          precision: bf16-mixed
+          gradient_clip_val: 1.0
+          strategy: {class_path: lightning_harmony.HarmonyStrategy, init_args: {device_memory: 2MiB, num_microbatches: 2}}
+        """
+    )
+    machine = ["--machine", "h200", "--json"]
+    assert main(["estimate", "--config", str(config), "--batch", BATCH, *machine]) == 1
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["precision"], figures["capacity_bytes"], figures["num_layers"]) == ("bf16-mixed", 2 * 2**20, 4)
+    assert figures["chosen"]["num_microbatches"] == 2
+    assert "update" not in figures["chosen"]["backward_seconds"]
+    config.write_text("model: {num_blocks: 1}")
+    assert main(["estimate", "test_estimate.GPT", "--config", str(config), "--batch", BATCH, *machine]) == 0
+    assert json.loads(capsys.readouterr().out)["num_layers"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a model"),
+        (["no.such.Model"], "cannot be imported"),
+        (["test_estimate.GPT", "blocks"], "no argument of the model"),
+        (["test_estimate.GPT", "--batch", "int65[8]"], "is no batch"),
+        (["test_estimate.GPT", "--config", "no.yaml"], "no configuration"),
+        (["test_estimate.GPT"], "example batch"),
+    ],
+)
+def test_the_command_says_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["estimate", *arguments, "--machine", "h200"])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
