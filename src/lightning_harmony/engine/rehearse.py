@@ -56,7 +56,7 @@ def rehearse(
         microbatch: its tensors tell shapes and types only.
         casting: the context of the step, such as autocast.
     """
-    random = RandomState.capture(())
+    random = RandomState.capture(None)
     try:
         first = _Rehearsal(model, layers, {})
         first.run(step, microbatch, casting)
@@ -66,7 +66,7 @@ def rehearse(
         second.run(step, microbatch, casting)
         return second.profile(first)
     finally:
-        random.restore()
+        random.restore(None)
 
 
 class _NoCopies:
@@ -86,6 +86,27 @@ class _FakeDevice(VirtualDevice):
     def __init__(self) -> None:
         super().__init__(None)
         self.swap_in = self.swap_out = self.stash_in = _NoCopies()
+
+        self._is_counting = True
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """All operations are seen anyway."""
+        yield
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Count nothing."""
+        before, self._is_counting = self._is_counting, False
+        try:
+            yield
+        finally:
+            self._is_counting = before
+
+    def count_results(self, result: Any) -> None:
+        """Count the tensors that an operation returned."""
+        if self._is_counting:
+            super().count_results(result)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -331,9 +352,9 @@ class _RehearsedCall(LayerCall):
         super().__init__(intercepted, rehearsal, args, kwargs)
         self._rehearsal = rehearsal
 
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    def forward(self) -> tuple[Any, ...]:
         """Leave the marks of the forward."""
-        rehearsal = self._rehearsal
+        rehearsal, tensors = self._rehearsal, self.tensors
         self._known = rehearsal.known(self._layer, self._signature(tensors), lambda: self._measure(tensors))
         self._inputs = [rehearsal.stash(tensor) for tensor in self.tensors]
         rehearsal.redo(self._known.forward, self._known.forward_bytes)
@@ -371,7 +392,7 @@ class _RehearsedCall(LayerCall):
         residency = self.residency
         with self._rehearsal.apart(self._layer) as measured:
             before, peak = device.allocated_bytes(), device.watch_peak()
-            outputs = super().forward(tensors)
+            outputs = super().forward()
             forward, forward_bytes = stock.take(), peak() - before
             described = [_describe(leaf, tensors) for leaf in outputs]
             of_tensors = [
@@ -429,8 +450,6 @@ class _Measured:
 class _Rehearsal:
     """The runtime of intercepted calls and of the glue, for one microbatch, in one thread."""
 
-    cuda_devices: Sequence[int] = ()
-
     def __init__(self, model: nn.Module, layers: Sequence[Layer], narrow: dict[int, tuple[int, ...]]) -> None:
         self._model = model
         self._names = {parameter: name for name, parameter in model.named_parameters()}
@@ -438,6 +457,7 @@ class _Rehearsal:
             SwappedLayer(index, layer.name, layer.module, list(layer.module.parameters()))
             for index, layer in enumerate(layers)
         ]
+        self._num_layers = len(self._layers)
         self.narrow: dict[int, tuple[int, ...]] = {}
         self._given_narrow = narrow
         in_order = dict.fromkeys([p for layer in self._layers for p in layer.parameters] + list(model.parameters()))
@@ -501,7 +521,7 @@ class _Rehearsal:
                 with self._glue.stashing(), casting():
                     loss = step(batch)
                 # Where autograd begins, the executor lets a lane wait: what follows counts to the layer before.
-                last = self._calls[-1] if self._given_narrow and self._calls else len(self._layers) - 1
+                last = self._calls[-1] if self._given_narrow and self._calls else self._num_layers - 1
                 self._begin(self._layers[last] if self._calls else None, Phase.BACKWARD)
                 if loss.requires_grad:
                     torch.autograd.backward(loss, torch.ones_like(loss))
@@ -548,6 +568,7 @@ class _Rehearsal:
                 self._fakes[key] = self._make_fakes(layer)
             parameters, buffers = self._fakes[key]
             self._residencies[layer.index] = Residency(
+                self.device,
                 torch.empty(0, device="meta"),
                 Happened(),
                 dict(zip(layer.parameters, parameters, strict=True)),
@@ -615,6 +636,30 @@ class _Rehearsal:
         """Keep a tensor for the backward."""
         stash = self._lane_stash if self._measured is None else self._measured.stash
         return stash.put(tensor) or tensor.detach()
+
+    def brought(self, tensors: Sequence[Tensor], residency: Residency) -> list[Tensor]:
+        """All are on the one device."""
+        return list(tensors)
+
+    def home(self, tensor: Tensor) -> int | None:
+        """The one device."""
+        return None
+
+    def sent(self, tensor: Tensor, home: int | None) -> Tensor:
+        """It is there."""
+        return tensor
+
+    def running(self, residency: Residency) -> AbstractContextManager[None]:
+        """Nothing changes."""
+        return nullcontext()
+
+    def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """All operands are."""
+        return func(*args, **kwargs)
+
+    def device_of(self, layer: SwappedLayer) -> torch.device:
+        """The one device."""
+        return _CPU
 
     def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
         """What the layer does with its weights."""

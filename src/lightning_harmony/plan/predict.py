@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_harmony.plan.cost import Cost, pack_cost
-from lightning_harmony.plan.graphs import fused_from, kept
+from lightning_harmony.plan.graphs import graphs_to_keep
 from lightning_harmony.plan.machine import Machine
 from lightning_harmony.plan.packing import fill_capacity
 from lightning_harmony.plan.plan import Plan, visits_of
@@ -173,8 +173,7 @@ class _Step:
         layers = self._profile.layers
         pack_of = {index: number for number, pack in enumerate(self._packs) for index in pack}
         visits = visits_of([pack_of[call] for call in self._profile.calls])
-        first_fused = fused_from(visits, self._costs, self._capacity)
-        keeping = kept(visits, first_fused, self._costs, self._lanes, self._capacity)
+        first_fused, keeping = graphs_to_keep(visits, self._costs, self._lanes, [self._capacity], "pipeline")
         names = tuple(tuple(layers[index].cost.name for index in pack) for pack in self._packs)
         return Plan(names, visits, first_fused, keeping)
 
