@@ -184,7 +184,9 @@ class CudaDevice(Device):
 
     def allocated_bytes(self) -> int:
         """What torch's allocator has handed out."""
-        return torch.cuda.memory_allocated(self.torch_device)
+        # Asked for at every visit: to flatten all statistics, as memory_allocated does, takes ten times as long.
+        statistics = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
+        return int(statistics["allocated_bytes"]["all"]["current"]) if statistics else 0
 
     def peak_bytes(self) -> int:
         """The most that torch's allocator has handed out."""

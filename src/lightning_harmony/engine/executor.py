@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -450,14 +450,41 @@ class Executor:
             if granted is not None:
                 with self.devices[granted.device].scheduling():
                     self._take_stock(granted)
-            ready = [progress for progress in self._running if self._may_run(progress, until)]
-            if not ready:
+            progress = self._next_progress(until, previous)
+            if progress is None:
                 return None
-            progress = min(ready, key=self._turn) if len(ready) > 1 else ready[0]
             number = self._device_for(progress)
             with self.devices[number].scheduling():
                 self._granted = self._grant(progress, number)
             return progress.lane
+
+    def _next_progress(self, until: Phase, previous: Lane | None) -> LaneProgress | None:
+        """The lane whose turn it is; None if none may run."""
+        if previous in self._progress and len(self.devices) > 1:
+            # To go on takes no change of threads, and the order of work is the same on each device.
+            progress = self._progress[previous]
+            if not previous.finished and self._is_first_on_its_device(progress) and self._may_run(progress, until):
+                return progress
+        soonest, its_turn = None, (0, False, 0, 0, 0)
+        for progress in self._running:
+            if progress.lane.finished:
+                continue
+            turn = self._turn(progress)
+            # Last: it looks at all lanes again.
+            if (soonest is None or turn < its_turn) and self._may_run(progress, until):
+                soonest, its_turn = progress, turn
+        return soonest
+
+    def _is_first_on_its_device(self, progress: LaneProgress) -> bool:
+        """Whether no other lane asks for the same device at an earlier place."""
+        number, place = self._device_for(progress), self._turn(progress)[1:]
+        return all(
+            other is progress
+            or other.lane.finished
+            or self._device_for(other) != number
+            or place < self._turn(other)[1:]
+            for other in self._running
+        )
 
     def _device_for(self, progress: LaneProgress) -> int:
         """The device of what a lane asks for."""
@@ -468,8 +495,6 @@ class Executor:
 
     def _may_run(self, progress: LaneProgress, until: Phase) -> bool:
         request = progress.lane.request
-        if progress.lane.finished:
-            return False
         if request is None:
             return True
         if request.phase is Phase.FORWARD:
@@ -775,21 +800,24 @@ class Executor:
         """What a lane leaves behind, where the model's own code expects it."""
         return self.sent(tensor, 0).detach()
 
-    @contextmanager
-    def running(self, residency: Residency) -> Iterator[None]:
+    def calling(self) -> AbstractContextManager[None]:
+        """The context of a layer's call."""
+        glue = self._current_glue()
+        return nullcontext() if glue is None else glue.off()
+
+    def running(self, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's own code."""
+        return nullcontext() if len(self.devices) == 1 else residency.device.computing()
+
+    def _current_glue(self) -> OneDevice | None:
         if len(self.devices) == 1:
-            yield
-            return
+            return None
         lane = current_lane()
-        glue = self._progress[lane].glue if lane in self._progress else None
-        with residency.device.computing(), glue.paused() if glue is not None else nullcontext():
-            yield
+        return self._progress[lane].glue if lane in self._progress else None
 
     def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operation of the glue whose operands may be on several devices."""
-        lane = current_lane()
-        glue = self._progress[lane].glue if lane in self._progress else None
+        glue = self._current_glue()
         return func(*args, **kwargs) if glue is None else glue.run(func, args, kwargs)
 
     def device_of(self, layer: SwappedLayer) -> torch.device:

@@ -43,6 +43,9 @@ class Runtime(Protocol):
     def sent(self, tensor: Tensor, home: int | None) -> Tensor:
         """The tensor at another one's home."""
 
+    def calling(self) -> AbstractContextManager[None]:
+        """The context of a layer's call."""
+
     def running(self, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's own code."""
 
@@ -94,12 +97,13 @@ class InterceptedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, swapped in."""
         call = self._call(args, kwargs)
-        if not call.needs_gradients():
-            return call.run_without_gradients()
-        with call.visit(Phase.FORWARD):
-            outputs = _LayerFunction.apply(call, self._anchor, *call.tensors)
-        call.tensors = []
-        return call.unflatten_outputs(outputs)
+        with self._runtime.calling():
+            if not call.needs_gradients():
+                return call.run_without_gradients()
+            with call.visit(Phase.FORWARD):
+                outputs = _LayerFunction.apply(call, self._anchor, *call.tensors)
+            call.tensors = []
+            return call.unflatten_outputs(outputs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
         return LayerCall(self, self._runtime, args, kwargs)

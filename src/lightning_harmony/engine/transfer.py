@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_harmony.engine.device import Device
@@ -121,22 +121,28 @@ class OneDevice(TorchFunctionMode):
         self._lane = lane
         self._transfers = transfers
         self._follow = follow
-        self._is_paused = False
+        self._is_off = False
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within a layer, all is on the layer's device."""
-        before, self._is_paused = self._is_paused, True
+    def off(self) -> Iterator[None]:
+        """Within a layer all is on the layer's device, and the engine's own operations are no glue."""
+        # A mode that is on costs some microseconds an operation even if it does nothing.
+        on_top = _get_current_function_mode() is self
+        before, self._is_off = self._is_off, True
+        if on_top:
+            _pop_mode()
         try:
             yield
         finally:
-            self._is_paused = before
+            self._is_off = before
+            if on_top:
+                _push_mode(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Bring the operands to one device."""
         kwargs = kwargs or {}
         # What a tensor is, such as its shape, is asked often and needs no device.
-        if self._is_paused or getattr(func, "__name__", "") == "__get__":
+        if self._is_off or getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
         return self.run(func, args, kwargs)
 
