@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchmetrics import Metric
 
@@ -20,6 +21,7 @@ from lightning_harmony.engine.decompose import find_layers
 from lightning_harmony.engine.device import CudaDevice, Device, VirtualDevice, free_device_bytes, free_host_bytes
 from lightning_harmony.engine.executor import Executor, Microbatch
 from lightning_harmony.engine.opaque import without_caches
+from lightning_harmony.engine.postponed import Clip, by_norm, by_value
 from lightning_harmony.engine.report import StepReport
 from lightning_harmony.engine.rng import stream_seed
 from lightning_harmony.engine.update import fuse, why_not_separable
@@ -40,6 +42,18 @@ _MODULE_HOOKS = (
     "optimizer_zero_grad", "backward",
 )  # fmt: skip
 _CALLBACK_HOOKS = ("on_before_optimizer_step", "on_after_backward")
+# Hooks between a step of the optimizer and the next training_step: what overrides them may look at parameters, so that a
+# deferred update must be over before. `optimizer_step` goes on after it has called the optimizer.
+_MODULE_HOOKS_BETWEEN = (
+    "optimizer_step", "lr_scheduler_step", "on_train_batch_end", "on_train_batch_start",
+)  # fmt: skip
+_DATA_HOOKS_BETWEEN = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_CALLBACK_HOOKS_BETWEEN = ("on_train_batch_end", "on_train_batch_start", "on_exception")
+# Lightning's own callbacks that look at none in these, or only through the strategy when they save.
+_BLIND_CALLBACKS = frozenset({
+    "ProgressBar", "TQDMProgressBar", "RichProgressBar", "LearningRateMonitor", "DeviceStatsMonitor", "ThroughputMonitor",
+    "ModelCheckpoint", "OnExceptionCheckpoint",
+})  # fmt: skip
 # Host bytes of optimizer state per parameter byte, where it is known before the first step.
 STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "RMSprop": 1, "Adagrad": 1}
 
@@ -54,8 +68,9 @@ class HarmonyStrategyMixin(_Base):
         microbatch_size: how many samples a microbatch has. Give at most one of the two; with neither, a batch is split
             into 4 microbatches, or as many as it has samples.
         layers: the classes of the modules to schedule as layers, or a predicate on name and module; None to find them.
-        update: when parameters are updated: "just-in-time", pack by pack in the backward; "deferred", after it; or "auto",
-            just in time unless something reads all gradients.
+        update: when parameters are updated: "just-in-time", pack by pack in the backward; "deferred", after it, under the
+            forward of the next batch unless something looks at parameters before; or "auto", just in time unless something
+            reads all gradients.
         loss_reduction: whether the loss of a batch is the "mean" or the "sum" of its samples' losses.
         parallel: how several devices share the work: "pipeline", where packs go round the devices and microbatches from
             one to the next, or "data", where each device takes its share of the microbatches through all packs.
@@ -102,6 +117,8 @@ class HarmonyStrategyMixin(_Base):
         self._executor: Executor | None = None
         self._report: StepReport | None = None
         self._fused: set[int] = set()
+        self._steps_late = False
+        self._late_clip: Clip | None = None
         self._has_warned = False
         super().__init__(
             accelerator=accelerator,
@@ -427,16 +444,23 @@ class HarmonyStrategyMixin(_Base):
             return None
         if self._lightning("utilities.model_helpers").is_overridden("backward", module):
             return None
-        scaler = getattr(self.precision_plugin, "scaler", None)
+        scaler = self._scaler()
         return 1.0 if scaler is None else float(scaler.get_scale())
 
     def _finish(self, gradient: Tensor, start: float, num_microbatches: int) -> None:
-        engine = self._engine
+        engine, module = self._engine, self._module
         self._fuse_optimizers()
         update, reason = self._update_policy()
-        if update == "just-in-time" and not engine.is_planned:
-            update, reason = "deferred", "the first step measures, and changes nothing until it has succeeded"
-        engine.backward(gradient, self.optimizers[0] if update == "just-in-time" else None)
+        if update == "just-in-time" and not self._steps_late:
+            if not engine.has_succeeded:
+                update, reason = "deferred", "the first step measures, and changes nothing until it has succeeded"
+            clip = by_value(module.trainer.gradient_clip_val) if module.trainer.gradient_clip_val else None
+            engine.backward(gradient, self.optimizers[0], clip=clip)
+        else:
+            engine.backward(gradient, None, with_norms=self._clips_late() and not self._is_accumulating())
+            if self._steps_late:
+                waits = self._reason_to_wait()
+                reason += f"; before the next batch, as {waits}" if waits else "; under the forward of the next batch"
         self._write_report(start, num_microbatches, update, reason)
 
     def _write_report(self, start: float, num_microbatches: int, update: str, reason: str) -> None:
@@ -447,11 +471,12 @@ class HarmonyStrategyMixin(_Base):
             swapped_out_bytes=dict(engine.traffic.swapped_out),
             transferred_bytes=engine.traffic.transferred,
             peak_device_bytes=[device.peak_bytes() for device in engine.devices],
-            host_bytes=engine.store.num_bytes + engine.pool.num_bytes + self._optimizer_bytes(),
+            host_bytes=engine.store.num_bytes + engine.pool.take_peak_bytes() + self._optimizer_bytes(),
             num_microbatches=num_microbatches,
             num_packs=len(engine.plan.packs),
             update=update,
             update_reason=reason if not self._fused else f"{reason}; fused on the host",
+            update_hidden=engine.updater.overlap.take_hidden(),
         )
 
     def _fuse_optimizers(self) -> None:
@@ -461,6 +486,7 @@ class HarmonyStrategyMixin(_Base):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The optimizer's state, as it would be without the strategy's own choice of implementation."""
+        self._finish_update()
         state: dict[str, Any] = super().optimizer_state(optimizer)
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
             if id(group) in self._fused:
@@ -493,9 +519,9 @@ class HarmonyStrategyMixin(_Base):
             reasons.append((f"there are {len(self.optimizers)} optimizers", True))
         if trainer.accumulate_grad_batches > 1:
             reasons.append((f"accumulate_grad_batches={trainer.accumulate_grad_batches}", True))
-        if trainer.gradient_clip_val:
+        if trainer.gradient_clip_val and not self._clips_by_value():
             reasons.append((f"gradient_clip_val={trainer.gradient_clip_val} needs all gradients", True))
-        if getattr(self.precision_plugin, "scaler", None) is not None:
+        if self._scaler() is not None:
             reasons.append(("the gradient scaler checks all gradients", True))
         if self._engine.reentrant:
             reasons.append(("layers are called during the backward (reentrant checkpointing)", True))
@@ -515,6 +541,151 @@ class HarmonyStrategyMixin(_Base):
         if self.optimizers and (reason := why_not_separable(self.optimizers[0])) is not None:
             reasons.append((reason, False))
         return reasons
+
+    # ---- the deferred update -------------------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
+    ) -> Any:
+        """Run the closure and all that Lightning does before the update; postpone the update where nobody can tell."""
+        if not self._module.automatic_optimization or why_not_separable(optimizer) is not None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        is_deferred = self._update_policy()[0] == "deferred"
+        with self._clipping_late(), self._stepping_late(optimizer) if is_deferred else nullcontext():
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    @contextmanager
+    def _stepping_late(self, optimizer: Optimizer) -> Generator[None, None, None]:
+        """Within the context, the optimizer's step only asks for the update, where nothing looks at parameters soon."""
+        step = optimizer.step
+
+        def ask(closure: Callable[[], Any] | None = None) -> Any:
+            with torch.enable_grad():
+                result = None if closure is None else closure()
+            if self._reason_to_wait() is None:
+                self._engine.postpone_update(optimizer, self._late_clip)
+            else:
+                step()
+            return result
+
+        self._steps_late, self._late_clip = True, None
+        try:
+            with _replaced(optimizer, "step", ask):
+                yield
+        finally:
+            self._steps_late, self._late_clip = False, None
+
+    @contextmanager
+    def _clipping_late(self) -> Generator[None, None, None]:
+        """Within the context, Lightning's clipping uses the norms that are known, and waits for the update."""
+
+        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+            clip(optimizer, by_norm(clip_val, self._engine.updater.norms.total(_parameters(optimizer))))
+
+        def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
+            clip(optimizer, by_value(clip_val))
+
+        def clip(optimizer: Optimizer, how: Clip) -> None:
+            parameters = [parameter for parameter in _parameters(optimizer) if parameter.grad is not None]
+            if self._steps_late and self._reason_to_wait() is None:
+                self._late_clip = how
+            elif parameters:
+                how(parameters)
+
+        plugin = self.precision_plugin
+        if self._clips_late():
+            with (
+                _replaced(plugin, "clip_grad_by_norm", clip_grad_by_norm),
+                _replaced(plugin, "clip_grad_by_value", clip_grad_by_value),
+            ):
+                yield
+        else:
+            yield
+
+    def _clips_late(self) -> bool:
+        """Whether Lightning alone clips gradients, and nobody sees them between that and their use."""
+        plugin, base = type(self.precision_plugin), self._lightning("plugins.precision").Precision
+        is_overridden = self._lightning("utilities.model_helpers").is_overridden
+        return (
+            (self._module.trainer.gradient_clip_val or 0) > 0
+            and plugin.__module__.startswith(f"{self.tree}.plugins.")
+            and all(getattr(plugin, n) is getattr(base, n) for n in ("clip_grad_by_norm", "clip_grad_by_value"))
+            and not is_overridden("configure_gradient_clipping", self._module)
+            and not is_overridden("clip_gradients", self._module)
+        )
+
+    def _clips_by_value(self) -> bool:
+        """Whether each gradient is clipped by itself, so that a pack's need not wait for the others."""
+        algorithm = self._module.trainer.gradient_clip_algorithm
+        return algorithm is not None and algorithm.value == "value" and self._clips_late()
+
+    def _is_accumulating(self) -> bool:
+        return bool(self._module.trainer.fit_loop._should_accumulate())
+
+    def _reason_to_wait(self) -> str | None:
+        """What may look at parameters before the forward of the next batch; None if nothing does."""
+        if not self._engine.has_succeeded:
+            return "the first step measures"
+        if (reason := why_not_separable(self.optimizers[0])) is not None:
+            return reason
+        if getattr(self.optimizers[0], "_step_supports_amp_scaling", False) and self._scaler() is not None:
+            return "the optimizer unscales gradients itself"
+        return self._onlooker() or self._end_of_batches()
+
+    def _scaler(self) -> Any:
+        return getattr(self.precision_plugin, "scaler", None)
+
+    def _onlooker(self) -> str | None:
+        """Code of the user's, or of a callback, that runs between two training batches."""
+        module = self._module
+        trainer = module.trainer
+        is_overridden = self._lightning("utilities.model_helpers").is_overridden
+        for hook in (*_MODULE_HOOKS_BETWEEN, *_DATA_HOOKS_BETWEEN):
+            if is_overridden(hook, module):
+                return f"{type(module).__name__}.{hook} is overridden"
+        for hook in (*_DATA_HOOKS_BETWEEN, "on_exception"):
+            if is_overridden(hook, trainer.datamodule):
+                return f"{type(trainer.datamodule).__name__}.{hook} is overridden"
+        callback_class = self._lightning("callbacks").Callback
+        for callback in trainer.callbacks:
+            kind = type(callback)
+            if kind.__name__ in _BLIND_CALLBACKS and kind.__module__.startswith(f"{self.tree}.callbacks."):
+                continue
+            for hook in _CALLBACK_HOOKS_BETWEEN:
+                if is_overridden(hook, callback, callback_class):
+                    return f"callback {kind.__name__} has {hook}"
+        return None
+
+    def _end_of_batches(self) -> str | None:
+        """Why no training batch follows this one at once."""
+        trainer = self._module.trainer
+        loop = trainer.fit_loop
+        if loop.epoch_loop._num_ready_batches_reached():
+            return "the epoch ends"
+        if getattr(trainer, "_val_check_time_interval", None) is not None:
+            return "validation may follow at any time"
+        if loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+            return "validation follows"
+        if trainer.should_stop or (trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps):
+            return "the fit ends"
+        return None
+
+    def _finish_update(self) -> None:
+        """See to it that all parameters and the optimizer's state are those after the last step."""
+        if self._executor is not None:
+            self._executor.updater.postponed.finish()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state, after the last step."""
+        self._finish_update()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lose no update that was asked for."""
+        if self._executor is not None:
+            self._executor.updater.postponed.drain()
+        super().on_exception(exception)
 
     # ---- other steps ---------------------------------------------------------------------------------------------------
 
@@ -619,6 +790,25 @@ def _tell_device(module: nn.Module, device: torch.device) -> None:
             child.to(device)
         if hasattr(type(child), "device") and hasattr(child, "_device"):
             object.__setattr__(child, "_device", device)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Generator[None, None, None]:
+    """Within the context, an instance has another method."""
+    own = name in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _num_elements(value: Any) -> int:

@@ -22,6 +22,7 @@ from lightning_harmony.engine.intercept import InterceptedForward, LayerCall
 from lightning_harmony.engine.lane import Lane, LanePool, current_lane
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer, buffers_of, move_buffers, places_of
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
+from lightning_harmony.engine.postponed import Clip
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.rng import RandomStreams
@@ -140,6 +141,8 @@ class Executor:
         self._cuda_devices = [d.torch_device.index for d in devices if isinstance(d.torch_device.index, int)]
         self.traffic = Traffic()
         self.reentrant = False
+        # Whether a step has come to its end: the first one changes nothing before.
+        self.has_succeeded = False
         self.on_switch: Callable[[int], None] | None = None
         self._model = model
         self._names = {parameter: name for name, parameter in model.named_parameters()}
@@ -153,7 +156,7 @@ class Executor:
         in_order = dict.fromkeys([p for layer in self._layers for p in layer.parameters] + list(model.parameters()))
         self.store = HostStore(list(in_order), self._root)
         self.pool = HostPool(self._root.host_buffer)
-        self.updater = Updater(self.pool)
+        self.updater = Updater(self.pool, devices)
         self._residents = [self._residents_on(number) for number in range(len(devices))]
         self._transfers = Transfers(devices, self.traffic, lambda number, size: self._residents[number].admit(size))
         self._glue = Glue(places_of(model, list(in_order)), self._root.torch_device, self)
@@ -189,7 +192,9 @@ class Executor:
 
     def _residents_on(self, number: int) -> Residents:
         device = self.devices[number]
-        swapper = Swapper(device, self.store, self.pool, self.traffic, lambda p: self._num_owners[p] > 1)
+        swapper = Swapper(
+            device, self.store, self.pool, self.traffic, lambda p: self._num_owners[p] > 1, self.updater.postponed
+        )
         return Residents(device, swapper, Stash(device, self.pool, self.traffic), number)
 
     @property
@@ -266,11 +271,6 @@ class Executor:
         lane = current_lane()
         return 0 if lane is None else self.plan.device_of(pack, lane.microbatch)
 
-    @property
-    def is_planned(self) -> bool:
-        """Whether a first step has been recorded, and the plan follows from it."""
-        return self._recorded
-
     # ---- the step ------------------------------------------------------------------------------------------------------
 
     def forward(
@@ -313,6 +313,8 @@ class Executor:
         self._progress = {progress.lane: progress for progress in self._running}
         with self._glue.stand_ins(), self._unwinding_on_error():
             self._drive(Phase.FORWARD)
+            # What comes next is user code that sees parameters, and gradients that take the place of those it uses.
+            self.updater.postponed.finish()
 
     def _begin(self, lane: Lane, microbatch: Microbatch) -> LaneProgress:
         stashes = [LaneStash(residents.stash) for residents in self._residents]
@@ -339,18 +341,31 @@ class Executor:
             gradient = (upstream.to(loss.device) * progress.microbatch.weight).to(loss.dtype)
             torch.autograd.backward(loss, gradient.expand_as(loss))
 
-    def backward(self, gradient: Tensor, optimizer: Optimizer | None) -> None:
+    def backward(
+        self, gradient: Tensor, optimizer: Optimizer | None, *, clip: Clip | None = None, with_norms: bool = False
+    ) -> None:
         """Run the backward of all microbatches, and the update of each pack behind it.
 
         Args:
             gradient: of the loss of the batch.
-            optimizer: the one to step just in time; None if gradients are only collected.
+            optimizer: the one to step just in time; None if gradients are only collected. In the first step of all it is
+                stepped when the backward has succeeded.
+            clip: changes gradients before they are used just in time.
+            with_norms: whether the norm of each collected gradient will be asked for.
         """
         self._upstream = gradient.detach()
         self._in_backward = True
         self._delivered = set()
         factor = self._check_prediction(gradient)
-        self.updater.begin(optimizer, [pack.parameters for pack in self._packs])
+        # Gradients of the last step that were zeroed since.
+        self.updater.reclaim()
+        self.updater.begin(
+            optimizer,
+            [pack.parameters for pack in self._packs],
+            clip=clip,
+            with_norms=with_norms,
+            hold_back=optimizer is not None and not self.has_succeeded,
+        )
         self._factor = factor
         with self._glue.stand_ins(), self._unwinding_on_error():
             self._deliver_final(range(len(self._packs)))
@@ -358,6 +373,16 @@ class Executor:
             self._deliver(pack.index for pack in self._packs if pack.index not in self._delivered)
             self.updater.finish()
         self._end()
+
+    def postpone_update(self, optimizer: Optimizer, clip: Clip | None) -> None:
+        """Update all parameters that have gradients, pack by pack, before the next forward comes to each.
+
+        Args:
+            optimizer: the one to step. What a step would do now is done, whatever is changed meanwhile.
+            clip: changes gradients before they are used.
+        """
+        packs = [self._packs[index] for index in dict.fromkeys(self.plan.visits)]
+        self.updater.postponed.start(optimizer, [pack.parameters for pack in packs], clip)
 
     def _check_prediction(self, gradient: Tensor) -> float:
         """What gradients have to be multiplied with because another gradient was predicted. Then never predict again."""
@@ -378,6 +403,8 @@ class Executor:
             self._work.note_calls(progress.calls)
         measured = self._measuring
         self._reset()
+        self.pool.trim()
+        self.has_succeeded = True
         if self._is_watching and any(layer.narrow for layer in self._layers):
             # What was measured is the work with weights as they are: once more, with the narrow ones.
             self._work.clear()
@@ -413,7 +440,8 @@ class Executor:
             yield
         except BaseException:
             self._lanes.abort()
-            # Whoever handles the error may save a checkpoint: no update may run meanwhile.
+            # Whoever handles the error may save a checkpoint: no update may run meanwhile, and none be lost.
+            self.updater.postponed.drain()
             self.updater.drain()
             for residents in self._residents:
                 residents.stash.clear()
@@ -668,6 +696,7 @@ class Executor:
     def _deliver(self, packs: Iterable[int]) -> None:
         for index in packs:
             self._delivered.add(index)
+            self.updater.await_room()
             gradients: list[HostGradients] = []
             self._add_up(index)
             for residents in self._residents:

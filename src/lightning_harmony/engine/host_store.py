@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -107,8 +109,27 @@ class HostStore:
         self._unregister()
 
 
+# A buffer that no training step took for so long will not be taken again: another plan has packs of other sizes.
+KEPT_STEPS = 4
+
+
+@dataclass
+class _Free:
+    """A buffer that nobody uses.
+
+    Attributes:
+        buffer: the buffer.
+        last_use: the event of the last copy that reads it.
+        age: the training steps since.
+    """
+
+    buffer: Tensor
+    last_use: Event | None
+    age: int = 0
+
+
 class HostPool:
-    """Host buffers that are used again, each of the exact size asked for.
+    """Host buffers that are used again, each of the exact size asked for, and given back to the system when they are not.
 
     Args:
         allocate: makes a flat uint8 buffer of a size.
@@ -116,17 +137,48 @@ class HostPool:
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
-        self._free: dict[int, list[tuple[Tensor, Event | None]]] = defaultdict(list)
-        self.num_bytes = 0
+        self._free: dict[int, list[_Free]] = defaultdict(list)
+        # Storages end in whatever thread drops the last reference.
+        self._lock = threading.RLock()
+        self._num_bytes = 0
+        self._peak_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """What all buffers take that exist, whoever has them."""
+        return self._num_bytes
+
+    def take_peak_bytes(self) -> int:
+        """The most that buffers took together since this was last asked."""
+        peak, self._peak_bytes = self._peak_bytes, self._num_bytes
+        return peak
 
     def take(self, num_bytes: int) -> tuple[Tensor, list[Event]]:
         """A buffer, and the events after which it may be written."""
         if self._free[num_bytes]:
-            buffer, event = self._free[num_bytes].pop()
-            return buffer, [] if event is None else [event]
-        self.num_bytes += num_bytes
-        return self._allocate(num_bytes), []
+            free = self._free[num_bytes].pop()
+            return free.buffer, [] if free.last_use is None else [free.last_use]
+        buffer = self._allocate(num_bytes)
+        self._count(num_bytes)
+        weakref.finalize(buffer.untyped_storage(), self._count, -num_bytes)
+        return buffer, []
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self._num_bytes += num_bytes
+            self._peak_bytes = max(self._peak_bytes, self._num_bytes)
 
     def give(self, buffer: Tensor, last_use: Event | None) -> None:
         """Return a buffer, with the event of the last copy that reads it."""
-        self._free[buffer.numel()].append((buffer, last_use))
+        self._free[buffer.numel()].append(_Free(buffer, last_use))
+
+    def trim(self) -> None:
+        """After a training step: let buffers go that the last ones did not take."""
+        for num_bytes, several in self._free.items():
+            for free in several:
+                free.age += 1
+            self._free[num_bytes] = [free for free in several if free.age <= KEPT_STEPS or not _is_over(free.last_use)]
+
+
+def _is_over(event: Event | None) -> bool:
+    return event is None or event.done()

@@ -18,11 +18,15 @@ class StepReport:
         swapped_out_bytes: device to host, by kind.
         transferred_bytes: device to device.
         peak_device_bytes: for each device, the most that was allocated on it up to this step.
-        host_bytes: the host store: parameters, gradients, optimizer state, and the stash at its largest.
+        host_bytes: the most that the host store took: parameters, optimizer state, and at their largest since the step before,
+            the buffers of gradients and of the stash.
         num_microbatches: lanes of the step.
         num_packs: packs of the plan that the step ran.
         update: "just-in-time" or "deferred".
         update_reason: why.
+        update_hidden: the share of the updates' seconds in which the device had other work, between 0 and 1: of this step's
+            update just in time, under its backward; or of the deferred one that the step before asked for, under this step's
+            forward. 0 where no update ran beside the step.
     """
 
     seconds: float
@@ -35,6 +39,7 @@ class StepReport:
     num_packs: int
     update: str
     update_reason: str
+    update_hidden: float
 
 
 @dataclass

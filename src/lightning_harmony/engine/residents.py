@@ -185,6 +185,9 @@ class Residents:
         for following in self._following(place):
             if following.residency is not None:
                 continue
+            if not self.swapper.is_current(following):
+                # The host has better to do than to wait for its update.
+                return False
             while not self.device.room_for(following.swap_in_bytes + reserved_bytes):
                 last = self._needed_last([following.index, *self._evictable(place)], place)
                 if last == following.index:

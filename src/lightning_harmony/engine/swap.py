@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.host_store import HostPool, HostStore, Slot, lay_out
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer, refuse_accumulation
+from lightning_harmony.engine.postponed import PostponedUpdate
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stream import Event
 
@@ -212,6 +213,7 @@ class Swapper:
         store: where parameters live.
         pool: host buffers for gradients.
         traffic: counts the copies.
+        update: what may not have come to all parameters yet.
         is_shared: whether several layers own a parameter.
     """
 
@@ -221,20 +223,27 @@ class Swapper:
         store: HostStore,
         pool: HostPool,
         traffic: Traffic,
+        update: PostponedUpdate,
         is_shared: Callable[[nn.Parameter], bool],
     ) -> None:
         self._device = device
         self._store = store
         self._pool = pool
         self._traffic = traffic
+        self._update = update
         self.is_shared = is_shared
 
     def swap_in(self, pack: SwappedPack) -> None:
         """Start to copy a pack's weights and buffers to the device, if they aren't there."""
         if pack.residency is None:
+            self._update.wait_for(pack.parameters)
             # Views made in inference mode could not be written by a copy outside of it.
             with torch.inference_mode(False):
                 self._start_swap_in(pack)
+
+    def is_current(self, pack: SwappedPack) -> bool:
+        """Whether a swap-in would not have to wait for an update."""
+        return not self._update.is_under_way(pack.parameters)
 
     def _start_swap_in(self, pack: SwappedPack) -> None:
         device, arena, layout = self._device, self._store.arena, pack.layout

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_harmony.engine.host_store import HostPool, lies_in
+from lightning_harmony.engine.postponed import Clip, Norms, Overlap, PostponedUpdate, Recorder
 from lightning_harmony.engine.stream import Event, HostStream
 from lightning_harmony.engine.swap import HostGradients
 
@@ -80,18 +82,37 @@ class _Part:
     source: HostGradients
 
 
+# How many packs' gradients may be on their way into an update just in time: one comes, one waits, one is used. More would
+# only take host memory, where the device's work is launched far ahead.
+RING = 3
+
+
 class Updater:
     """Collects the gradients of a step on the host, and steps the optimizer where that may be done just in time.
 
     Args:
         pool: where the buffers of gradients return to.
+        devices: what computes meanwhile.
+
+    Attributes:
+        overlap: of all updates.
+        norms: of the gradients of this step, where they were asked for.
+        postponed: the update of the step before, where it runs under this one's forward.
     """
 
-    def __init__(self, pool: HostPool) -> None:
+    def __init__(self, pool: HostPool, devices: Sequence[Recorder]) -> None:
         self._pool = pool
+        self._devices = devices
         # A thread of its own: the update of a pack runs under the backward of the next.
         self._stream = HostStream("update")
+        self.overlap = Overlap()
+        self.norms = Norms()
+        self.postponed = PostponedUpdate(self._stream, devices, self.overlap)
         self._optimizer: Optimizer | None = None
+        self._clip: Clip | None = None
+        self._with_norms = False
+        self._held_back: list[tuple[Callable[[], None], list[Event]]] | None = None
+        self._reuses = True
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._num_owners: dict[nn.Parameter, int] = {}
         self._parts: dict[nn.Parameter, list[_Part]] = {}
@@ -99,17 +120,31 @@ class Updater:
         self._held: list[tuple[HostGradients, int]] = []
         self._submitted: list[Event] = []
 
-    def begin(self, optimizer: Optimizer | None, packs: Iterable[Sequence[nn.Parameter]]) -> None:
+    def begin(
+        self,
+        optimizer: Optimizer | None,
+        packs: Iterable[Sequence[nn.Parameter]],
+        *,
+        clip: Clip | None = None,
+        with_norms: bool = False,
+        hold_back: bool = False,
+    ) -> None:
         """Begin a step.
 
         Args:
             optimizer: the one to step just in time; None if gradients are only to be collected.
             packs: the parameters of each pack that `deliver` will be called for.
+            clip: changes gradients before they are used just in time.
+            with_norms: whether to compute the norm of each gradient as it is collected.
+            hold_back: whether nothing may change before `finish`. Then each buffer goes as it is used: nobody needs them all
+                once more.
         """
         # A step that failed never came to its end: what it left must not run into this one.
         self.drain()
         self._submitted = []
-        self._optimizer = optimizer
+        self._held_back, self._reuses = [] if hold_back else None, not hold_back
+        self._optimizer, self._clip, self._with_norms = optimizer, clip, with_norms
+        self.norms.clear()
         self._parts = defaultdict(list)
         self._num_owners = defaultdict(int)
         for parameters in packs:
@@ -131,32 +166,57 @@ class Updater:
         parts = [self._parts.pop(parameter) for parameter in ready]
         if ready:
             events = {id(part.source): part.source.event for several in parts for part in several}
-            taken = self._stream.submit(lambda: self._take(ready, parts), after=list(events.values()))
-            self._submitted.append(taken)
+            self._submit(lambda: self._take(ready, parts), list(events.values()))
+
+    def _submit(self, work: Callable[[], None], after: list[Event]) -> None:
+        if self._held_back is not None:
+            self._held_back.append((work, after))
+        else:
+            self._submitted.append(self._stream.submit(work, after))
+
+    def await_room(self) -> None:
+        """Wait until the gradients of few packs alone wait for an update just in time."""
+        if self._optimizer is not None and self._held_back is None and len(self._submitted) >= RING:
+            self._submitted[-RING].synchronize()
 
     def finish(self) -> None:
         """Wait until every gradient is in place and every update is done; raise what the first of them raised."""
-        self.drain()
+        held_back, self._held_back = self._held_back or [], None
+        self._submitted += [self._stream.submit(work, after) for work, after in held_back]
+        held_back.clear()
         submitted, self._submitted = self._submitted, []
-        self._optimizer = None
-        for taken in submitted:
-            taken.synchronize()
+        try:
+            self.overlap.wait_for(submitted, self._devices)
+        finally:
+            self.drain()
+            self._optimizer = None
 
     def drain(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until nothing is under way, on the way out of an error or before the next step."""
         self._stream.submit(lambda: None).synchronize()
 
     def _take(self, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]]) -> None:
         for parameter, contributions in zip(parameters, parts, strict=True):
             _set_gradient(parameter, contributions)
         if self._optimizer is not None:
-            with _only(self._optimizer, self._places, parameters):
-                self._optimizer.step()
-            for parameter in parameters:
-                parameter.grad = None
+            self._step(self._optimizer, parameters)
+        elif self._with_norms:
+            self.norms.note(parameters)
         for contributions in parts:
             for part in contributions:
                 self._use_up(part.source)
+        # Where sums include those of earlier batches, the buffers of these are free.
+        self.reclaim()
+
+    def _step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        start = time.perf_counter()
+        if self._clip is not None:
+            self._clip(list(parameters))
+        with _only(optimizer, self._places, parameters):
+            optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+        self.overlap.busy_seconds += time.perf_counter() - start
 
     def _use_up(self, source: HostGradients) -> None:
         self._unused[id(source)] -= 1
@@ -167,7 +227,7 @@ class Updater:
             grads = [parameter.grad for _, parameter in source.sums if parameter.grad is not None]
             num_grads = sum(lies_in(gradient, source.buffer) for gradient in grads)
             self._held.append((source, _num_users(source.buffer) - num_grads))
-        else:
+        elif self._reuses:
             self._pool.give(source.buffer, None)
 
     def reclaim(self) -> None:
@@ -180,7 +240,8 @@ class Updater:
                 self._pool.give(source.buffer, None)
 
     def close(self) -> None:
-        """Join the thread."""
+        """Finish what was asked for and join the thread."""
+        self.postponed.drain()
         self._stream.close()
 
 

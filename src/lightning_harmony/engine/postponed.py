@@ -1,0 +1,239 @@
+"""The postponed update: asked for when a step ends, done pack by pack in the order in which the next forward needs them."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_harmony.engine.stream import Event, HostEvent, HostStream
+
+# Changes the gradients of some parameters in place, whichever they are.
+Clip = Callable[[list[nn.Parameter]], None]
+# While it waits for an update, the host looks this often whether the device still has something to do.
+_GLANCE_SECONDS = 2e-4
+
+
+class Recorder(Protocol):
+    """What tells when a device has nothing left to do."""
+
+    def record(self) -> Event:
+        """The event of all that was launched so far."""
+
+
+@dataclass
+class Overlap:
+    """How long updates took, and how long they held up all else.
+
+    Attributes:
+        busy_seconds: what updates took.
+        waited_seconds: how much of that all devices, with nothing else to do, waited for.
+    """
+
+    busy_seconds: float = 0.0
+    waited_seconds: float = 0.0
+
+    def take_hidden(self) -> float:
+        """The share of the updates' seconds in which other work went on, since this was last asked; 0 without an update."""
+        busy, waited = self.busy_seconds, self.waited_seconds
+        self.busy_seconds = self.waited_seconds = 0.0
+        return max(1.0 - waited / busy, 0.0) if busy > 0.0 else 0.0
+
+    def wait_for(self, events: Sequence[Event], devices: Sequence[Recorder]) -> None:
+        """Block until updates are done; what they raised is raised here."""
+        computed = [device.record() for device in devices]
+        while not all(event.done() for event in computed) and not all(event.done() for event in events):
+            time.sleep(_GLANCE_SECONDS)
+        start = time.perf_counter()
+        for event in events:
+            event.synchronize()
+        self.waited_seconds += time.perf_counter() - start
+
+
+def by_norm(max_norm: float, total_norm: Tensor) -> Clip:
+    """What `torch.nn.utils.clip_grad_norm_` does to gradients once it knows their norm."""
+    if max_norm / (total_norm + 1e-6) >= 1.0:
+        # Every gradient times one: not to read and write them all for that.
+        return lambda parameters: None
+    return partial(torch.nn.utils.clip_grads_with_norm_, max_norm=max_norm, total_norm=total_norm)
+
+
+def by_value(limit: float) -> Clip:
+    """What `torch.nn.utils.clip_grad_value_` does to gradients."""
+    return partial(torch.nn.utils.clip_grad_value_, clip_value=limit)
+
+
+@dataclass(frozen=True)
+class _Norm:
+    gradient: Tensor
+    version: int
+    num_threads: int
+    value: Tensor
+
+
+class Norms:
+    """Norms of gradients, each computed when its gradient arrives; their norm is that of `torch.nn.utils.get_total_norm`."""
+
+    def __init__(self) -> None:
+        self._known: dict[nn.Parameter, _Norm] = {}
+
+    def note(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Compute the norm of the gradient of each."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        # The number of threads decides in which order a norm's squares are summed.
+        num_threads = torch.get_num_threads()
+        values = torch._foreach_norm(gradients, 2.0) if gradients else ()
+        for parameter, gradient, value in zip(parameters, gradients, values, strict=True):
+            self._known[parameter] = _Norm(gradient, gradient._version, num_threads, value)
+
+    def total(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The norm of all gradients together."""
+        having = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in having if parameter.grad is not None]
+        if len({gradient.dtype for gradient in gradients}) != 1:
+            return torch.nn.utils.get_total_norm(gradients)
+        with torch.no_grad():
+            self.note([parameter for parameter in having if not self._is_known(parameter)])
+            total: Tensor = torch.linalg.vector_norm(
+                torch.stack([self._known[parameter].value for parameter in having]), 2.0
+            )
+        return total
+
+    def _is_known(self, parameter: nn.Parameter) -> bool:
+        known, gradient = self._known.get(parameter), parameter.grad
+        if known is None or gradient is None or known.gradient is not gradient:
+            return False
+        return known.version == gradient._version and known.num_threads == torch.get_num_threads()
+
+    def clear(self) -> None:
+        """Forget them, and let their gradients go."""
+        self._known = {}
+
+
+class PostponedUpdate:
+    """The update of all parameters of an optimizer, in shares, on a stream of its own.
+
+    It takes what it needs when it is asked for: the gradients, and the hyperparameters that a scheduler may change at once.
+    The optimizer itself stays untouched, all but the tensors of its state.
+
+    Args:
+        stream: runs it.
+        devices: what runs meanwhile.
+        overlap: where its seconds are counted.
+    """
+
+    def __init__(self, stream: HostStream, devices: Sequence[Recorder], overlap: Overlap) -> None:
+        self._stream = stream
+        self._devices = devices
+        self._overlap = overlap
+        self._events: dict[nn.Parameter, HostEvent] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def start(self, optimizer: Optimizer, order: Iterable[Sequence[nn.Parameter]], clip: Clip | None) -> None:
+        """Ask for it.
+
+        Args:
+            optimizer: one that `why_not_separable` finds nothing against. Its parameters' ``grad`` stays, clipped.
+            order: parameters in shares, those first that are needed first. What isn't among them comes last.
+            clip: changes the gradients of each share before they are used.
+        """
+        self.finish()
+        groups = enumerate(optimizer.param_groups)
+        left = {p: number for number, group in groups for p in group["params"] if p.grad is not None}
+        for share in [*order, list(left)]:
+            members = {parameter: left.pop(parameter) for parameter in share if parameter in left}
+            if members:
+                event = self._stream.submit(self._share(optimizer, members, clip))
+                self._events.update(dict.fromkeys(members, event))
+        if self._events:
+            # Its state is complete for whoever asks for it, by whatever way.
+            self._handles = [
+                optimizer.register_state_dict_pre_hook(lambda _: self.finish()),
+                optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
+            ]
+
+    def _share(self, optimizer: Optimizer, groups: dict[nn.Parameter, int], clip: Clip | None) -> Callable[[], None]:
+        stand_ins = {parameter: _stand_in(parameter) for parameter in groups}
+        twin = _twin(optimizer, groups, stand_ins)
+
+        def update() -> None:
+            start = time.perf_counter()
+            if clip is not None:
+                clip(list(stand_ins.values()))
+            twin.step()
+            for parameter, stand_in in stand_ins.items():
+                if twin.state.get(stand_in):
+                    optimizer.state[parameter] = twin.state[stand_in]
+            self._overlap.busy_seconds += time.perf_counter() - start
+
+        return update
+
+    def is_under_way(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether some of these parameters are not updated yet."""
+        return bool(self._events) and not all(event.done() for event in self._of(parameters))
+
+    def wait_for(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Wait until these parameters are updated."""
+        if self._events and (events := self._of(parameters)):
+            self._overlap.wait_for(events, self._devices)
+
+    def _of(self, parameters: Iterable[nn.Parameter]) -> list[HostEvent]:
+        return list(dict.fromkeys(self._events[p] for p in parameters if p in self._events))
+
+    def finish(self) -> None:
+        """Wait until all parameters are updated; raise what failed."""
+        events = list(dict.fromkeys(self._events.values()))
+        self._forget()
+        if events:
+            self._overlap.wait_for(events, self._devices)
+
+    def drain(self) -> None:
+        """Wait until all parameters are updated, on the way out of another error."""
+        with suppress(Exception):
+            self.finish()
+
+    def _forget(self) -> None:
+        self._events = {}
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """The same memory and gradient, as a parameter whose `grad` nobody else takes away."""
+    stand_in = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    stand_in.grad = parameter.grad
+    return stand_in
+
+
+def _twin(
+    optimizer: Optimizer, groups: dict[nn.Parameter, int], stand_ins: dict[nn.Parameter, nn.Parameter]
+) -> Optimizer:
+    """An optimizer for some parameters, by the groups that they are in, with hyperparameters of its own."""
+    chosen: dict[int, list[nn.Parameter]] = defaultdict(list)
+    for parameter, number in groups.items():
+        chosen[number].append(stand_ins[parameter])
+    twin: Optimizer = object.__new__(type(optimizer))
+    # Without the `step` that a scheduler puts on the optimizer to see whether it is called.
+    twin.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    twin.state = defaultdict(dict)
+    twin.state.update({stand_in: optimizer.state[p] for p, stand_in in stand_ins.items() if p in optimizer.state})
+    twin.param_groups = [
+        {name: _kept(value) for name, value in optimizer.param_groups[number].items()} | {"params": members}
+        for number, members in sorted(chosen.items())
+    ]
+    return twin
+
+
+def _kept(value: Any) -> Any:
+    """A hyperparameter as it is now: a scheduler writes into one that is a tensor."""
+    return value.clone() if isinstance(value, Tensor) else value
