@@ -564,6 +564,8 @@ class HarmonyStrategyMixin(_Base):
                 result = None if closure is None else closure()
             if self._reason_to_wait() is None:
                 self._engine.postpone_update(optimizer, self._late_clip)
+                # Schedulers look whether a step came before theirs.
+                optimizer._opt_called = True  # type: ignore[attr-defined]
             else:
                 step()
             return result
@@ -624,8 +626,6 @@ class HarmonyStrategyMixin(_Base):
 
     def _reason_to_wait(self) -> str | None:
         """What may look at parameters before the forward of the next batch; None if nothing does."""
-        if not self._engine.has_succeeded:
-            return "the first step measures"
         if (reason := why_not_separable(self.optimizers[0])) is not None:
             return reason
         if getattr(self.optimizers[0], "_step_supports_amp_scaling", False) and self._scaler() is not None:

@@ -11,7 +11,9 @@ from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
+from lightning_harmony.engine.postponed import Overlap, PostponedUpdate
 from lightning_harmony.engine.report import Traffic
+from lightning_harmony.engine.stream import HostStream
 from lightning_harmony.engine.swap import SwappedPack, Swapper
 
 CPU = torch.device("cpu")
@@ -41,7 +43,8 @@ def packed(module: Module) -> tuple[SwappedPack, Swapper, VirtualDevice]:
     device = VirtualDevice(None)
     layer = SwappedLayer(0, "layer", module, list(module.parameters()))
     store = HostStore(list(module.parameters()), device)
-    swapper = Swapper(device, store, HostPool(device.host_buffer), Traffic(), lambda parameter: False)
+    update = PostponedUpdate(HostStream("update"), device, Overlap())
+    swapper = Swapper(device, store, HostPool(device.host_buffer), Traffic(), lambda parameter: False, update)
     return SwappedPack(0, [layer], store), swapper, device
 
 

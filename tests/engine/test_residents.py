@@ -9,9 +9,11 @@ from torch import nn
 from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.postponed import Overlap, PostponedUpdate
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.stash import Stash
+from lightning_harmony.engine.stream import HostStream
 from lightning_harmony.engine.swap import SwappedPack, Swapper
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.plan import Plan
@@ -40,7 +42,9 @@ class Model:
         layers = [SwappedLayer(i, str(i), module, list(module.parameters())) for i, module in enumerate(modules)]
         store = HostStore([p for layer in layers for p in layer.parameters], self.device)
         pool = HostPool(self.device.host_buffer)
-        swapper = Swapper(self.device, store, pool, Traffic(), lambda parameter: False)
+        self.stream = HostStream("update")
+        self.update = PostponedUpdate(self.stream, self.device, Overlap())
+        swapper = Swapper(self.device, store, pool, Traffic(), lambda parameter: False, self.update)
         self.residents = Residents(self.device, swapper, Stash(self.device, pool, Traffic()))
         self.residents.packs = [SwappedPack(index, [layer], store) for index, layer in enumerate(layers)]
         order = tuple(range(NUM_PACKS))
@@ -61,6 +65,7 @@ def model() -> Iterator[Model]:
     torch.manual_seed(0)
     model = Model(num_resident=3)
     yield model
+    model.stream.close()
     model.device.close()
 
 

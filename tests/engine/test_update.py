@@ -25,6 +25,13 @@ OPTIMIZERS: dict[str, Callable[[Groups], Optimizer]] = {
 }
 
 
+class Idle:
+    """A device that has nothing to do."""
+
+    def record(self) -> Event:
+        return Happened()
+
+
 @pytest.fixture
 def pool() -> HostPool:
     return HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
@@ -32,7 +39,7 @@ def pool() -> HostPool:
 
 @pytest.fixture
 def updater(pool: HostPool) -> Iterator[Updater]:
-    updater = Updater(pool)
+    updater = Updater(pool, Idle())
     yield updater
     updater.close()
 
@@ -388,7 +395,7 @@ class TestErrors:
 
     def test_close_joins_the_thread(self, pool: HostPool) -> None:
         before = threading.active_count()
-        updater = Updater(pool)
+        updater = Updater(pool, Idle())
         updater.begin(None, [])
         assert threading.active_count() == before + 1
         updater.close()

@@ -213,8 +213,8 @@ class Swapper:
         store: where parameters live.
         pool: host buffers for gradients.
         traffic: counts the copies.
-        update: what may not have come to all parameters yet.
         is_shared: whether several layers own a parameter.
+        update: of the step before; a parameter that it has not come to yet is swapped in afterwards.
     """
 
     def __init__(
@@ -223,8 +223,8 @@ class Swapper:
         store: HostStore,
         pool: HostPool,
         traffic: Traffic,
-        update: PostponedUpdate,
         is_shared: Callable[[nn.Parameter], bool],
+        update: PostponedUpdate,
     ) -> None:
         self._device = device
         self._store = store
