@@ -457,7 +457,7 @@ class HarmonyStrategyMixin(_Base):
             clip = by_value(module.trainer.gradient_clip_val) if module.trainer.gradient_clip_val else None
             engine.backward(gradient, self.optimizers[0], clip=clip)
         else:
-            engine.backward(gradient, None, with_norms=self._clips_late() and not self._is_accumulating())
+            engine.backward(gradient, None, with_norms=self._needs_norms())
             if self._steps_late:
                 waits = self._reason_to_wait()
                 reason += f"; before the next batch, as {waits}" if waits else "; under the forward of the next batch"
@@ -525,22 +525,24 @@ class HarmonyStrategyMixin(_Base):
             reasons.append(("the gradient scaler checks all gradients", True))
         if self._engine.reentrant:
             reasons.append(("layers are called during the backward (reentrant checkpointing)", True))
-        is_overridden = self._lightning("utilities.model_helpers").is_overridden
-        reasons += [
-            (f"{type(module).__name__}.{hook} is overridden", True)
-            for hook in _MODULE_HOOKS
-            if is_overridden(hook, module)
-        ]
-        callback_class = self._lightning("callbacks").Callback
-        reasons += [
-            (f"callback {type(callback).__name__} has {hook}", True)
-            for callback in trainer.callbacks
-            for hook in _CALLBACK_HOOKS
-            if is_overridden(hook, callback, callback_class)
-        ]
+        reasons += [(reader, True) for reader in self._gradient_readers()]
         if self.optimizers and (reason := why_not_separable(self.optimizers[0])) is not None:
             reasons.append((reason, False))
         return reasons
+
+    def _gradient_readers(self) -> list[str]:
+        """Hooks that are overridden and see gradients, or may change them."""
+        module = self._module
+        is_overridden = self._lightning("utilities.model_helpers").is_overridden
+        callback_class = self._lightning("callbacks").Callback
+        return [
+            f"{type(module).__name__}.{hook} is overridden" for hook in _MODULE_HOOKS if is_overridden(hook, module)
+        ] + [
+            f"callback {type(callback).__name__} has {hook}"
+            for callback in module.trainer.callbacks
+            for hook in _CALLBACK_HOOKS
+            if is_overridden(hook, callback, callback_class)
+        ]
 
     # ---- the deferred update -------------------------------------------------------------------------------------------
 
@@ -621,8 +623,15 @@ class HarmonyStrategyMixin(_Base):
         algorithm = self._module.trainer.gradient_clip_algorithm
         return algorithm is not None and algorithm.value == "value" and self._clips_late()
 
-    def _is_accumulating(self) -> bool:
-        return bool(self._module.trainer.fit_loop._should_accumulate())
+    def _needs_norms(self) -> bool:
+        """Whether Lightning will ask for the norm of the gradients as this backward leaves them."""
+        return (
+            self._clips_late()
+            and not self._clips_by_value()
+            and self._scaler() is None
+            and not self._gradient_readers()
+            and not self._module.trainer.fit_loop._should_accumulate()
+        )
 
     def _reason_to_wait(self) -> str | None:
         """What may look at parameters before the forward of the next batch; None if nothing does."""

@@ -1,0 +1,476 @@
+"""A deferred update runs under the next forward: no bit differs, and whoever looks sees finished weights."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from test_lightning import (
+    BATCH_SIZE,
+    NUM_MICROBATCHES,
+    NUM_STEPS,
+    Manual,
+    Model,
+    assert_equal,
+    assert_same,
+    harmony,
+    loader,
+    trainer_for,
+    values,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_harmony.engine.postponed import PostponedUpdate
+
+pytestmark = [
+    pytest.mark.timeout(60, method="thread"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+CLIPS: dict[str, dict[str, Any]] = {
+    "norm": {"gradient_clip_val": 0.02},
+    "never reached": {"gradient_clip_val": 100.0},
+    "value": {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"},
+    "none": {},
+}
+CLIP = CLIPS["norm"]
+# A microbatch as large as the batch needs more room.
+WHOLE = "96KiB"
+UNDER = "under the forward of the next batch"
+
+
+@pytest.fixture
+def postponed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Each share of an update begins when somebody waits for it, and no sooner.
+
+    Returns:
+        For each update that was postponed, whether a forward had to wait for it.
+    """
+    found: list[bool] = []
+    gates: list[tuple[set[nn.Parameter], threading.Event]] = []
+    start, share, wait_for, finish = (
+        getattr(PostponedUpdate, name) for name in ("start", "_share", "wait_for", "finish")
+    )
+
+    def late_start(self: PostponedUpdate, *args: Any) -> None:
+        start(self, *args)
+        found.append(False)
+
+    def late_share(self: PostponedUpdate, optimizer: Any, groups: Any, clip: Any) -> Callable[[], None]:
+        update, gate = share(self, optimizer, groups, clip), threading.Event()
+        gates.append((set(groups), gate))
+        return lambda: (gate.wait(30), update())[1]
+
+    def opening_wait(self: PostponedUpdate, parameters: Sequence[nn.Parameter]) -> None:
+        asked = [number for number, (members, _) in enumerate(gates) if members & set(parameters)]
+        for _, gate in gates[: max(asked, default=-1) + 1]:
+            found[-1] |= not gate.is_set()
+            gate.set()
+        wait_for(self, parameters)
+
+    def opening_finish(self: PostponedUpdate) -> None:
+        for _, gate in gates:
+            gate.set()
+        finish(self)
+
+    monkeypatch.setattr(PostponedUpdate, "start", late_start)
+    monkeypatch.setattr(PostponedUpdate, "_share", late_share)
+    monkeypatch.setattr(PostponedUpdate, "wait_for", opening_wait)
+    monkeypatch.setattr(PostponedUpdate, "finish", opening_finish)
+    return found
+
+
+def fit(kind: str, module: Any, *, accumulate: int = 1, strategy: Any = None, validate: bool = False, **o: Any) -> Any:
+    """Train by plain Lightning, a microbatch a batch, or by harmony."""
+    if kind == "plain":
+        trainer = trainer_for("auto", accumulate_grad_batches=NUM_MICROBATCHES * accumulate, **o)
+    else:
+        trainer = trainer_for(strategy or harmony(), accumulate_grad_batches=accumulate, **o)
+    train = loader(BATCH_SIZE // NUM_MICROBATCHES if kind == "plain" else BATCH_SIZE)
+    trainer.fit(module, train, loader() if validate else None)
+    return trainer
+
+
+def in_groups(kind: Any, **options: Any) -> Callable[[Any], Any]:
+    """An optimizer with a group for every second parameter, and a schedule that changes both at each step."""
+
+    def make(parameters: Any) -> Any:
+        ours = list(parameters)
+        optimizer = kind([{"params": ours[::2], "lr": 0.05}, {"params": ours[1::2]}], lr=0.01, **options)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    return make
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": in_groups(torch.optim.SGD),
+    "momentum": in_groups(torch.optim.SGD, momentum=0.9, weight_decay=0.1),
+    "AdamW": in_groups(torch.optim.AdamW, amsgrad=True),
+    "tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("clip", "optimizer"),
+    [*(("norm", name) for name in OPTIMIZERS), ("never reached", "AdamW"), ("value", "SGD"), ("none", "momentum")],
+)
+def test_an_update_as_late_as_can_be_gives_equal_bits(clip: str, optimizer: str, postponed: list[bool]) -> None:
+    plain = fit("plain", Model(OPTIMIZERS[optimizer]), max_epochs=2, **CLIPS[clip])
+    swapped = fit(
+        "harmony", Model(OPTIMIZERS[optimizer]), max_epochs=2, strategy=harmony(update="deferred"), **CLIPS[clip]
+    )
+    assert_same(plain, swapped)
+    # The last update of an epoch does not wait for the next forward.
+    assert postponed == [True] * (NUM_STEPS - 1) * 2
+
+
+@pytest.mark.parametrize("clip", ["norm", "value"])
+def test_accumulation_over_batches_gives_equal_bits(clip: str, postponed: list[bool]) -> None:
+    options = {"accumulate": 2, "max_epochs": 2, **CLIPS[clip]}
+    plain, swapped = (fit(kind, Model(OPTIMIZERS["AdamW"]), **options) for kind in ("plain", "harmony"))
+    assert_same(plain, swapped)
+    assert any(postponed)
+    assert plain.global_step == swapped.global_step
+
+
+def test_clipping_by_value_alone_needs_no_deferring() -> None:
+    plain, swapped = (fit(kind, Model(), **CLIPS["value"]) for kind in ("plain", "harmony"))
+    assert_same(plain, swapped)
+    assert swapped.strategy.step_report.update == "just-in-time"
+
+
+class Tied(Model):
+    """Its first and its last layer share a weight, and one layer is never called."""
+
+    def __init__(self) -> None:
+        super().__init__(OPTIMIZERS["momentum"])
+        self.net.head.weight = self.net.embed.weight
+        self.net.unused = nn.Linear(3, 3)
+
+
+def test_a_shared_parameter_is_updated_once(postponed: list[bool]) -> None:
+    runs = [
+        fit("harmony", Tied(), strategy=strategy, callbacks=callbacks, **CLIP)
+        for strategy, callbacks in ((harmony(), []), (harmony(), [Looks(["on_train_batch_end"])]))
+    ]
+    assert_same(*runs)
+    assert any(postponed)
+
+
+def test_several_batches_that_are_one_give_equal_bits(postponed: list[bool]) -> None:
+    # So few that a microbatch a batch would repeat other samples.
+    runs = []
+    for strategy in ("auto", harmony(num_microbatches=1, device_memory=WHOLE)):
+        runs.append(trainer_for(strategy, max_epochs=2, overfit_batches=2, **CLIP))
+        runs[-1].fit(Model(), loader())
+    assert_same(*runs)
+    assert postponed != []
+
+
+def test_manual_optimization_is_left_alone(postponed: list[bool]) -> None:
+    runs = [trainer_for("auto"), trainer_for(harmony(num_microbatches=1, device_memory=WHOLE))]
+    for trainer in runs:
+        trainer.fit(Manual(), loader())
+    assert_same(*runs)
+    assert postponed == []
+
+
+def test_a_scaler_that_skips_steps_gives_equal_bits(postponed: list[bool]) -> None:
+    def scaled() -> dict[str, Any]:
+        # Of a scale that the first gradients exceed.
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], **CLIP}
+
+    runs = []
+    for strategy in ("auto", harmony(num_microbatches=1, device_memory=WHOLE)):
+        runs.append(trainer_for(strategy, max_epochs=2, **scaled()))
+        runs[-1].fit(Model(), loader())
+    assert_same(*runs)
+    scales = [trainer.precision_plugin.scaler.get_scale() for trainer in runs]
+    assert scales[0] == scales[1] < 2.0**20
+    assert postponed != []
+
+
+# --- Whoever looks.
+
+
+class Looks(pl.Callback):
+    """Keeps the weights that some hooks find."""
+
+    def __init__(self, hooks: Sequence[str]) -> None:
+        self.seen: list[tuple[str, dict[str, Tensor]]] = []
+        for hook in hooks:
+            setattr(self, hook, self._looking(hook))
+
+    def _looking(self, hook: str) -> Callable[..., None]:
+        def look(trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+            self.seen.append((hook, values(module)))
+
+        return look
+
+
+class LooksBack(Model):
+    """Keeps the weights that one of its own hooks finds."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__(OPTIMIZERS["AdamW"])
+        self.seen: list[tuple[str, dict[str, Tensor]]] = []
+        inherited = getattr(self, hook)
+
+        def look(*args: Any, **kwargs: Any) -> Any:
+            self.seen.append((hook, values(self)))
+            return inherited(*args, **kwargs)
+
+        object.__setattr__(self, hook, look)
+
+
+BETWEEN = ["on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_optimizer_step"]
+AROUND = [
+    "on_train_epoch_end", "on_validation_start", "on_validation_epoch_end", "on_validation_end", "on_train_end",
+    "on_save_checkpoint", "teardown",
+]  # fmt: skip
+
+
+def assert_same_sights(make: Callable[[], Any], of: Callable[[Any], Any], **options: Any) -> list[str]:
+    """What is seen is the same when each batch is whole; the names of the hooks that saw it."""
+    sights = []
+    for strategy in ("auto", harmony(num_microbatches=1, device_memory=WHOLE)):
+        module, callbacks = make()
+        trainer = trainer_for(strategy, max_epochs=2, callbacks=callbacks, **CLIP, **options)
+        trainer.fit(module, loader(), loader())
+        sights.append(of(trainer))
+    assert [hook for hook, _ in sights[0]] == [hook for hook, _ in sights[1]]
+    for (hook, expected), (_, found) in zip(*sights, strict=True):
+        for name, value in expected.items():
+            assert torch.equal(value, found[name]), (hook, name)
+    return [hook for hook, _ in sights[0]]
+
+
+@pytest.mark.parametrize("hooks", [*([hook] for hook in BETWEEN), AROUND], ids=lambda hooks: hooks[0])
+def test_callbacks_see_finished_weights(hooks: list[str], postponed: list[bool]) -> None:
+    seen = assert_same_sights(lambda: (Model(), [Looks(hooks)]), lambda trainer: trainer.callbacks[0].seen)
+    assert set(seen) >= set(hooks) - {"on_save_checkpoint"}
+    # An update that nobody looks at before is hidden all the same.
+    assert any(postponed) == (hooks[0] not in ("on_train_batch_start", "on_train_batch_end"))
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_before_zero_grad",
+        "optimizer_step",
+        "lr_scheduler_step",
+        "transfer_batch_to_device",
+        "on_validation_model_eval",
+    ],
+)
+@pytest.mark.usefixtures("postponed")
+def test_the_module_sees_finished_weights(hook: str) -> None:
+    seen = assert_same_sights(lambda: (LooksBack(hook), []), lambda trainer: trainer.lightning_module.seen)
+    assert seen != []
+
+
+def test_validation_within_an_epoch_sees_finished_weights(postponed: list[bool]) -> None:
+    hooks = ["on_validation_start", "on_validation_batch_start"]
+    seen = assert_same_sights(
+        lambda: (Model(), [Looks(hooks)]), lambda trainer: trainer.callbacks[0].seen, val_check_interval=2
+    )
+    assert len(seen) > 4
+    assert any(postponed)
+
+
+def test_checkpoints_are_saved_after_the_update(tmp_path: Path, postponed: list[bool]) -> None:
+    saved = []
+    for kind in ("plain", "harmony"):
+        saver = ModelCheckpoint(tmp_path / kind, "{step}", every_n_train_steps=1, save_top_k=-1)
+        fit(kind, Model(OPTIMIZERS["AdamW"]), callbacks=[saver], enable_checkpointing=True, **CLIP)
+        paths = sorted((tmp_path / kind).iterdir())
+        saved.append({path.name: torch.load(path, weights_only=False) for path in paths})
+    assert len(saved[0]) == NUM_STEPS
+    assert saved[0].keys() == saved[1].keys()
+    for name, expected in saved[0].items():
+        assert_equal(dict(expected["state_dict"]), dict(saved[1][name]["state_dict"]))
+        assert_equal(expected["optimizer_states"], saved[1][name]["optimizer_states"])
+        assert_equal(expected["lr_schedulers"], saved[1][name]["lr_schedulers"])
+    assert len(postponed) == NUM_STEPS - 1
+
+
+def test_lightnings_own_bars_and_monitors_do_not_hold_it_up(tmp_path: Path, postponed: list[bool]) -> None:
+    options = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1, "enable_progress_bar": True}
+    fit("harmony", Model(OPTIMIZERS["AdamW"]), callbacks=[LearningRateMonitor("step")], **options, **CLIP)
+    assert len(postponed) == NUM_STEPS - 1
+
+
+class ReadsState(Model):
+    """Reads the state of its optimizer in the training_step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append([{**state} for state in self.trainer.optimizers[0].state_dict()["state"].values()])
+        self.seen[-1] = [{name: value.clone() for name, value in state.items()} for state in self.seen[-1]]
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_optimizers_state_is_complete_for_who_asks_for_it(postponed: list[bool]) -> None:
+    runs = []
+    for strategy in ("auto", harmony(num_microbatches=1, device_memory=None)):
+        runs.append(trainer_for(strategy, **CLIP))
+        runs[-1].fit(ReadsState(), loader())
+    assert_equal(*(run.lightning_module.seen for run in runs))
+    assert postponed != []
+
+
+# --- What goes wrong.
+
+
+class Boom(Exception):
+    pass
+
+
+class Fails(Model):
+    """Goes wrong in a forward, in the step after two."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        super().__init__(OPTIMIZERS["AdamW"])
+        self.action = action
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.trainer.global_step == 2:
+            self.net.embed(batch)
+            self.action()
+        return super().training_step(batch, batch_idx)
+
+
+def explode() -> None:
+    raise Boom
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def default_sigint() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("action", "raised"), [(explode, Boom), (interrupt, SystemExit)])
+@pytest.mark.usefixtures("default_sigint")
+def test_an_update_that_was_asked_for_is_not_lost(
+    action: Callable[[], None], raised: type[BaseException], postponed: list[bool]
+) -> None:
+    plain = fit("plain", Model(OPTIMIZERS["AdamW"]), max_steps=2, **CLIP)
+    module = Fails(action)
+    trainer = trainer_for(harmony(), **CLIP)
+    with pytest.raises(raised):
+        trainer.fit(module, loader())
+    assert len(postponed) == 2
+    assert_equal(values(plain.lightning_module), values(module))
+    expected, found = (run.optimizers[0].state_dict()["state"] for run in (plain, trainer))
+    assert_equal(expected, found)
+
+
+def test_neither_is_one_when_the_data_fails(postponed: list[bool]) -> None:
+    def batches() -> Iterator[Tensor]:
+        yield from list(loader())[:2]
+        raise Boom
+
+    class Stream(torch.utils.data.IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            return batches()
+
+    plain = fit("plain", Model(), max_steps=1, **CLIP)
+    module = Model()
+    trainer = trainer_for(harmony(), **CLIP)
+    with pytest.raises(Boom):
+        trainer.fit(module, DataLoader(Stream(), batch_size=None))
+    assert len(postponed) == 1
+    assert_equal(values(plain.lightning_module), values(module))
+
+
+def test_an_error_of_the_update_surfaces_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = PostponedUpdate._share
+    number = iter(range(100))
+
+    def faulty(self: PostponedUpdate, *args: Any) -> Callable[[], None]:
+        return explode if next(number) == 2 else share(self, *args)
+
+    monkeypatch.setattr(PostponedUpdate, "_share", faulty)
+    module = Model()
+    with pytest.raises(Boom):
+        fit("harmony", module, **CLIP)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("harmony")]
+    fit("harmony", module, **CLIP)
+
+
+# --- What the report says.
+
+
+class Reports(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if (report := self.trainer.strategy.step_report) is not None and report not in self.reports:
+            self.reports.append(report)
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_report_tells_what_was_hidden_and_what_was_not() -> None:
+    module = Reports()
+    trainer = fit("harmony", module, **CLIP)
+    first, second, last = *module.reports, trainer.strategy.step_report
+    assert UNDER in first.update_reason
+    assert UNDER in second.update_reason
+    assert "as the epoch ends" in last.update_reason
+    # Of what the step before asked for.
+    assert first.update_hidden == 0.0
+    assert 0.0 <= second.update_hidden <= 1.0
+    looking = fit("harmony", Model(), callbacks=[Looks(["on_train_batch_end"])], **CLIP).strategy.step_report
+    assert "as callback Looks has on_train_batch_end" in looking.update_reason
+    assert looking.update_hidden == 0.0
+
+
+def test_an_update_that_all_wait_for_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = PostponedUpdate.start
+
+    def start_and_finish(self: PostponedUpdate, *args: Any) -> None:
+        start(self, *args)
+        self.finish()
+
+    share = PostponedUpdate._share
+
+    def slow_share(self: PostponedUpdate, *args: Any) -> Callable[[], None]:
+        update = share(self, *args)
+
+        def slowly() -> None:
+            update()
+            time.sleep(0.02)
+            self._overlap.busy_seconds += 0.02
+
+        return slowly
+
+    monkeypatch.setattr(PostponedUpdate, "start", start_and_finish)
+    monkeypatch.setattr(PostponedUpdate, "_share", slow_share)
+    assert fit("harmony", Model(), **CLIP).strategy.step_report.update_hidden < 0.5
