@@ -43,7 +43,7 @@ def packed(module: Module) -> tuple[SwappedPack, Swapper, VirtualDevice]:
     device = VirtualDevice(None)
     layer = SwappedLayer(0, "layer", module, list(module.parameters()))
     store = HostStore(list(module.parameters()), device)
-    update = PostponedUpdate(HostStream("update"), device, Overlap())
+    update = PostponedUpdate(HostStream("update"), [device], Overlap())
     swapper = Swapper(device, store, HostPool(device.host_buffer), Traffic(), lambda parameter: False, update)
     return SwappedPack(0, [layer], store), swapper, device
 

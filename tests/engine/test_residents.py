@@ -43,7 +43,7 @@ class Model:
         store = HostStore([p for layer in layers for p in layer.parameters], self.device)
         pool = HostPool(self.device.host_buffer)
         self.stream = HostStream("update")
-        self.update = PostponedUpdate(self.stream, self.device, Overlap())
+        self.update = PostponedUpdate(self.stream, [self.device], Overlap())
         swapper = Swapper(self.device, store, pool, Traffic(), lambda parameter: False, self.update)
         self.residents = Residents(self.device, swapper, Stash(self.device, pool, Traffic()))
         self.residents.packs = [SwappedPack(index, [layer], store) for index, layer in enumerate(layers)]

@@ -39,7 +39,7 @@ def pool() -> HostPool:
 
 @pytest.fixture
 def updater(pool: HostPool) -> Iterator[Updater]:
-    updater = Updater(pool, Idle())
+    updater = Updater(pool, [Idle()])
     yield updater
     updater.close()
 
@@ -395,7 +395,7 @@ class TestErrors:
 
     def test_close_joins_the_thread(self, pool: HostPool) -> None:
         before = threading.active_count()
-        updater = Updater(pool, Idle())
+        updater = Updater(pool, [Idle()])
         updater.begin(None, [])
         assert threading.active_count() == before + 1
         updater.close()

@@ -135,6 +135,7 @@ class PostponedUpdate:
         self._stream = stream
         self._devices = devices
         self._overlap = overlap
+        self._optimizer: Optimizer | None = None
         self._events: dict[nn.Parameter, HostEvent] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -154,6 +155,7 @@ class PostponedUpdate:
             if members:
                 event = self._stream.submit(self._share(optimizer, members, clip))
                 self._events.update(dict.fromkeys(members, event))
+        self._optimizer = optimizer
         if self._events:
             # Its state is complete for whoever asks for it, by whatever way.
             self._handles = [
@@ -192,9 +194,12 @@ class PostponedUpdate:
     def finish(self) -> None:
         """Wait until all parameters are updated; raise what failed."""
         events = list(dict.fromkeys(self._events.values()))
+        optimizer, self._optimizer = self._optimizer, None
         self._forget()
         if events:
             self._overlap.wait_for(events, self._devices)
+        if optimizer is not None:
+            sort_state(optimizer)
 
     def drain(self) -> None:
         """Wait until all parameters are updated, on the way out of another error."""
@@ -206,6 +211,15 @@ class PostponedUpdate:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def sort_state(optimizer: Optimizer) -> None:
+    """Bring an optimizer's state into the order of its parameters, in which a step over all of them makes it."""
+    state = optimizer.state
+    ordered = [p for group in optimizer.param_groups for p in group["params"] if p in state]
+    if any(ours is not theirs for ours, theirs in zip(ordered, state, strict=False)):
+        for parameter in ordered:
+            state[parameter] = state.pop(parameter)
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:

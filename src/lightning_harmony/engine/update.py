@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_harmony.engine.host_store import HostPool, lies_in
-from lightning_harmony.engine.postponed import Clip, Norms, Overlap, PostponedUpdate, Recorder
+from lightning_harmony.engine.postponed import Clip, Norms, Overlap, PostponedUpdate, Recorder, sort_state
 from lightning_harmony.engine.stream import Event, HostStream
 from lightning_harmony.engine.swap import HostGradients
 
@@ -189,7 +189,9 @@ class Updater:
             self.overlap.wait_for(submitted, self._devices)
         finally:
             self.drain()
-            self._optimizer = None
+            optimizer, self._optimizer = self._optimizer, None
+            if optimizer is not None:
+                sort_state(optimizer)
 
     def drain(self) -> None:
         """Wait until nothing is under way, on the way out of an error or before the next step."""
