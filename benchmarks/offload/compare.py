@@ -18,6 +18,8 @@ CONTENDERS: dict[str, list[str]] = {
     "harmony, 16 GiB": ["--device-memory", "16GiB"],
     "harmony, 8 GiB": ["--device-memory", "8GiB"],
     "harmony, the whole GPU": [],
+    "in memory, recompute, gradients clipped": ["--strategy", "recompute", "--clip", "1.0"],
+    "harmony, 16 GiB, gradients clipped": ["--device-memory", "16GiB", "--clip", "1.0"],
     "harmony, 16 GiB, a quarter of the tokens": ["--device-memory", "16GiB", "--num-microbatches", "2"],
 }
 
@@ -36,17 +38,18 @@ def run(arguments: list[str]) -> dict[str, Any]:
 def main() -> None:
     """Run those that were asked for, all by default."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS))
     options = parser.parse_args()
     columns = ("step", "tokens", "device GiB", "reserved GiB", "host GiB", "first step")
-    print("| | " + " | ".join(columns) + " | swapped in, GB | out, GB |")
-    print("|---|" + "--:|" * (len(columns) + 2))
+    print("| | " + " | ".join(columns) + " | swapped in, GB | out, GB | update hidden |")
+    print("|---|" + "--:|" * (len(columns) + 3))
     for name in options.only:
         row = run([*CONTENDERS[name], "--steps", str(options.steps)])
         report = row.get("report", {})
         swapped = [sum(report.get(f"swapped_{way}_bytes", {}).values()) / 1e9 for way in ("in", "out")]
         cells = [str(row[column]) for column in columns] + [f"{each:.1f}" for each in swapped]
+        cells.append(f"{report['update_hidden']:.2f}" if report else "")
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
         print(json.dumps({name: {**row, "report": report}}), file=sys.stderr, flush=True)
 

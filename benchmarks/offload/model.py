@@ -55,6 +55,7 @@ class GPT(pl.LightningModule):
         super().__init__()
         self.recompute = recompute
         self.fused = fused
+        self.losses: list[Tensor] = []
         self.embed = nn.Embedding(shape.vocabulary, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
@@ -64,7 +65,9 @@ class GPT(pl.LightningModule):
         x = self.embed(batch[:, :-1])
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
+        loss = F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
+        self.losses.append(loss.detach())
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW."""

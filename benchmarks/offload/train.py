@@ -24,26 +24,33 @@ from lightning_harmony import HarmonyStrategy
 from lightning_harmony.plan.memory_size import parse_bytes
 
 
-class Times(pl.Callback):
-    """Seconds and losses of each optimizer step."""
+class Clock:
+    """Makes batches, and notes when: a callback that runs between two steps would be taken to look at the weights.
+
+    Args:
+        num_batches: how many an optimizer step takes.
+    """
 
     def __init__(self, num_batches: int) -> None:
         self._num_batches = num_batches
-        self.ends: list[float] = []
-        self.losses: list[float] = []
+        self._num_made = 0
+        self.times: list[float] = []
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: dict[str, Tensor], batch: Any, batch_idx: int
-    ) -> None:
-        """The end of a step, once its work is done."""
-        self.losses.append(float(outputs["loss"]))
-        if (batch_idx + 1) % self._num_batches == 0:
-            torch.cuda.synchronize()
-            self.ends.append(time.perf_counter())
+    def __call__(self, samples: list[Tensor]) -> Tensor:
+        """A batch; before the first of a step, all earlier work of the GPU is done."""
+        if self._num_made % self._num_batches == 0:
+            self.note()
+        self._num_made += 1
+        return torch.stack(samples)
+
+    def note(self) -> None:
+        """Wait for the GPU, and note the time."""
+        torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Of each step after the first."""
-        return [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
+        """Of each step."""
+        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device-memory", help="the capacity under harmony; all of the GPU if not given")
     parser.add_argument("--num-microbatches", type=int, default=8)
     parser.add_argument("--microbatch-size", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--parallel", choices=("pipeline", "data"), default="pipeline")
-    parser.add_argument("--clip", type=float, default=None)
+    parser.add_argument("--clip", type=float, default=None, help="gradient_clip_val")
     parser.add_argument(
         "--gpu-memory", help="let torch's allocator have no more than this, as a GPU of that size would"
     )
@@ -74,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     built = time.perf_counter() - start
     batch_size = options.num_microbatches * options.microbatch_size
     samples = Tokens(options.steps * batch_size, shape)
-    times = Times(1 if harmony else options.num_microbatches)
+    clock = Clock(1 if harmony else options.num_microbatches)
     strategy: Any = "auto"
     if harmony:
         strategy = HarmonyStrategy(
@@ -93,25 +100,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         gradient_clip_val=options.clip,
-        callbacks=[times],
         accumulate_grad_batches=1 if harmony else options.num_microbatches,
     )
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    trainer.fit(model, DataLoader(samples, batch_size=batch_size if harmony else options.microbatch_size))
-    seconds = times.seconds()
-    group = 1 if harmony else options.num_microbatches
-    losses = [statistics.mean(times.losses[i : i + group]) for i in range(0, len(times.losses), group)]
+    size = batch_size if harmony else options.microbatch_size
+    trainer.fit(model, DataLoader(samples, batch_size=size, collate_fn=clock))
+    clock.note()
+    # The last one ends with the fit.
+    seconds = clock.seconds()[:-1]
+    group = options.num_microbatches
+    each = [float(loss) for loss in model.losses]
+    losses = [statistics.mean(each[i : i + group]) for i in range(0, len(each), group)]
     row: dict[str, Any] = {
         "strategy": options.strategy,
         "precision": options.precision,
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens": batch_size * shape.length,
-        "step": round(statistics.median(seconds[2:]), 3),
+        "step": round(statistics.median(seconds[3:]), 3),
         "devices": options.devices,
         "device memory": options.device_memory,
-        "steps": [round(each, 3) for each in seconds],
-        "first step": round(times.ends[0] - start, 1),
+        "steps": [round(second, 3) for second in seconds],
+        "first step": round(clock.times[1] - start, 1),
         "model built": round(built, 1),
         "device GiB": max(
             round(torch.cuda.max_memory_allocated(number) / 2**30, 2) for number in range(options.devices)
