@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.device import VirtualDevice
-from lightning_harmony.engine.host_store import ALIGNMENT, HostPool, HostStore, lay_out
+from lightning_harmony.engine.host_store import ALIGNMENT, KEPT_STEPS, HostPool, HostStore, lay_out
 from lightning_harmony.engine.stream import Happened
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -187,3 +187,40 @@ class TestHostPool:
         assert pool.take(10)[1] == [last_use]
         pool.give(buffer, None)
         assert pool.take(10)[1] == []
+
+    def test_counts_what_exists_and_the_most_that_did(self) -> None:
+        pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+        kept, _ = pool.take(100)
+        part = pool.take(50)[0][10:20]
+        assert pool.num_bytes == 150
+        del part
+        assert pool.num_bytes == 100
+        assert pool.take_peak_bytes() == 150
+        assert pool.take_peak_bytes() == 100
+        del kept
+
+    def test_lets_go_of_what_several_steps_did_not_take(self) -> None:
+        pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+        pool.give(pool.take(100)[0], None)
+        pool.give(pool.take(50)[0], None)
+        for _ in range(2 * KEPT_STEPS):
+            pool.give(pool.take(50)[0], None)
+            pool.trim()
+        assert pool.num_bytes == 50
+
+    def test_keeps_what_a_copy_still_reads(self) -> None:
+        class Copying(Happened):
+            is_done = False
+
+            def done(self) -> bool:
+                return self.is_done
+
+        pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+        copying = Copying()
+        pool.give(pool.take(100)[0], copying)
+        for _ in range(2 * KEPT_STEPS):
+            pool.trim()
+        assert pool.num_bytes == 100
+        copying.is_done = True
+        pool.trim()
+        assert pool.num_bytes == 0

@@ -14,7 +14,7 @@ from lightning_harmony.engine.host_store import HostPool, lay_out
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.stream import Event, Happened
 from lightning_harmony.engine.swap import HostGradients
-from lightning_harmony.engine.update import SEPARABLE, Updater, fuse, why_not_separable
+from lightning_harmony.engine.update import RING, SEPARABLE, Updater, fuse, why_not_separable
 
 Groups = list[dict[str, object]]
 
@@ -189,6 +189,54 @@ class TestJustInTime:
         updater.deliver(parameters, [source])
         updater.finish()
         assert pool.take(source.buffer.numel())[0] is source.buffer
+
+
+class TestHoldingBack:
+    def test_nothing_changes_before_the_end(self, pool: HostPool, updater: Updater) -> None:
+        parameters = some_parameters(2)
+        before = [parameter.detach().clone() for parameter in parameters]
+        updater.begin(SGD(parameters, lr=1.0), [[p] for p in parameters], hold_back=True)
+        for index, parameter in enumerate(parameters):
+            updater.deliver([parameter], [on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})])
+        updater.drain()
+        assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
+        updater.finish()
+        assert all(torch.equal(p, q - 1) for p, q in zip(parameters, before, strict=True))
+        assert all(parameter.grad is None for parameter in parameters)
+        # Each buffer went when it was used.
+        assert pool.num_bytes == 0
+
+    def test_a_step_that_never_ends_changes_nothing(self, pool: HostPool, updater: Updater) -> None:
+        (parameter,) = some_parameters(1)
+        before = parameter.detach().clone()
+        updater.begin(SGD([parameter], lr=1.0), [[parameter]], hold_back=True)
+        updater.deliver([parameter], [on_host(pool, layer_of(0), {parameter: torch.ones_like(parameter)})])
+        updater.begin(None, [[parameter]])
+        updater.finish()
+        assert torch.equal(parameter, before)
+        assert pool.num_bytes == 0
+
+
+def test_few_packs_wait_for_their_update(pool: HostPool, updater: Updater) -> None:
+    parameters = some_parameters(RING + 1)
+    gate = Gate()
+    updater.begin(SGD(parameters, lr=1.0), [[p] for p in parameters])
+    waited = threading.Event()
+
+    def deliver() -> None:
+        for index, parameter in enumerate(parameters):
+            updater.await_room()
+            source = on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)}, event=gate)
+            updater.deliver([parameter], [source])
+        waited.set()
+
+    delivering = threading.Thread(target=deliver)
+    delivering.start()
+    assert not waited.wait(0.05)
+    gate.open()
+    delivering.join(60)
+    assert waited.is_set()
+    updater.finish()
 
 
 class TestSharedParameter:

@@ -155,8 +155,8 @@ class PostponedUpdate:
             if members:
                 event = self._stream.submit(self._share(optimizer, members, clip))
                 self._events.update(dict.fromkeys(members, event))
-        self._optimizer = optimizer
         if self._events:
+            self._optimizer = optimizer
             # Its state is complete for whoever asks for it, by whatever way.
             self._handles = [
                 optimizer.register_state_dict_pre_hook(lambda _: self.finish()),
@@ -196,9 +196,13 @@ class PostponedUpdate:
         events = list(dict.fromkeys(self._events.values()))
         optimizer, self._optimizer = self._optimizer, None
         self._forget()
-        if events:
+        if optimizer is None:
+            return
+        try:
             self._overlap.wait_for(events, self._devices)
-        if optimizer is not None:
+        finally:
+            # Also what comes after a share that failed.
+            self._stream.submit(lambda: None).synchronize()
             sort_state(optimizer)
 
     def drain(self) -> None:

@@ -1,0 +1,125 @@
+"""Host bytes of a parameter: weights, AdamW's moments, and no more gradients than the update has not come to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from test_lightning import trainer_for
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.stream import HostStream
+from lightning_harmony.engine.update import RING
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+]
+NUM_LAYERS = 24
+WIDTH = 128
+NUM_STEPS = 5
+BATCH_SIZE = 4
+
+
+class Wide(pl.LightningModule):
+    """Many weights and few activations. Looks at reports where nothing waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
+        self.reports: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        report = self.trainer.strategy.step_report
+        if report is not None and report not in self.reports:
+            self.reports.append(report)
+        for layer in self.layers:
+            batch = torch.relu(layer(batch))
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+    def host_bytes(self) -> list[float]:
+        """Of a parameter, in each step after the first."""
+        return [report.host_bytes / sum(p.numel() for p in self.parameters()) for report in self.reports[1:]]
+
+
+class ReadsGradients(pl.Callback):
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        pass
+
+
+def fit(strategy: HarmonyStrategy, **options: Any) -> Wide:
+    module = Wide()
+    trainer = trainer_for(strategy, **options)
+    trainer.fit(module, DataLoader(torch.randn(NUM_STEPS * BATCH_SIZE, WIDTH), batch_size=BATCH_SIZE))
+    module.reports.append(trainer.strategy.step_report)
+    assert len(module.reports) == NUM_STEPS
+    assert module.reports[-1].num_packs == NUM_LAYERS
+    return module
+
+
+def strategy(**arguments: Any) -> HarmonyStrategy:
+    return HarmonyStrategy(device_memory="700KiB", num_microbatches=2, **arguments)
+
+
+# Gradients of so many bytes of a parameter are on their way beside those that are kept; the rest is the stash.
+RING_BYTES = 4 * RING / NUM_LAYERS + 0.2
+
+
+def test_just_in_time_needs_the_gradients_of_few_packs() -> None:
+    assert max(fit(strategy()).host_bytes()) <= 12 + RING_BYTES
+
+
+def test_a_slow_update_does_not_make_gradients_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = HostStream.submit
+
+    def late(self: HostStream, work: Callable[[], None], after: Sequence[Any] = ()) -> Any:
+        def slowly() -> None:
+            if threading.current_thread().name.startswith("harmony-update"):
+                time.sleep(0.005)
+            work()
+
+        return submit(self, slowly, after)
+
+    monkeypatch.setattr(HostStream, "submit", late)
+    assert max(fit(strategy()).host_bytes()) <= 12 + RING_BYTES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ({"update": "deferred"}, {}),
+        ({}, {"gradient_clip_val": 0.1}),
+        ({}, {"accumulate_grad_batches": 2}),
+        ({}, {"callbacks": [ReadsGradients()]}),
+    ],
+    ids=["asked", "clip", "accumulate", "hook"],
+)
+def test_deferred_needs_the_gradients_once(arguments: dict[str, Any], options: dict[str, Any]) -> None:
+    module = fit(strategy(**arguments), **options)
+    assert {report.update for report in module.reports} == {"deferred"}
+    assert max(module.host_bytes()) <= 16 + RING_BYTES
+
+
+def test_the_first_step_leaves_no_gradients_behind() -> None:
+    class AfterFirst(pl.Callback):
+        num_bytes = -1
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            if trainer.global_step == 1:
+                self.num_bytes = trainer.strategy._executor.pool.num_bytes
+                assert all(parameter.grad is None for parameter in module.parameters())
+
+    after = AfterFirst()
+    fit(strategy(), callbacks=[after])
+    # What remains is the stash.
+    assert 0 <= after.num_bytes < NUM_LAYERS * WIDTH * WIDTH
