@@ -9,8 +9,9 @@ from typing import Any
 import nets
 import pytest
 import torch
-from same_training import Net, assert_close, compare, train_harmony, train_plain
+from same_training import Net, assert_close, compare, train_harmony, train_plain, trainer_for
 from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
+from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
 
@@ -155,3 +156,32 @@ def test_microbatches_spread_over_gpus_are_reproducible_and_differ_by_rounding_o
     first = train(2)
     compare(first, train(2))
     compare(train(1), first, 1e-5)
+
+
+@pytest.mark.parametrize("clip", [0.01, 100.0])
+def test_an_update_under_the_next_forward_changes_no_bit(clip: float) -> None:
+    """Of three runs, the first finishes each update before the next batch, and the last updates slowly."""
+    import time
+
+    from lightning_harmony.engine import postponed
+
+    def train(name: str) -> Any:
+        module = build("plain")
+        strategy = HarmonyStrategy(num_microbatches=4, device_memory="150KiB")
+        trainer = trainer_for(strategy, 3, [], accelerator="gpu", gradient_clip_val=clip)
+        with pytest.MonkeyPatch.context() as patch:
+            start, share = postponed.PostponedUpdate.start, postponed.PostponedUpdate._share
+            if name == "at once":
+                patch.setattr(postponed.PostponedUpdate, "start", lambda s, *a: (start(s, *a), s.finish())[1])
+            if name == "slow":
+                patch.setattr(
+                    postponed.PostponedUpdate,
+                    "_share",
+                    lambda s, *a: (lambda update: lambda: (time.sleep(0.05), update())[1])(share(s, *a)),
+                )
+            trainer.fit(module, DataLoader(nets.tokens(), batch_size=8))
+        return module.state_dict()
+
+    expected = train("at once")
+    for name in ("as it comes", "slow"):
+        assert all(torch.equal(value, expected[key]) for key, value in train(name).items()), name

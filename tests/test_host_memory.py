@@ -48,8 +48,8 @@ class Wide(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
     def host_bytes(self) -> list[float]:
-        """Of a parameter, in each step after the first."""
-        return [report.host_bytes / sum(p.numel() for p in self.parameters()) for report in self.reports[1:]]
+        """Of a parameter, in each step."""
+        return [report.host_bytes / sum(p.numel() for p in self.parameters()) for report in self.reports]
 
 
 class ReadsGradients(pl.Callback):

@@ -117,6 +117,7 @@ class HarmonyStrategyMixin(_Base):
         self._executor: Executor | None = None
         self._report: StepReport | None = None
         self._fused: set[int] = set()
+        self._state_bytes = 0
         self._steps_late = False
         self._late_clip: Clip | None = None
         self._has_warned = False
@@ -465,13 +466,17 @@ class HarmonyStrategyMixin(_Base):
 
     def _write_report(self, start: float, num_microbatches: int, update: str, reason: str) -> None:
         engine = self._engine
+        # In the first step, buffers go as the optimizer's state comes: what they took together is no more than either end.
+        optimizer_bytes, before = self._optimizer_bytes(), self._state_bytes
+        most = max(engine.pool.take_peak_bytes() + before, engine.pool.num_bytes + optimizer_bytes)
+        self._state_bytes = optimizer_bytes
         self._report = StepReport(
             seconds=time.perf_counter() - start,
             swapped_in_bytes=dict(engine.traffic.swapped_in),
             swapped_out_bytes=dict(engine.traffic.swapped_out),
             transferred_bytes=engine.traffic.transferred,
             peak_device_bytes=[device.peak_bytes() for device in engine.devices],
-            host_bytes=engine.store.num_bytes + engine.pool.take_peak_bytes() + self._optimizer_bytes(),
+            host_bytes=engine.store.num_bytes + most,
             num_microbatches=num_microbatches,
             num_packs=len(engine.plan.packs),
             update=update,
