@@ -171,14 +171,15 @@ def test_an_update_under_the_next_forward_changes_no_bit(clip: float) -> None:
         trainer = trainer_for(strategy, 3, [], accelerator="gpu", gradient_clip_val=clip)
         with pytest.MonkeyPatch.context() as patch:
             start, share = postponed.PostponedUpdate.start, postponed.PostponedUpdate._share
+
+            def slow_share(self: Any, *args: Any) -> Any:
+                update = share(self, *args)
+                return lambda: (time.sleep(0.05), update())[1]
+
             if name == "at once":
                 patch.setattr(postponed.PostponedUpdate, "start", lambda s, *a: (start(s, *a), s.finish())[1])
             if name == "slow":
-                patch.setattr(
-                    postponed.PostponedUpdate,
-                    "_share",
-                    lambda s, *a: (lambda update: lambda: (time.sleep(0.05), update())[1])(share(s, *a)),
-                )
+                patch.setattr(postponed.PostponedUpdate, "_share", slow_share)
             trainer.fit(module, DataLoader(nets.tokens(), batch_size=8))
         return module.state_dict()
 
