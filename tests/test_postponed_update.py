@@ -170,6 +170,23 @@ def test_a_shared_parameter_is_updated_once(postponed: list[bool]) -> None:
     assert any(postponed)
 
 
+@pytest.mark.parametrize("parallel", ["pipeline", "data"])
+def test_several_devices_wait_for_it(parallel: Any, postponed: list[bool]) -> None:
+    runs = [
+        fit(
+            "harmony",
+            Model(OPTIMIZERS["AdamW"]),
+            strategy=harmony(parallel=parallel),
+            devices=2,
+            callbacks=looks,
+            **CLIP,
+        )
+        for looks in ([], [Looks(["on_train_batch_end"])])
+    ]
+    assert_same(*runs)
+    assert postponed == [True] * (NUM_STEPS - 1)
+
+
 def test_several_batches_that_are_one_give_equal_bits(postponed: list[bool]) -> None:
     # So few that a microbatch a batch would repeat other samples.
     runs = []
