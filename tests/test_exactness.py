@@ -70,12 +70,6 @@ def test_a_recurrent_layer_runs_with_the_weights_that_it_refers_to(capacity: str
     assert_same_training(build(nets.Recurrent), nets.tokens(), device_memory=capacity, layers=layers)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
-def test_precisions(precision: Any) -> None:
-    module = build(lambda: nets.Language(dropout=0.3))
-    assert_same_training(module, nets.tokens(), device_memory="96KiB", precision=precision)
-
-
 class Casting(nn.Module):
     """Uses one weight as autocast likes, one as it is, one both ways, and one twice."""
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import nets
 import pytest
 import torch
-from same_training import Net, assert_close, compare, train_harmony, train_plain, trainer_for
+from lightning.pytorch.plugins.precision import MixedPrecision
+from same_training import Gradients, Net, assert_close, compare, train_harmony, train_plain, trainer_for
 from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
+from test_precision import Scales, train_reference
 from torch.utils.data import DataLoader
 
-from lightning_harmony import HarmonyStrategy
+from lightning_harmony import HarmonyPrecision, HarmonyStrategy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -45,6 +48,60 @@ def test_gradients_of_a_step_are_those_of_plain_lightning_on_the_gpu(net: str, p
     for name, gradient in plain.gradients[0].items():
         assert_close(name, gradient, _on_gpu(harmony.gradients[0][name]), 0.0)
     compare(_without_gradients(plain), _without_gradients(harmony), 1e-2 if precision == "bf16-mixed" else 1e-5)
+
+
+@pytest.mark.parametrize("net", ["plain", "rich"])
+def test_16_mixed_scales_and_skips_on_the_gpu_as_plain_lightning_does(net: str) -> None:
+    module = build(net)
+    init_scale = 2.0**14
+    runs = []
+    for strategy, num_batches in (("auto", 4), (HarmonyStrategy(num_microbatches=4, device_memory="64MiB"), 1)):
+        plugin = MixedPrecision(
+            "16-mixed", "cuda", torch.amp.GradScaler("cuda", init_scale=init_scale, growth_interval=1)
+        )
+        scales, gradients = Scales(num_batches), Gradients()
+        trainer = trainer_for(
+            strategy,
+            -1,
+            [scales, gradients],
+            accelerator="gpu",
+            plugins=plugin,
+            accumulate_grad_batches=num_batches,
+            max_epochs=1,
+        )
+        trainer.fit(copy.deepcopy(module), DataLoader(nets.tokens(96), batch_size=8 // num_batches))
+        runs.append((scales, gradients))
+    (plain, plain_gradients), (harmony, harmony_gradients) = runs
+    assert trainer.scaler._scale.device.type == "cpu"
+    for name, gradient in plain_gradients.steps[0].items():
+        assert_close(name, gradient, _on_gpu(harmony_gradients.steps[0][name]), 0.0)
+    assert harmony.scales == plain.scales
+    assert any(after < before for before, after in pairwise(plain.scales)), "no step was skipped"
+    assert_close("weights", plain.weights[-1].cpu(), harmony.weights[-1].cpu(), 1e-2)
+
+
+@pytest.mark.parametrize("net", ["plain", "frozen", "rich", "own-parameters", "dropout"])
+def test_bf16_compute_is_a_bfloat16_copy_on_the_gpu_with_float32_masters_on_the_host(net: str) -> None:
+    module = build(net)
+    expected = train_reference(copy.deepcopy(module), nets.tokens(), 4, 8, device="cuda")
+    strategy = HarmonyStrategy(num_microbatches=4, device_memory="64MiB")
+    options = {"accelerator": "gpu", "plugins": HarmonyPrecision("bf16-compute")}
+    harmony = train_harmony(copy.deepcopy(module), nets.tokens(), strategy, 8, with_gradients=True, **options)
+    for name, gradient in expected.gradients[0].items():
+        assert_close(name, gradient, harmony.gradients[0][name], 0.0)
+    compare(_without_gradients(expected), _without_gradients(harmony), 1e-2)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true"])
+def test_true_precisions_on_the_gpu(precision: Any) -> None:
+    module = build("plain")
+    options = {"accelerator": "gpu", "precision": precision}
+    plain = train_plain(copy.deepcopy(module), nets.tokens(), 4, 8, **options)
+    strategy = HarmonyStrategy(num_microbatches=4, device_memory="64MiB")
+    harmony = train_harmony(copy.deepcopy(module), nets.tokens(), strategy, 8, with_gradients=True, **options)
+    for name, gradient in plain.gradients[0].items():
+        assert_close(name, gradient, _on_gpu(harmony.gradients[0][name]), 0.0)
+    compare(_without_gradients(plain), _without_gradients(harmony), 1e-10 if precision == "64-true" else 2e-2)
 
 
 def _on_gpu(gradient: Any) -> Any:

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from lightning_harmony.engine.report import StepReport
     from lightning_harmony.estimation import Estimate, estimate
     from lightning_harmony.plan.machine import Machine
+    from lightning_harmony.precision import HarmonyPrecision
     from lightning_harmony.strategy import HarmonyStrategy
 
 __all__ = [
     "CapacityError",
     "Estimate",
+    "HarmonyPrecision",
     "HarmonyStrategy",
     "Machine",
     "PlanError",
@@ -34,6 +36,10 @@ def __getattr__(name: str) -> Any:
         from lightning_harmony.strategy import HarmonyStrategy
 
         return HarmonyStrategy
+    if name == "HarmonyPrecision":
+        from lightning_harmony.precision import HarmonyPrecision
+
+        return HarmonyPrecision
     if name == "StepReport":
         from lightning_harmony.engine.report import StepReport
 

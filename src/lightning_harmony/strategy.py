@@ -29,7 +29,7 @@ from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.logs import MicrobatchLogs
 from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
 from lightning_harmony.plan.plan import Parallel, Plan
-from lightning_harmony.precision import refuse_unsupported
+from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -279,7 +279,8 @@ class HarmonyStrategyMixin(_Base):
                 f"{type(module).__name__} has no submodule with parameters that could be swapped as a layer: hold the "
                 "network in a submodule, or train with Trainer(strategy='auto')"
             )
-        return Executor(module, layers, *devices, parallel=self._parallel)
+        compute_dtype = getattr(self.precision_plugin, "compute_dtype", None)
+        return Executor(module, layers, *devices, parallel=self._parallel, compute_dtype=compute_dtype)
 
     def _open_devices(self) -> list[Device]:
         several = len(self._devices) > 1
@@ -723,6 +724,11 @@ class HarmonyStrategyMixin(_Base):
         engine.forward([run], num_elements=_num_elements(args), predicted_gradient=None, is_training=False)
         engine.abandon()
         return outputs[0]
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Before the loss is scaled, see to it that gradients can be unscaled where they are."""
+        keep_scale_on_host(getattr(self.precision_plugin, "scaler", None))
+        super().pre_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """In manual optimization, bring the gradients of this backward to the host."""

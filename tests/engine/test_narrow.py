@@ -39,9 +39,9 @@ class Module(nn.Module):
         self.other, self.weight = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(4, 4))
 
 
-def packed(module: Module) -> tuple[SwappedPack, Swapper, VirtualDevice]:
+def packed(module: Module, dtype: torch.dtype | None = None) -> tuple[SwappedPack, Swapper, VirtualDevice]:
     device = VirtualDevice(None)
-    layer = SwappedLayer(0, "layer", module, list(module.parameters()))
+    layer = SwappedLayer(0, "layer", module, list(module.parameters()), dtype)
     store = HostStore(list(module.parameters()), device)
     update = PostponedUpdate(HostStream("update"), [device], Overlap())
     swapper = Swapper(device, store, HostPool(device.host_buffer), Traffic(), lambda parameter: False, update)
@@ -95,6 +95,29 @@ def test_a_weight_that_a_layer_of_the_pack_reads_as_it_is_stays_wide() -> None:
     assert pack.narrow_parameters() == {}
     sharing.narrow = {module.weight: torch.bfloat16}
     assert pack.narrow_parameters() == {module.weight: torch.bfloat16}
+    device.close()
+
+
+def test_with_a_type_to_compute_in_all_floating_weights_are_narrow_at_all_times() -> None:
+    module = Module()
+    module.counts = nn.Parameter(torch.arange(3), requires_grad=False)
+    module.sixteen = nn.Parameter(torch.randn(3, dtype=torch.float16))
+    pack, swapper, device = packed(module, torch.bfloat16)
+    swapper.swap_in(pack)
+    assert pack.residency is not None
+    pack.residency.ready.wait()
+    for parameter, leaf in pack.residency.leaves.items():
+        narrowed = parameter in {module.weight, module.other}
+        assert leaf.dtype is (torch.bfloat16 if narrowed else parameter.dtype)
+        assert torch.equal(leaf, parameter.to(leaf.dtype))
+    # Gradients arrive narrow, and are summed in the type of the master.
+    swapper.accumulate(pack, pack.layers[0], 0, [(module.weight, torch.ones(4, 4).bfloat16())], add_to_earlier=False)
+    swapper.accumulate(
+        pack, pack.layers[0], 0, [(module.weight, torch.full((4, 4), 2**-10).bfloat16())], add_to_earlier=False
+    )
+    (gradients,) = swapper.swap_out_gradients(pack)
+    gradients.event.synchronize()
+    assert torch.equal(gradients.sums[pack.layers[0], module.weight], torch.full((4, 4), 1 + 2**-10))
     device.close()
 
 

@@ -28,12 +28,12 @@ class Calls(nn.Module):
         return self.function(self.inner, x)
 
 
-def run(module: nn.Module) -> None:
-    """Run a layer with its weights on a device, and verify it."""
+def run(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Run a layer with its weights on a device, in some type, and verify it."""
     layer = SwappedLayer(0, "model.layer", module, list(module.parameters()))
-    leaves = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in layer.parameters}
+    leaves = {p: nn.Parameter(p.detach().to(dtype, copy=True), p.requires_grad) for p in layer.parameters}
     residency = Residency(VirtualDevice(None), torch.empty(0), Happened(), leaves, {})
-    x = torch.randn(2, 3, requires_grad=True)
+    x = torch.randn(2, 3, dtype=dtype, requires_grad=True)
     with layer.bound(leaves, {}):
         result = module(x)
     outputs = result if isinstance(result, tuple) else (result,)
@@ -117,6 +117,14 @@ def test_a_parameter_hidden_from_the_module_is_refused() -> None:
     module.hidden = [[nn.Parameter(torch.ones(3))]]
     with pytest.raises(UnsupportedModelError, match="a parameter that it holds outside of its module"):
         run(module)
+
+
+def test_a_parameter_that_is_narrow_on_the_device_passes_unless_it_was_changed_there() -> None:
+    module = Calls(lambda inner, x: inner(x))
+    nn.init.constant_(module.inner.bias, torch.nan)
+    run(module, torch.bfloat16)
+    with pytest.raises(UnsupportedModelError, match="changes the data of a parameter"):
+        run(Calls(change_data), torch.bfloat16)
 
 
 @pytest.mark.parametrize("function", [change_data, change_the_sign_of_zero])

@@ -127,13 +127,20 @@ class Executor:
         layers: those layers, as `find_layers` returns them.
         devices: where they run, the root first: the one device that the model's own code sees.
         parallel: how packs are placed on several devices.
+        compute_dtype: the type in which floating parameters and the layers' floating inputs are on the device, where it is
+            narrower than the parameters' own; None to leave all types as they are.
 
     Raises:
         CapacityError: if a layer's weights and gradients exceed the capacity.
     """
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[Layer], *devices: Device, parallel: Parallel = "pipeline"
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        *devices: Device,
+        parallel: Parallel = "pipeline",
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.devices = devices
         self._root = devices[0]
@@ -145,9 +152,10 @@ class Executor:
         self.has_succeeded = False
         self.on_switch: Callable[[int], None] | None = None
         self._model = model
+        self._compute_dtype = compute_dtype
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._layers = [
-            SwappedLayer(index, layer.name, layer.module, list(layer.module.parameters()))
+            SwappedLayer(index, layer.name, layer.module, list(layer.module.parameters()), compute_dtype)
             for index, layer in enumerate(layers)
         ]
         self._num_owners = Counter(p for layer in self._layers for p in layer.parameters)
@@ -159,7 +167,7 @@ class Executor:
         self.updater = Updater(self.pool, devices)
         self._residents = [self._residents_on(number) for number in range(len(devices))]
         self._transfers = Transfers(devices, self.traffic, lambda number, size: self._residents[number].admit(size))
-        self._glue = Glue(places_of(model, list(in_order)), self._root.torch_device, self)
+        self._glue = Glue(places_of(model, list(in_order)), self._root.torch_device, compute_dtype, self)
         self._lanes = LanePool()
         self._progress: dict[Lane, LaneProgress] = {}
         self._random = RandomStreams([], [])
@@ -205,7 +213,7 @@ class Executor:
     def _refuse_too_large(self) -> None:
         capacity = self._capacity_bytes
         for layer in self._layers if capacity is not None else []:
-            weights = sum(p.numel() * p.element_size() for p in layer.parameters)
+            weights = sum(p.numel() * layer.narrow.get(p, p.dtype).itemsize for p in layer.parameters)
             gradients = sum(p.numel() * p.element_size() for p in layer.parameters if p.requires_grad)
             short = weights + gradients - (capacity or 0)
             if short > 0:
@@ -301,7 +309,9 @@ class Executor:
         self._random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
         self.updater.reclaim()
         self._in_backward = False
-        self._is_watching = is_training and not self._recorded and not self._has_watched_all
+        self._is_watching = (
+            is_training and not self._recorded and not self._has_watched_all and self._compute_dtype is None
+        )
         for residents in self._residents:
             residents.device.begin_step()
             for pack in residents.packs:
@@ -767,6 +777,8 @@ class Executor:
 
     def _casts_as_known(self, pack: SwappedPack) -> bool:
         """Whether autocast does now what it did when the pack's layers were watched."""
+        if self._compute_dtype is not None:
+            return True
         dtype = autocast_dtype(self._root.torch_device)
         return all(narrow == dtype for narrow in pack.narrow_parameters().values())
 
@@ -857,7 +869,7 @@ class Executor:
         """The layer that a parameter is when glue uses it; made when it is first used."""
         layer = self._glue_layers.get(parameter)
         if layer is None:
-            layer = SwappedLayer(len(self._layers), self._names[parameter], None, [parameter])
+            layer = SwappedLayer(len(self._layers), self._names[parameter], None, [parameter], self._compute_dtype)
             self._glue_layers[parameter] = layer
             self._layers.append(layer)
             self._num_owners[parameter] += 1

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_harmony.engine.host_store import lies_in
-from lightning_harmony.engine.layer import Place, SwappedLayer
+from lightning_harmony.engine.layer import Place, SwappedLayer, dtype_on_device
 from lightning_harmony.engine.stash import Stashed
 from lightning_harmony.engine.swap import Residency
 from lightning_harmony.errors import UnsupportedModelError
@@ -62,9 +62,11 @@ class StandIn(Tensor):
     _runtime: Runtime
 
     @staticmethod
-    def of(parameter: nn.Parameter, device: torch.device, runtime: Runtime, *, requires_grad: bool) -> StandIn:
-        """A stand-in for a parameter on a device."""
-        element = torch.zeros((), dtype=parameter.dtype, device=device)
+    def of(
+        parameter: nn.Parameter, device: torch.device, dtype: torch.dtype, runtime: Runtime, *, requires_grad: bool
+    ) -> StandIn:
+        """A stand-in for a parameter on a device, in the type that it has there."""
+        element = torch.zeros((), dtype=dtype, device=device)
         if parameter.is_floating_point():
             # Whoever gets past the stand-in must notice.
             element.fill_(torch.nan)
@@ -94,7 +96,7 @@ class StandIn(Tensor):
 
     def detached(self) -> StandIn:
         """A stand-in for the same parameter without gradients."""
-        return StandIn.of(self._parameter, self.device, self._runtime, requires_grad=False)
+        return StandIn.of(self._parameter, self.device, self.dtype, self._runtime, requires_grad=False)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -161,7 +163,7 @@ def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
     token = runtime.token(parameter)
     if token is None:
         anchor = torch.zeros((), requires_grad=True)
-        token = _Token.apply(anchor, layer, parameter, runtime.device_of(layer), runtime)
+        token = _Token.apply(anchor, layer, parameter, runtime.device_of(layer), stand_in.dtype, runtime)
         runtime.keep_token(parameter, token)
     with runtime.visit(layer, Phase.FORWARD) as residency:
         tensor = _Use.apply(token, residency.leaves[parameter].detach())
@@ -173,17 +175,23 @@ class _Token(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, layer: SwappedLayer, parameter: nn.Parameter, device: torch.device, runtime: Runtime
+        ctx: Any,
+        anchor: Tensor,
+        layer: SwappedLayer,
+        parameter: nn.Parameter,
+        device: torch.device,
+        dtype: torch.dtype,
+        runtime: Runtime,
     ) -> Tensor:
         ctx.layer, ctx.parameter, ctx.runtime = layer, parameter, runtime
         ctx.use = runtime.expect_backward(layer)
-        return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+        return torch.zeros((), dtype=dtype, device=device).expand(parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         with ctx.runtime.visit(ctx.layer, Phase.BACKWARD):
             ctx.runtime.accumulate(ctx.layer, ctx.use, [(ctx.parameter, gradient)])
-        return None, None, None, None, None
+        return None, None, None, None, None, None
 
 
 class _Use(torch.autograd.Function):
@@ -204,12 +212,16 @@ class Glue:
     Args:
         places: where the model holds its parameters.
         device: where glue computes.
+        compute_dtype: in which type, None for that of each parameter.
         runtime: the executor.
     """
 
-    def __init__(self, places: Sequence[Place], device: torch.device, runtime: Runtime) -> None:
+    def __init__(
+        self, places: Sequence[Place], device: torch.device, compute_dtype: torch.dtype | None, runtime: Runtime
+    ) -> None:
         self._places = places
         self._device = device
+        self._compute_dtype = compute_dtype
         self._runtime = runtime
         self._stand_ins: dict[nn.Parameter, StandIn] = {}
 
@@ -250,7 +262,9 @@ class Glue:
         if known is None or known.requires_grad != parameter.requires_grad:
             # A validation must leave nothing behind that a later fit can't differentiate.
             with torch.inference_mode(False):
-                known = StandIn.of(parameter, self._device, self._runtime, requires_grad=parameter.requires_grad)
+                dtype = dtype_on_device(parameter, self._compute_dtype)
+                requires_grad = parameter.requires_grad
+                known = StandIn.of(parameter, self._device, dtype, self._runtime, requires_grad=requires_grad)
             self._stand_ins[parameter] = known
         return known
 

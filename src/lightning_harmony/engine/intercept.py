@@ -117,6 +117,14 @@ class InterceptedForward:
         return _bound_forward, (self._module,)
 
 
+def _cast(leaves: list[Any], dtype: torch.dtype | None) -> list[Any]:
+    """Floating tensors in the type to compute in; the same tensor in two places stays one."""
+    if dtype is None:
+        return leaves
+    cast = {id(leaf): leaf.to(dtype) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+    return [cast.get(id(leaf), leaf) for leaf in leaves]
+
+
 def _bound_forward(module: nn.Module) -> Any:
     return types.MethodType(type(module).forward, module)
 
@@ -135,7 +143,8 @@ class LayerCall:
         self._original = intercepted.original
         self._runtime = runtime
         leaves, self._spec = tree_flatten((args, kwargs))
-        self._leaves: list[Any] = [leaf.use() if isinstance(leaf, StandIn) else leaf for leaf in leaves]
+        leaves = [leaf.use() if isinstance(leaf, StandIn) else leaf for leaf in leaves]
+        self._leaves: list[Any] = _cast(leaves, self._layer.compute_dtype)
         # The same tensor in two places stays one tensor: layers ask `query is key`, and sums keep their order.
         unique = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
         self.tensors: list[Tensor] = list(unique.values())

@@ -53,16 +53,27 @@ class SwappedLayer:
         module: the module, None for a parameter of the glue.
         parameters: its parameters, each once.
         buffers: owner and name of each of its buffers.
-        narrow: the parameters that it reads through a cast alone, and to which type.
+        compute_dtype: the type in which its floating parameters and inputs are on the device; None for their own.
+        narrow: the parameters that are narrower on the device: with a compute type all that it narrows, else those that
+            the layer reads through a cast alone. And to which type.
     """
 
-    def __init__(self, index: int, name: str, module: nn.Module | None, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        module: nn.Module | None,
+        parameters: Sequence[nn.Parameter],
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
         self.index = index
         self.name = name
         self.module = module
         self.parameters = list(dict.fromkeys(parameters))
         self.buffers = buffers_of(module) if module is not None else []
-        self.narrow: dict[nn.Parameter, torch.dtype] = {}
+        self.compute_dtype = compute_dtype
+        types = {parameter: dtype_on_device(parameter, compute_dtype) for parameter in self.parameters}
+        self.narrow = {parameter: dtype for parameter, dtype in types.items() if dtype != parameter.dtype}
         self._places = places_of(module, self.parameters) if module is not None else []
 
     @contextmanager
@@ -89,6 +100,13 @@ class SwappedLayer:
             for (owner, name), value in outside_buffers.items():
                 left[owner, name] = owner._buffers[name]
                 owner._buffers[name] = value
+
+
+def dtype_on_device(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> torch.dtype:
+    """The type of a parameter where it is computed with: the one to compute in, if that is narrower than its own."""
+    if compute_dtype is None or not parameter.is_floating_point() or parameter.element_size() <= compute_dtype.itemsize:
+        return parameter.dtype
+    return compute_dtype
 
 
 def buffers_of(module: nn.Module) -> list[BufferKey]:

@@ -142,10 +142,12 @@ class SwappedPack:
     @property
     def layout(self) -> Layout:
         """How its weights lie on the device when it is swapped in."""
-        if self.is_narrow not in self._layouts:
-            narrow = self.narrow_parameters() if self.is_narrow else {}
-            self._layouts[self.is_narrow] = _layout(self.parameters, narrow, self._store)
-        return self._layouts[self.is_narrow]
+        # With a type to compute in, at all times.
+        is_narrow = self.is_narrow or self.layers[0].compute_dtype is not None
+        if is_narrow not in self._layouts:
+            narrow = self.narrow_parameters() if is_narrow else {}
+            self._layouts[is_narrow] = _layout(self.parameters, narrow, self._store)
+        return self._layouts[is_narrow]
 
     def narrow_parameters(self) -> dict[nn.Parameter, torch.dtype]:
         """The parameters that all of its layers may have narrow, and how narrow."""

@@ -47,16 +47,21 @@ _PIECE_BYTES = 16 * 1024 * 1024
 
 def _differ(leaf: Tensor, parameter: Tensor) -> bool:
     """Whether a weight on the device is no longer what was swapped in."""
-    ours, theirs = _bits(leaf), _bits(parameter.detach().to(leaf.dtype))
-    pieces = zip(ours.split(_PIECE_BYTES), theirs.split(_PIECE_BYTES), strict=True)
-    found = [(one != other.to(one.device, non_blocking=True)).any() for one, other in pieces]
+    num_elements = _PIECE_BYTES // parameter.element_size()
+    pieces = zip(_flat(leaf).split(num_elements), _flat(parameter).split(num_elements), strict=True)
+    found = [_bits_differ(one, other.to(one.device, non_blocking=True)) for one, other in pieces]
     return bool(found) and bool(torch.stack(found).any())
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """The bytes of the elements: a parameter that is not a number yet is still unchanged."""
+def _bits_differ(one: Tensor, other: Tensor) -> Tensor:
+    """Whether bytes differ: a parameter that is not a number yet is still unchanged."""
+    # Cast where it was cast when it was swapped in: devices have different ideas of what is not a number.
+    return (one.view(torch.uint8) != other.to(one.dtype).view(torch.uint8)).any()
+
+
+def _flat(tensor: Tensor) -> Tensor:
     # A single element may have any stride, and counts as contiguous.
-    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
 
 
 def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
