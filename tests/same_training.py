@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,11 +110,18 @@ def train_plain(module: pl.LightningModule, samples: Any, num_microbatches: int,
 
 
 def train_harmony(
-    module: pl.LightningModule, samples: Any, strategy: Any, batch_size: int, *, with_gradients: bool, **o: Any
+    module: pl.LightningModule,
+    samples: Any,
+    strategy: Any,
+    batch_size: int,
+    *,
+    with_gradients: bool,
+    more_callbacks: Sequence[pl.Callback] = (),
+    **o: Any,
 ) -> Training:
     """Train with harmony."""
     gradients, reports = Gradients(), Reports()
-    callbacks: list[pl.Callback] = [reports, *([gradients] if with_gradients else [])]
+    callbacks: list[pl.Callback] = [reports, *([gradients] if with_gradients else []), *more_callbacks]
     trainer = trainer_for(strategy, len(samples) // batch_size, callbacks, **o)
     _fit(trainer, module, DataLoader(samples, batch_size=batch_size))
     result = _result(trainer, module, gradients.steps)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from same_training import Gradients, Net, assert_close, compare, train_harmony, train_plain, trainer_for
+from test_compile import Compilations
 from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
 from test_precision import Scales, train_reference
 from torch.utils.data import DataLoader
@@ -102,6 +103,36 @@ def test_true_precisions_on_the_gpu(precision: Any) -> None:
     for name, gradient in plain.gradients[0].items():
         assert_close(name, gradient, _on_gpu(harmony.gradients[0][name]), 0.0)
     compare(_without_gradients(plain), _without_gradients(harmony), 1e-10 if precision == "64-true" else 2e-2)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("compiled_by", ["user", "strategy"])
+def test_compiled_layers_have_the_gradients_of_plain_lightning_and_are_compiled_once(
+    compiled_by: str, precision: Any
+) -> None:
+    torch._dynamo.reset()
+    compiled, module = build("plain"), build("plain")
+    for block in compiled.net.blocks:
+        block.compile()
+    if compiled_by == "user":
+        for block in module.net.blocks:
+            block.compile()
+    else:
+        compiled.net.embed.compile()
+        compiled.net.head.compile()
+    options = {"accelerator": "gpu", "precision": precision}
+    plain = train_plain(compiled, nets.tokens(), 4, 8, **options)
+    strategy = HarmonyStrategy(
+        num_microbatches=4, device_memory="64MiB", compile_layers=compiled_by == "strategy", update="deferred"
+    )
+    compilations = Compilations()
+    harmony = train_harmony(
+        module, nets.tokens(), strategy, 8, with_gradients=True, more_callbacks=[compilations], **options
+    )
+    for name, gradient in plain.gradients[0].items():
+        assert_close(name, gradient, _on_gpu(harmony.gradients[0][name]), 0.0)
+    assert compilations.frames == [compilations.frames[0]] * 3
+    compare(_without_gradients(plain), _without_gradients(harmony), 1e-2 if precision == "bf16-mixed" else 1e-5)
 
 
 def _on_gpu(gradient: Any) -> Any:

@@ -20,7 +20,7 @@ from model import Shape, Tokens, build
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_harmony import HarmonyStrategy
+from lightning_harmony import HarmonyPrecision, HarmonyStrategy
 from lightning_harmony.plan.memory_size import parse_bytes
 
 
@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", choices=("plain", "recompute", "harmony"), default="harmony")
-    parser.add_argument("--precision", default="bf16-mixed")
+    parser.add_argument("--precision", default="bf16-mixed", help="of Lightning, or bf16-compute under harmony")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks, or under harmony all layers")
     parser.add_argument("--device-memory", help="the capacity under harmony; all of the GPU if not given")
     parser.add_argument("--num-microbatches", type=int, default=8)
     parser.add_argument("--microbatch-size", type=int, default=2)
@@ -88,12 +89,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             device_memory=options.device_memory,
             num_microbatches=options.num_microbatches,
             parallel=options.parallel,
+            compile_layers=options.compile,
         )
+    elif options.compile:
+        for block in model.blocks:
+            block.compile()
+    is_plugin = options.precision == "bf16-compute"
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="gpu",
         devices=options.devices,
-        precision=options.precision,
+        precision=None if is_plugin else options.precision,
+        plugins=HarmonyPrecision(options.precision) if is_plugin else None,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,

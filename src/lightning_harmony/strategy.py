@@ -74,6 +74,7 @@ class HarmonyStrategyMixin(_Base):
         loss_reduction: whether the loss of a batch is the "mean" or the "sum" of its samples' losses.
         parallel: how several devices share the work: "pipeline", where packs go round the devices and microbatches from
             one to the next, or "data", where each device takes its share of the microbatches through all packs.
+        compile_layers: whether to compile each layer, as `torch.compile` does; or the arguments to call it with.
     """
 
     strategy_name = "harmony"
@@ -88,6 +89,7 @@ class HarmonyStrategyMixin(_Base):
         update: Literal["auto", "just-in-time", "deferred"] = "auto",
         loss_reduction: Literal["mean", "sum"] = "mean",
         parallel: Parallel = "pipeline",
+        compile_layers: bool | dict[str, Any] = False,
         *,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -114,6 +116,13 @@ class HarmonyStrategyMixin(_Base):
         self._layer_choice = layers
         self._update = update
         self._loss_reduction = loss_reduction
+        if not isinstance(compile_layers, bool | Mapping):
+            raise ValueError(
+                f"HarmonyStrategy(compile_layers={compile_layers!r}): True, False, or the arguments of torch.compile, such as "
+                "{'mode': 'max-autotune-no-cudagraphs'}, are needed"
+            )
+        options = compile_layers if isinstance(compile_layers, Mapping) else {}
+        self._compile_options = None if compile_layers is False else options
         self._executor: Executor | None = None
         self._report: StepReport | None = None
         self._fused: set[int] = set()
@@ -280,7 +289,14 @@ class HarmonyStrategyMixin(_Base):
                 "network in a submodule, or train with Trainer(strategy='auto')"
             )
         compute_dtype = getattr(self.precision_plugin, "compute_dtype", None)
-        return Executor(module, layers, *devices, parallel=self._parallel, compute_dtype=compute_dtype)
+        return Executor(
+            module,
+            layers,
+            *devices,
+            parallel=self._parallel,
+            compute_dtype=compute_dtype,
+            compile_options=self._compile_options,
+        )
 
     def _open_devices(self) -> list[Device]:
         several = len(self._devices) > 1

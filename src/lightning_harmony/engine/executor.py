@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -129,6 +129,7 @@ class Executor:
         parallel: how packs are placed on several devices.
         compute_dtype: the type in which floating parameters and the layers' floating inputs are on the device, where it is
             narrower than the parameters' own; None to leave all types as they are.
+        compile_options: of `torch.compile`, with which layers are compiled; None not to.
 
     Raises:
         CapacityError: if a layer's weights and gradients exceed the capacity.
@@ -141,6 +142,7 @@ class Executor:
         *devices: Device,
         parallel: Parallel = "pipeline",
         compute_dtype: torch.dtype | None = None,
+        compile_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.devices = devices
         self._root = devices[0]
@@ -196,7 +198,7 @@ class Executor:
         self._factor = 1.0
         self._upstream = torch.ones(())
         self._glue_buffers = self._move_glue_buffers()
-        self._intercepted = [InterceptedForward(layer, self) for layer in self._layers]
+        self._intercepted = [InterceptedForward(layer, self, compile_options) for layer in self._layers]
 
     def _residents_on(self, number: int) -> Residents:
         device = self.devices[number]

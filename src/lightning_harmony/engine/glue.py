@@ -75,7 +75,9 @@ class StandIn(Tensor):
         stand_in._parameter, stand_in._runtime = parameter, runtime
         return stand_in
 
+    # Nothing may be traced through what waits for other lanes.
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what needs no element, and swap the parameter in for the rest."""
         kwargs = kwargs or {}
@@ -133,9 +135,20 @@ def _refusal(stand_in: StandIn) -> str:
     )
 
 
+def _compiled_glue(stand_in: StandIn) -> str:
+    name = stand_in._runtime.glue_layer(stand_in.parameter).name
+    return (
+        f"compiled code outside of layers uses parameter {name!r}, which is swapped: compile the layers alone, with "
+        "HarmonyStrategy(compile_layers=True) or module.compile() on each, and not the model around them"
+    )
+
+
 def _with_parameters(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function with the parameters on the device in place of their stand-ins."""
     stand_ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
+    if torch._guards.TracingContext.try_get() is not None:
+        # The compiler holds a lock that the next lane would wait for.
+        raise UnsupportedModelError(_compiled_glue(stand_ins[0]))
     unique = list({id(stand_in): stand_in for stand_in in stand_ins}.values())
     # One after the other: with several at a time, each is copied out of its residency.
     real = {id(s): _swapped_in(s, copy=len(unique) > 1) for s in unique}

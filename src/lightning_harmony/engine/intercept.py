@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_harmony.engine.compiled import compiled_whole, is_compiled
 from lightning_harmony.engine.glue import StandIn
 from lightning_harmony.engine.host_store import lies_in
 from lightning_harmony.engine.lane import CastingState
@@ -72,28 +73,42 @@ class Runtime(Protocol):
 
 
 class InterceptedForward:
-    """Takes the place of a layer's ``forward``. Copies of the module get the original back."""
+    """Takes the place of a layer's ``forward``. Copies of the module get the original back.
 
-    def __init__(self, layer: SwappedLayer, runtime: Runtime) -> None:
+    Where ``module.compile()`` compiled the call of the module, it takes the place of that.
+
+    Args:
+        layer: the layer, with a module.
+        runtime: the executor.
+        compile_options: of `torch.compile`, with which to compile the layer unless the user did; None to leave it as it is.
+    """
+
+    def __init__(self, layer: SwappedLayer, runtime: Runtime, compile_options: Mapping[str, Any] | None = None) -> None:
         module = layer.module
         assert module is not None
         self._module = module
+        self._attribute = "_compiled_call_impl" if compiled_whole(module) else "forward"
         # Compiled or patched modules carry a forward of their own.
-        self._own: Callable[..., Any] | None = vars(module).get("forward")
-        self.original: Callable[..., Any] = module.forward
+        self._own: Callable[..., Any] | None = vars(module).get(self._attribute)
+        self.original: Callable[..., Any] = getattr(module, self._attribute)
+        self.is_compiled = is_compiled(module)
+        if compile_options is not None and not self.is_compiled:
+            self.original, self.is_compiled = torch.compile(self.original, **compile_options), True
         self.layer = layer
         self._runtime = runtime
         # Its gradient is never used: it makes the autograd function part of the graph where no input needs gradients.
         self._anchor = torch.zeros((), device="cpu", requires_grad=True)
-        module.forward = self
+        setattr(module, self._attribute, self)
 
     def remove(self) -> None:
         """Give the module its own forward back."""
         if self._own is None:
-            del self._module.forward
+            delattr(self._module, self._attribute)
         else:
-            self._module.forward = self._own
+            setattr(self._module, self._attribute, self._own)
 
+    # A container around layers may be compiled: not what comes in between.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, swapped in."""
         call = self._call(args, kwargs)
@@ -141,6 +156,7 @@ class LayerCall:
     ) -> None:
         self._layer = intercepted.layer
         self._original = intercepted.original
+        self._is_compiled = intercepted.is_compiled
         self._runtime = runtime
         leaves, self._spec = tree_flatten((args, kwargs))
         leaves = [leaf.use() if isinstance(leaf, StandIn) else leaf for leaf in leaves]
@@ -182,8 +198,8 @@ class LayerCall:
         if watch is not None:
             self._random = self._capture_random()
         args, kwargs = tree_unflatten(self._with_tensors(self.tensors, self._leaves), self._spec)
-        with self._bound(self.residency.buffers) as left, watch or nullcontext():
-            result = self._original(*args, **kwargs)
+        with self._bound(self.residency.buffers) as left, self._watching(watch):
+            result = self._run(*args, **kwargs)
         changed = self._keep_buffers(left)
         if watch is not None and not changed:
             self._casting, self._buffers_before, self._objects = CastingState(), {}, self._leaves
@@ -220,8 +236,8 @@ class LayerCall:
             for tensor in inputs:
                 refuse_accumulation(tensor)
             watch = self._runtime.watch(self._layer, self.residency)
-            with self._bound(buffers) as left, self._explaining(), watch or nullcontext():
-                result = self._original(*args, **kwargs)
+            with self._bound(buffers) as left, self._explaining(), self._watching(watch):
+                result = self._run(*args, **kwargs)
         self._buffers_before = {key: before[key] for key in self._keep_buffers(left)}
         self._refuse_changed([t._version == version for t, version in zip(checked, versions, strict=True)])
         flat, self._unflatten = flatten(result)
@@ -231,13 +247,30 @@ class LayerCall:
         self._leaves = []
         return tuple(flat)
 
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_compiled:
+            return self.residency.device.run_compiled(self._original, args, kwargs)
+        return self._original(*args, **kwargs)
+
+    def _watching(self, watch: CastWatch | None) -> AbstractContextManager[Any]:
+        """Watch the call itself, unless it runs compiled."""
+        return watch if watch is not None and not self._is_compiled else nullcontext()
+
+    def _watch_eager(self, watch: CastWatch, inputs: list[Tensor]) -> None:
+        """Compiled code can't be watched: see what the layer does without."""
+        with torch.compiler.set_stance("force_eager"), watch:
+            self._recompute(inputs, self._original)
+
     def _try_narrow(self, watch: CastWatch, inputs: list[Tensor], outputs: Sequence[Any]) -> None:
         """Run the layer once more with narrow weights: only if it returns the same bits will it get them from now on."""
         dtype, leaves = watch.dtype, self.residency.leaves
-        casts = watch.narrow()
-        if not casts:
-            return
         try:
+            if self._is_compiled:
+                with torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
+                    self._watch_eager(watch, [tensor.clone() for tensor in inputs])
+            casts = watch.narrow()
+            if not casts:
+                return
             with torch.no_grad():
                 narrow = {p: nn.Parameter(leaves[p].to(dtype), p.requires_grad) for p in casts}
             self.residency.leaves = {**leaves, **narrow}
@@ -314,7 +347,7 @@ class LayerCall:
             inputs = [(value.load() if isinstance(value, Stashed) else value).detach() for value in self._inputs]
             return inputs, *self._recompute(inputs)
 
-    def _recompute(self, inputs: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
+    def _recompute(self, inputs: list[Tensor], run: Callable[..., Any] | None = None) -> tuple[list[Any], list[Tensor]]:
         """Run the forward again as it ran; return its flat result, and the tensors hidden in objects."""
         hidden: list[Tensor] = []
         leaves = [self._restored(leaf, hidden) for leaf in self._objects]
@@ -325,7 +358,7 @@ class LayerCall:
             with torch.enable_grad(), self._casting.applied():
                 args, kwargs = self._arguments(inputs, leaves)
                 with self._bound(buffers):
-                    result = self._original(*args, **kwargs)
+                    result = (run or self._run)(*args, **kwargs)
         finally:
             now.restore(self._cuda_device())
         return flatten(result)[0], hidden
