@@ -115,6 +115,14 @@ def test_compile_layers_compiles_what_the_user_did_not() -> None:
     assert compilations.frames == [4, 4, 4]
 
 
+def test_compiled_layers_on_several_devices() -> None:
+    plain = train_plain(build(nets.Language, "aot_eager"), nets.tokens(), 4, 8)
+    strategy = HarmonyStrategy(num_microbatches=4, device_memory="96KiB")
+    harmony, compilations = train(build(nets.Language, "aot_eager"), strategy, devices=2)
+    compare(plain, harmony)
+    assert compilations.frames == [compilations.frames[0]] * 3
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-compute"])
 def test_compiled_layers_get_narrow_weights(precision: str) -> None:
     options = {"plugins": HarmonyPrecision(precision)}
