@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
-from lightning_harmony import HarmonyPrecision, HarmonyStrategy
+from lightning_harmony import HarmonyPrecision, HarmonyStrategy, estimate
 from lightning_harmony.engine.device import VirtualDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -145,6 +145,13 @@ def test_validation_runs_compiled_and_afterwards_the_module_is_as_it_was() -> No
     assert [block._compiled_call_impl for block in module.net.blocks] == before
     assert all("forward" not in vars(block) for block in module.net.blocks)
     assert torch.isfinite(module.net(nets.tokens(8)))
+
+
+def test_an_estimate_compiles_nothing() -> None:
+    backend = Counting()
+    compiled, plain = (estimate(build(nets.Language, each), nets.tokens(8)) for each in (backend, None))
+    assert compiled.prediction.peak_bytes == plain.prediction.peak_bytes
+    assert backend.graphs == 0
 
 
 def without_meter(monkeypatch: pytest.MonkeyPatch) -> None:

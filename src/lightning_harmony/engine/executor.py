@@ -169,7 +169,7 @@ class Executor:
         self.updater = Updater(self.pool, devices)
         self._residents = [self._residents_on(number) for number in range(len(devices))]
         self._transfers = Transfers(devices, self.traffic, lambda number, size: self._residents[number].admit(size))
-        self._glue = Glue(places_of(model, list(in_order)), self._root.torch_device, compute_dtype, self)
+        self._glue = Glue(places_of(model, list(in_order)), self._root.torch_device, self, compute_dtype)
         self._lanes = LanePool()
         self._progress: dict[Lane, LaneProgress] = {}
         self._random = RandomStreams([], [])

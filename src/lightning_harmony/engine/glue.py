@@ -225,12 +225,12 @@ class Glue:
     Args:
         places: where the model holds its parameters.
         device: where glue computes.
-        compute_dtype: in which type, None for that of each parameter.
         runtime: the executor.
+        compute_dtype: in which type glue computes with parameters; None for that of each.
     """
 
     def __init__(
-        self, places: Sequence[Place], device: torch.device, compute_dtype: torch.dtype | None, runtime: Runtime
+        self, places: Sequence[Place], device: torch.device, runtime: Runtime, compute_dtype: torch.dtype | None = None
     ) -> None:
         self._places = places
         self._device = device
