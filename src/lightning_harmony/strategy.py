@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torchmetrics import Metric
 
-from lightning_harmony.engine.batch import merge_outputs, microbatch_sizes, split_batch
+from lightning_harmony.engine.batch import merge_evaluations, merge_outputs, microbatch_sizes, split_batch
 from lightning_harmony.engine.decompose import find_layers
 from lightning_harmony.engine.device import CudaDevice, Device, VirtualDevice, free_device_bytes, free_host_bytes
 from lightning_harmony.engine.executor import Executor, Microbatch
@@ -30,6 +31,9 @@ from lightning_harmony.logs import MicrobatchLogs
 from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
 from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
+from lightning_harmony.rehearsal import Memory
+from lightning_harmony.separability import explain_difference
+from lightning_harmony.unregistered import move_unregistered
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -71,7 +75,8 @@ class HarmonyStrategyMixin(_Base):
         update: when parameters are updated: "just-in-time", pack by pack in the backward; "deferred", after it, under the
             forward of the next batch unless something looks at parameters before; or "auto", just in time unless something
             reads all gradients.
-        loss_reduction: whether the loss of a batch is the "mean" or the "sum" of its samples' losses.
+        loss_reduction: whether the loss of a batch is the "mean" or the "sum" of its samples' losses; None for the mean, with
+            a check after the first step, which runs on a part of a microbatch once more.
         parallel: how several devices share the work: "pipeline", where packs go round the devices and microbatches from
             one to the next, or "data", where each device takes its share of the microbatches through all packs.
         compile_layers: whether to compile each layer, as `torch.compile` does; or the arguments to call it with.
@@ -87,7 +92,7 @@ class HarmonyStrategyMixin(_Base):
         microbatch_size: int | None = None,
         layers: Collection[type] | Callable[[str, nn.Module], bool] | None = None,
         update: Literal["auto", "just-in-time", "deferred"] = "auto",
-        loss_reduction: Literal["mean", "sum"] = "mean",
+        loss_reduction: Literal["mean", "sum"] | None = None,
         parallel: Parallel = "pipeline",
         compile_layers: bool | dict[str, Any] = False,
         *,
@@ -106,7 +111,7 @@ class HarmonyStrategyMixin(_Base):
             if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
                 raise ValueError(f"HarmonyStrategy({name}={number!r}): a whole number of at least 1 is needed")
         _one_of("update", update, ("auto", "just-in-time", "deferred"))
-        _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        _one_of("loss_reduction", loss_reduction, ("mean", "sum", None))
         _one_of("parallel", parallel, ("pipeline", "data"))
         several = [device_memory] if device_memory is None or isinstance(device_memory, int | str) else device_memory
         self._device_memory = [None if each is None else parse_bytes(each) for each in several]
@@ -115,7 +120,10 @@ class HarmonyStrategyMixin(_Base):
         self._microbatch_size = microbatch_size
         self._layer_choice = layers
         self._update = update
-        self._loss_reduction = loss_reduction
+        self._loss_reduction = loss_reduction or "mean"
+        self._checks_split = loss_reduction is None
+        self._rehearsal: Callable[[], None] | None = None
+        self._too_large: dict[str, int] = {}
         if not isinstance(compile_layers, bool | Mapping):
             raise ValueError(
                 f"HarmonyStrategy(compile_layers={compile_layers!r}): True, False, or the arguments of torch.compile, such as "
@@ -341,7 +349,7 @@ class HarmonyStrategyMixin(_Base):
 
     def model_to_device(self) -> None:
         """Leave parameters on the host; move what layers don't own, and tell the module its device."""
-        _tell_device(self._module, self.root_device)
+        move_unregistered(self._module, self.root_device)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer state where the parameters are: on the host."""
@@ -355,7 +363,7 @@ class HarmonyStrategyMixin(_Base):
             executor.close()
         module = self.lightning_module
         if module is not None:
-            _tell_device(module, torch.device("cpu"))
+            move_unregistered(module, torch.device("cpu"))
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
@@ -381,6 +389,8 @@ class HarmonyStrategyMixin(_Base):
         ]
         weights = self._weights(sizes)
         self._warn_of_batch_statistics(sizes)
+        if self._checks_split and len(sizes) > 1:
+            self._rehearsal = partial(self._check_split, batch, rest, kwargs, sizes)
         self._run(steps, weights, sizes)
         output = merge_outputs([step.output for step in steps], sizes)
         losses = [step.loss for step in steps if step.loss is not None]
@@ -444,11 +454,49 @@ class HarmonyStrategyMixin(_Base):
             if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training
         ]
         if names:
-            self._lightning("utilities.rank_zero").rank_zero_warn(
+            self._warn(
                 f"{names[0]!r}{f' and {len(names) - 1} more' if len(names) > 1 else ''} normalize with the statistics of "
                 f"microbatches of {sizes[0]} samples, not with those of the batch of {sum(sizes)}, as they do under "
                 "accumulate_grad_batches; HarmonyStrategy(num_microbatches=1) keeps the batch whole"
             )
+
+    def _check_split(self, batch: Any, rest: Sequence[Any], kwargs: dict[str, Any], sizes: Sequence[int]) -> None:
+        """See whether the loss of a microbatch follows from those of its halves, in evaluation mode and leaving no trace.
+
+        Says nothing where it cannot tell: if the step draws random numbers, or fails when it is run so. Where microbatches
+        have one sample, two are taken.
+        """
+        module, engine, trainer = self._module, self._engine, self._module.trainer
+        if _is_compiled(module):
+            return
+        size = max(sizes[0], 2)
+        whole_batch = (size, sum(sizes) - size) if size < sum(sizes) else (size,)
+        microbatch = split_batch(batch, sum(sizes), whole_batch)[0]
+        halves = (size - size // 2, size // 2)
+        parts = [microbatch, *split_batch(microbatch, size, halves)]
+        steps = [_Step(self, module.training_step, (part, *rest), kwargs) for part in parts]
+        memory = Memory(module, trainer._results, engine.cuda_devices)
+        loggers, trainer.loggers = (
+            trainer.loggers,
+            [self._lightning("loggers.logger").DummyLogger()] * len(trainer.loggers),
+        )
+        try:
+            module.eval()
+            module._current_fx_name = "training_step"
+            with torch.no_grad(), without_caches(module):
+                runs = [Microbatch(step, 1.0, None) for step in steps]
+                self._run_without_backward(runs, steps[0].num_elements())
+            whole, *losses = [math.nan if step.loss is None else float(step.loss) for step in steps]
+            has_drawn = memory.has_drawn()
+        except Exception:
+            return
+        finally:
+            trainer.loggers = loggers
+            memory.restore()
+        is_narrow = "16" in str(self.precision_plugin.precision)
+        found = explain_difference(whole, losses, halves, reduction=self._loss_reduction, is_narrow=is_narrow)
+        if found is not None and not has_drawn and math.isfinite(whole + sum(losses)):
+            self._warn(found)
 
     def _predicted_gradient(self) -> float | None:
         """The gradient that Lightning will bring to the batch's loss.
@@ -722,23 +770,41 @@ class HarmonyStrategyMixin(_Base):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's validation_step, its layers swapped in one after the other."""
-        return self._evaluate(super().validation_step, args, kwargs)
+        return self._evaluate("validation_step", super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's test_step, its layers swapped in one after the other."""
-        return self._evaluate(super().test_step, args, kwargs)
+        return self._evaluate("test_step", super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's predict_step, its layers swapped in one after the other."""
-        return self._evaluate(super().predict_step, args, kwargs)
+        return self._evaluate("predict_step", super().predict_step, args, kwargs)
 
-    def _evaluate(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _evaluate(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a batch whole, which is exact whatever the step does with it; in microbatches if it is too large for that."""
+        engine, num_elements = self._engine, _num_elements(args)
+        sizes = self._evaluation_sizes(name, args)
+        if sizes and num_elements >= self._too_large.get(name, sys.maxsize):
+            return self._evaluate_in_microbatches(name, step, sizes, args, kwargs)
+        memory = None
+        if sizes and engine.measures(num_elements, is_training=False):
+            memory = Memory(self._module, self._module.trainer._results, engine.cuda_devices)
         outputs: list[Any] = []
-        engine = self._engine
         engine.on_switch = None
-        run = Microbatch(lambda: outputs.append(step(*args, **kwargs)), 1.0, None)
-        engine.forward([run], num_elements=_num_elements(args), predicted_gradient=None, is_training=False)
-        engine.abandon()
+        try:
+            whole = Microbatch(lambda: outputs.append(step(*args, **kwargs)), 1.0, None)
+            self._run_without_backward([whole], num_elements)
+        except CapacityError:
+            if memory is None:
+                raise
+            memory.restore()
+            engine.forget_evaluations()
+            self._too_large[name] = num_elements
+            self._warn(
+                f"a batch of {sum(sizes)} samples exceeds the device's memory in {name}, which is run again in "
+                f"{len(sizes)} microbatches: what it logs and returns is averaged and joined over them"
+            )
+            return self._evaluate_in_microbatches(name, step, sizes, args, kwargs)
         return outputs[0]
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -746,11 +812,62 @@ class HarmonyStrategyMixin(_Base):
         keep_scale_on_host(getattr(self.precision_plugin, "scaler", None))
         super().pre_backward(closure_loss)
 
+    def _evaluation_sizes(self, name: str, args: Any) -> tuple[int, ...]:
+        """The microbatches into which a batch can be split if it must; empty if it cannot."""
+        if self._takes_iterator(getattr(self._module, name)):
+            return ()
+        try:
+            batch_size = self._lightning("utilities.data").extract_batch_size(args[0])
+        except Exception:
+            return ()
+        number = None if self._num_microbatches is None else min(self._num_microbatches, max(batch_size, 1))
+        sizes = microbatch_sizes(batch_size, num_microbatches=number, microbatch_size=self._microbatch_size)
+        return sizes if len(sizes) > 1 else ()
+
+    def _evaluate_in_microbatches(
+        self, name: str, step: Callable[..., Any], sizes: Sequence[int], args: Any, kwargs: Any
+    ) -> Any:
+        batch, batch_number, *rest = args
+        trainer, engine = self._module.trainer, self._engine
+        parts = split_batch(batch, sum(sizes), sizes)
+        outputs: dict[int, Any] = {}
+
+        def run(number: int) -> None:
+            outputs[number] = step(parts[number], batch_number, *rest, **kwargs)
+
+        # No key of a training step: those are not negative.
+        key = (torch.initial_seed(), -1, trainer.global_step, batch_number, *rest)
+        microbatches = [
+            Microbatch(partial(run, number), 1.0, stream_seed(*key, number)) for number in range(len(sizes))
+        ]
+        logs = MicrobatchLogs(trainer._results, sizes)
+        engine.on_switch = lambda number: setattr(logs, "microbatch", number)
+        with logs:
+            self._run_without_backward(microbatches, max(map(_num_elements, parts)))
+        try:
+            ordered = [outputs[number] for number in range(len(sizes))]
+            return merge_evaluations(ordered, sizes, averages=name != "predict_step")
+        except ValueError as error:
+            raise CapacityError(
+                f"a batch of {sum(sizes)} samples exceeds the device's memory in {name}, and cannot be split either. {error}"
+            ) from error
+
+    def _run_without_backward(self, microbatches: Sequence[Microbatch], num_elements: int) -> None:
+        self._engine.forward(microbatches, num_elements=num_elements, predicted_gradient=None, is_training=False)
+        self._engine.abandon()
+
     def post_backward(self, closure_loss: Tensor) -> None:
-        """In manual optimization, bring the gradients of this backward to the host."""
+        """In manual optimization, bring the gradients of this backward to the host; once, check that the batch splits."""
         if not self._module.automatic_optimization:
             self._engine.flush_gradients()
+        rehearsal, self._rehearsal = self._rehearsal, None
+        if rehearsal is not None:
+            self._checks_split = False
+            rehearsal()
         super().post_backward(closure_loss)
+
+    def _warn(self, message: str) -> None:
+        self._lightning("utilities.rank_zero").rank_zero_warn(message)
 
     @property
     def _module(self) -> Any:
@@ -819,13 +936,11 @@ class _DeferredBackward(torch.autograd.Function):
         return None, None, None, *(None for _ in ctx.args)
 
 
-def _tell_device(module: nn.Module, device: torch.device) -> None:
-    """Move what only `.to()` moves, metrics, and set the device that modules say they are on."""
-    for child in module.modules():
-        if isinstance(child, Metric):
-            child.to(device)
-        if hasattr(type(child), "device") and hasattr(child, "_device"):
-            object.__setattr__(child, "_device", device)
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether other batch sizes may make something be compiled again."""
+    return getattr(module, "_compiler_ctx", None) is not None or any(
+        child._compiled_call_impl is not None or type(child).__name__ == "OptimizedModule" for child in module.modules()
+    )
 
 
 @contextmanager
@@ -851,7 +966,7 @@ def _num_elements(value: Any) -> int:
     return sum(leaf.numel() for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+def _one_of(name: str, value: str | None, allowed: Sequence[str | None]) -> None:
     if value not in allowed:
         raise ValueError(f"HarmonyStrategy({name}={value!r}): one of {', '.join(map(repr, allowed))} is needed")
 

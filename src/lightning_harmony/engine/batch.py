@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -96,6 +96,24 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     return _merge(outputs, sizes)
 
 
+def merge_evaluations(outputs: Sequence[Any], sizes: Sequence[int], *, averages: bool) -> Any:
+    """Merge what an evaluation returned for each microbatch, as `merge_outputs` does, but only where nothing is lost.
+
+    Args:
+        outputs: What each microbatch's step returned.
+        sizes: Samples in each microbatch.
+        averages: Whether floating-point scalars are means over samples.
+
+    Returns:
+        What the step would have returned for the whole batch.
+
+    Raises:
+        ValueError: If a value is neither one row a sample, nor the same for all microbatches, nor averaged.
+    """
+    _refuse_partly_none(outputs)
+    return _merge(outputs, sizes, _must_be_same, averages=averages)
+
+
 def _equal_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     if num_microbatches < 1:
         raise ValueError(f"`num_microbatches` must be at least 1, not {num_microbatches}.")
@@ -125,16 +143,48 @@ def _split(value: Any, batch_size: int, slices: Sequence[slice]) -> list[Any]:
     return [_rebuild(value, [part[index] for part in parts]) for index in range(len(slices))]
 
 
-def _merge(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _last(values: Sequence[Any]) -> Any:
+    return values[-1]
+
+
+def _must_be_same(values: Sequence[Any]) -> Any:
+    """Return a value that all microbatches returned."""
+    first = values[0]
+    tensors = all(_is_tensor(value) for value in values)
+    same = _is_same_tensor if tensors else _is_same
+    if any(type(value) is not type(first) or not same(value, first) for value in values):
+        raise ValueError(
+            f"The step returned values of type {type(first).__name__} that differ from microbatch to microbatch and have "
+            "no row for each sample, so they do not make one value for the batch. Return one row for each sample, or let "
+            "the DataLoader make batches that fit into memory whole."
+        )
+    return first
+
+
+def _is_same_tensor(one: Any, other: Any) -> bool:
+    return bool(one.shape == other.shape and one.dtype == other.dtype and (one == other).all())
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, str | bytes | int | float | complex) and one == other)
+
+
+def _merge(
+    values: Sequence[Any],
+    sizes: Sequence[int],
+    otherwise: Callable[[Sequence[Any]], Any] = _last,
+    *,
+    averages: bool = True,
+) -> Any:
     if _all_have_rows(values, sizes):
         return _concatenate(values)
-    if all(_is_floating_scalar(value) for value in values):
+    if averages and all(_is_floating_scalar(value) for value in values):
         return _weighted_mean(values, sizes)
     if all(_is_per_sample(value, size) for value, size in zip(values, sizes, strict=True)):
         return type(values[-1])(chain.from_iterable(values))
     if not _same_structure(values):
-        return values[-1]
-    return _rebuild(values[-1], [_merge(column, sizes) for column in _columns(values)])
+        return otherwise(values)
+    return _rebuild(values[-1], [_merge(column, sizes, otherwise, averages=averages) for column in _columns(values)])
 
 
 def _merge_mappings(values: Sequence[Mapping[Any, Any]], sizes: Sequence[int]) -> Any:

@@ -304,7 +304,7 @@ class Executor:
         self.abandon()
         self._glue.refuse_replaced()
         self._is_training = is_training
-        self._measuring = num_elements > self._measured_elements[is_training]
+        self._measuring = self.measures(num_elements, is_training=is_training)
         # Where work space isn't known, a lane goes from pack to pack.
         self._predicted = predicted_gradient if self._fuses and self._recorded and not self._measuring else None
         self._num_elements = num_elements
@@ -439,6 +439,15 @@ class Executor:
                 self._measured_elements[False] = self._num_elements
             self._lanes.abort()
             self._reset()
+
+    def measures(self, num_elements: int, *, is_training: bool) -> bool:
+        """Whether so many elements in a microbatch are more than ever before."""
+        return num_elements > self._measured_elements[is_training]
+
+    def forget_evaluations(self) -> None:
+        """Forget the work space of evaluations: a batch that failed is not run again."""
+        self._works[False].clear()
+        self._measured_elements[False] = -1
 
     def _reset(self) -> None:
         self._progress, self._running = {}, []

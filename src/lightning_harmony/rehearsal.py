@@ -1,0 +1,156 @@
+"""Rehearsal: a user's step is run, and what it left in the module is taken back."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.rng import RandomState
+
+# What a module holds its tensors and submodules in: their entries are looked after one by one, or never change in a step.
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+class Memory:
+    """What a module is now, to be made so again.
+
+    Attributes of every submodule, with lists, dicts, sets and deques to any depth, and tensors but for parameters: buffers,
+    and the state of metrics. Also what Lightning has collected from `self.log`, and the random number generators.
+
+    Args:
+        module: its parameters are left alone, for no step may change them.
+        results: Lightning's result collection, a dict of metrics; None if there is none.
+        cuda_devices: indices of the devices whose generators are remembered.
+    """
+
+    def __init__(self, module: nn.Module, results: Any, cuda_devices: Sequence[int]) -> None:
+        self._cuda_devices = cuda_devices
+        self._random = RandomState.capture(cuda_devices)
+        self._numpy = _numpy_state()
+        self._undo: list[Callable[[], None]] = []
+        self._seen: set[int] = set()
+        logged = [] if results is None else [results, *results.values()]
+        for owner in logged:
+            if isinstance(owner, dict):
+                self._remember(owner)
+            self._remember_attributes(owner)
+        for owner in module.modules():
+            self._remember_attributes(owner)
+            self._remember(owner._buffers)
+
+    def has_drawn(self) -> bool:
+        """Whether random numbers were drawn since."""
+        now = RandomState.capture(self._cuda_devices)
+        tensors = [(now.cpu, self._random.cpu), *((now.cuda[index], self._random.cuda[index]) for index in now.cuda)]
+        same = all(torch.equal(one, other) for one, other in tensors)
+        return not same or now.python != self._random.python or _position(_numpy_state()) != _position(self._numpy)
+
+    def restore(self) -> None:
+        """Make everything what it was."""
+        if self._cuda_devices:
+            # What is restored here, streams may still be reading.
+            torch.cuda.synchronize()
+        with torch.no_grad():
+            for undo in self._undo:
+                undo()
+        self._random.restore()
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(self._numpy)
+
+    def _remember_attributes(self, owner: Any) -> None:
+        attributes = vars(owner)
+        before = dict(attributes)
+
+        def undo() -> None:
+            attributes.clear()
+            attributes.update(before)
+
+        self._undo.append(undo)
+        for name, value in before.items():
+            if name not in _REGISTRIES:
+                self._remember(value)
+
+    def _remember(self, value: Any) -> None:
+        undo = self._undo_of(value)
+        if undo is None or id(value) in self._seen:
+            return
+        # The function that undoes refers to the value, so that no other gets its id.
+        self._seen.add(id(value))
+        self._undo.append(undo)
+        for inner in _contents(value):
+            self._remember(inner)
+
+    def _undo_of(self, value: Any) -> Callable[[], None] | None:
+        if isinstance(value, nn.Parameter):
+            return None
+        if isinstance(value, Tensor):
+            return _undo_tensor(value)
+        if isinstance(value, torch.Generator):
+            return _undo_generator(value)
+        if type(value) in (list, deque):
+            return _undo_sequence(value)
+        return _undo_collection(value) if isinstance(value, dict | set) else None
+
+
+def _undo_tensor(value: Tensor) -> Callable[[], None]:
+    before = value.detach().clone()
+    # Inference tensors count no versions, and are written to in inference mode alone.
+    version = None if value.is_inference() else value._version
+
+    def undo() -> None:
+        if version is None or value._version != version:
+            with torch.inference_mode(version is None):
+                value.detach().copy_(before)
+
+    return undo
+
+
+def _undo_generator(value: torch.Generator) -> Callable[[], None]:
+    before = value.get_state()
+
+    def undo() -> None:
+        value.set_state(before)
+
+    return undo
+
+
+def _undo_sequence(value: Any) -> Callable[[], None]:
+    before = list(value)
+
+    def undo() -> None:
+        value.clear()
+        value.extend(before)
+
+    return undo
+
+
+def _undo_collection(value: Any) -> Callable[[], None]:
+    before = value.copy()
+
+    def undo() -> None:
+        value.clear()
+        value.update(before)
+
+    return undo
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list | deque):
+        yield from value
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy.random")
+    return None if numpy is None else numpy.get_state()
+
+
+def _position(numpy_state: Any) -> Any:
+    """Where NumPy's generator is in its stream."""
+    return None if numpy_state is None else (numpy_state[1].tobytes(), *numpy_state[2:])

@@ -1,0 +1,213 @@
+"""A batch whose loss does not follow from its microbatches' losses is said to be so, once, and nothing else happens."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import nets
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from same_training import Net, trainer_for
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.separability import explain_difference
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+]
+
+
+class Summed(nets.Language):
+    """A sum over samples."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return super().forward(batch) * len(batch)
+
+
+class Contrastive(nets.Language):
+    """Every other sample of the batch is a negative."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = F.normalize(self.body(self.embed(batch)).mean(1), dim=1)
+        return F.cross_entropy(x @ x.roll(1, 1).T / 0.1, torch.arange(len(batch)))
+
+
+class Padded(nets.Language):
+    """A mean over tokens that are not padding, of which samples have unequally many."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        lengths = 2 + torch.arange(len(batch)).unsqueeze(1) * 2 % 5
+        labels = batch.masked_fill(torch.arange(batch.shape[1]) >= lengths, -100)
+        return F.cross_entropy(self.logits(self.body(self.embed(batch))).flatten(0, 1), labels.flatten())
+
+
+class Drawing(nets.Language):
+    """Draws in the step, from a generator of the process."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return super().forward(batch) * (1 + self.draw())
+
+
+class Fails(nets.Language):
+    """Cannot be run on a part of a microbatch."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        assert len(batch) == 4
+        return super().forward(batch) * len(batch)
+
+
+def said(net: nn.Module, *, num_microbatches: int = 2, batch_size: int = 8, **options: Any) -> list[str]:
+    """The warnings of a fit."""
+    precision = options.pop("precision", "32-true")
+    strategy = HarmonyStrategy(num_microbatches=num_microbatches, **options)
+    trainer = trainer_for(strategy, 3, [], precision=precision)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.manual_seed(1)
+        trainer.fit(Net(net), DataLoader(nets.tokens(), batch_size=batch_size))
+    assert trainer.global_step == 3
+    return [str(warning.message) for warning in caught if "microbatches' losses" in str(warning.message)]
+
+
+@pytest.mark.parametrize(("net", "num_microbatches"), [(Contrastive, 2), (Contrastive, 8), (Padded, 2)])
+def test_a_loss_that_is_no_mean_over_samples_is_named_once_with_the_difference_and_the_remedy(
+    net: Any, num_microbatches: int
+) -> None:
+    (message,) = said(net(), num_microbatches=num_microbatches)
+    assert f"the loss of {max(8 // num_microbatches, 2)} samples is" in message
+    assert "num_microbatches=1" in message
+    assert "loss_reduction='mean'" in message
+
+
+def test_a_loss_that_is_a_sum_over_samples_is_told_from_others() -> None:
+    (message,) = said(Summed())
+    assert "loss_reduction='sum'" in message
+    assert "num_microbatches" not in message
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+def test_a_mean_over_samples_is_not_complained_of(precision: str) -> None:
+    assert said(nets.Language(dropout=0.3), precision=precision) == []
+    assert said(nets.Regularized(), precision=precision) == []
+
+
+@pytest.mark.parametrize(
+    ("net", "options"),
+    [
+        (Contrastive, {"num_microbatches": 1}),
+        (Contrastive, {"loss_reduction": "mean"}),
+        (Fails, {}),
+        (lambda: torch.compile(Contrastive(), backend="eager"), {}),
+        (lambda: Drawing(lambda: float(torch.rand(()))), {}),
+        (lambda: Drawing(random.random), {}),
+        (lambda: Drawing(np.random.rand), {}),
+    ],
+    ids=["whole", "accepted", "fails", "compiled", "torch", "python", "numpy"],
+)
+def test_nothing_is_said_where_nothing_can_be_told_or_nobody_wants_to_know(net: Any, options: Any) -> None:
+    assert said(net(), **options) == []
+
+
+class Untidy(Net):
+    """Leaves traces everywhere."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__(nets.Convolutions())
+        self.metric, self.generator = MeanMetric(), torch.Generator().manual_seed(1)
+        self.count, self.names, self.recent, self.by_name = 0, {"a"}, deque([1], maxlen=3), {"lengths": [0]}
+        self.tensor = torch.zeros(2)
+        self.register_buffer("seen", torch.zeros(()))
+        self.modes: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.metric(loss.detach())
+        self.log("metric", self.metric, on_step=True, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, reduce_fx="sum")
+        torch.rand((), generator=self.generator)
+        self.count += 1
+        self.names.add(str(self.count))
+        self.recent.append(self.count)
+        self.by_name["lengths"].append(len(batch[0]))
+        self.tensor += 1
+        self.seen = self.seen + 1
+        self.modes.append(self.training and self.net.blocks[0].training)
+        self.last = loss.detach()
+        self.logger.log_metrics({"in_step": float(loss.detach())})
+        return loss
+
+
+class Rows(pl.loggers.logger.DummyLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Any] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.rows.append(metrics)
+
+
+@pytest.mark.filterwarnings("ignore:.*normalize with the statistics of microbatches")
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_the_check_leaves_no_trace() -> None:
+    left = []
+    for reduction in (None, "mean"):
+        module, logger = Untidy(), Rows()
+        strategy = HarmonyStrategy(num_microbatches=2, loss_reduction=reduction)
+        trainer = trainer_for(strategy, 3, [])
+        trainer.loggers = [logger]
+        torch.manual_seed(1)
+        trainer.fit(module, DataLoader(nets.images(), batch_size=8))
+        states = (
+            torch.get_rng_state(),
+            module.generator.get_state(),
+            module.state_dict(),
+            dict(trainer.callback_metrics),
+        )
+        plain = module.count, module.names, module.recent, module.by_name, module.modes, logger.rows, random.getstate()
+        left.append(((*states, module.losses, module.tensor, module.last), plain))
+    torch.testing.assert_close(left[0][0], left[1][0], rtol=0, atol=0)
+    assert left[0][1] == left[1][1]
+    assert left[0][1][0] == len(left[0][1][4]) == 6
+    assert all(left[0][1][4])
+
+
+# --- The judgement.
+
+finite = st.floats(-1e3, 1e3).filter(lambda x: abs(x) > 1e-2)
+
+
+@given(parts=st.lists(finite, min_size=2, max_size=2), sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)))
+def test_each_reduction_accepts_what_it_makes(parts: list[float], sizes: tuple[int, int]) -> None:
+    mean = (parts[0] * sizes[0] + parts[1] * sizes[1]) / sum(sizes)
+    for reduction, whole in (("mean", mean), ("sum", sum(parts))):
+        assert explain_difference(whole, parts, sizes, reduction=reduction, is_narrow=False) is None
+
+
+def test_rounding_to_16_bits_explains_more() -> None:
+    for is_narrow in (False, True):
+        message = explain_difference(1.0, [1.01, 1.01], (1, 1), reduction="mean", is_narrow=is_narrow)
+        assert (message is None) == is_narrow
+
+
+def test_the_difference_is_measured() -> None:
+    message = explain_difference(2.0, [1.0, 1.5], (2, 2), reduction="mean", is_narrow=False)
+    assert message is not None
+    assert "the loss of 4 samples is 2, but the mean of its microbatches' losses is 1.25 (0.38 of it)" in message
