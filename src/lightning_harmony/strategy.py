@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import sys
@@ -791,21 +792,23 @@ class HarmonyStrategyMixin(_Base):
             memory = Memory(self._module, self._module.trainer._results, engine.cuda_devices)
         outputs: list[Any] = []
         engine.on_switch = None
+        whole = Microbatch(lambda: outputs.append(step(*args, **kwargs)), 1.0, None)
         try:
-            whole = Microbatch(lambda: outputs.append(step(*args, **kwargs)), 1.0, None)
             self._run_without_backward([whole], num_elements)
+            return outputs[0]
         except CapacityError:
             if memory is None:
                 raise
-            memory.restore()
-            engine.forget_evaluations()
-            self._too_large[name] = num_elements
-            self._warn(
-                f"a batch of {sum(sizes)} samples exceeds the device's memory in {name}, which is run again in "
-                f"{len(sizes)} microbatches: what it logs and returns is averaged and joined over them"
-            )
-            return self._evaluate_in_microbatches(name, step, sizes, args, kwargs)
-        return outputs[0]
+        # Not within the except clause: the error's frames hold what the attempt has allocated.
+        gc.collect()
+        memory.restore()
+        engine.forget_evaluations()
+        self._too_large[name] = num_elements
+        self._warn(
+            f"a batch of {sum(sizes)} samples exceeds the device's memory in {name}, which is run again in {len(sizes)} "
+            "microbatches: what it logs and returns is averaged and joined over them"
+        )
+        return self._evaluate_in_microbatches(name, step, sizes, args, kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Before the loss is scaled, see to it that gradients can be unscaled where they are."""

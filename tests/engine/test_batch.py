@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from lightning_harmony.engine.batch import merge_outputs, microbatch_sizes, split_batch
+from lightning_harmony.engine.batch import merge_evaluations, merge_outputs, microbatch_sizes, split_batch
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -293,3 +293,47 @@ class TestMergeOutputs:
     def test_tensors_that_do_not_fit_together_are_refused_with_their_shapes(self):
         with pytest.raises(ValueError, match=r"shapes \(2, 3\), \(1, 4\)"):
             merge_outputs([rows(2, 3), rows(1, 4)], [2, 1])
+
+
+class TestMergeEvaluations:
+    def test_rows_are_joined_and_what_all_share_is_kept(self):
+        outputs = [
+            {
+                "x": rows(2),
+                "ids": ["a", "b"],
+                "size": (3, "px"),
+                "classes": torch.arange(5),
+                "none": None,
+                "np": np.ones(4),
+            },
+            {"x": rows(1), "ids": ["c"], "size": (3, "px"), "classes": torch.arange(5), "none": None, "np": np.ones(4)},
+        ]
+        merged = merge_evaluations(outputs, [2, 1], averages=False)
+        assert torch.equal(merged["x"], torch.cat([rows(2), rows(1)]))
+        assert torch.equal(merged["classes"], torch.arange(5))
+        assert (merged["np"] == np.ones(4)).all()
+        assert (merged["ids"], merged["size"], merged["none"]) == (["a", "b", "c"], (3, "px"), None)
+
+    def test_means_are_averaged_where_they_are_means(self):
+        outputs = [{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(4.0)}]
+        assert merge_evaluations(outputs, [2, 1], averages=True) == {"loss": torch.tensor(2.0)}
+        with pytest.raises(ValueError, match="type Tensor that differ from microbatch to microbatch"):
+            merge_evaluations(outputs, [2, 1], averages=False)
+
+    @pytest.mark.parametrize(
+        "outputs",
+        [
+            [1, 2],
+            [1, 1.0],
+            ["a", "b"],
+            [object(), object()],
+            [torch.ones(5), torch.ones(6)],
+            [torch.ones(5), torch.ones(5).double()],
+            [{"a": 1}, {"b": 1}],
+            [torch.ones(2), None],
+        ],
+        ids=str,
+    )
+    def test_anything_else_is_refused(self, outputs):
+        with pytest.raises(ValueError, match="microbatch"):
+            merge_evaluations(outputs, [2, 1], averages=False)

@@ -1,0 +1,266 @@
+"""Validation, test and prediction: a batch runs whole where it fits, else in microbatches; its output is one either way."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import nets
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BasePredictionWriter, Callback
+from test_lightning import Model, assert_equal, assert_same, harmony, trainer_for, values
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_harmony.errors import CapacityError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*exceeds the device's memory in .*is run again in"),
+]
+# Half of the microbatches of a training step fit, and an evaluation's batch of four times the samples does not.
+BATCH_SIZE, NUM_BATCHES = 64, 3
+TIGHT = {"device_memory": "160KiB", "num_microbatches": 8}
+
+
+def batches(rest: int = 0) -> DataLoader[Any]:
+    return DataLoader(nets.tokens(NUM_BATCHES * BATCH_SIZE + rest), batch_size=BATCH_SIZE)
+
+
+class Evaluated(Model):
+    """Logs values and metrics, keeps what it saw, and counts how often it was run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(nets.VOCABULARY, average="micro")
+        self.mean = MeanMetric()
+        self.lengths: list[int] = []
+
+    def evaluate(self, batch: Tensor) -> dict[str, Tensor]:
+        self.lengths.append(len(batch))
+        logits, labels = self(batch[:, :-1]), batch[:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        self.accuracy(logits.flatten(0, 1), labels.flatten())
+        self.mean.update(loss, len(batch))
+        self.log("loss", loss)
+        self.log("num_samples", float(len(batch)), reduce_fx="sum")
+        self.log("accuracy", self.accuracy)
+        self.log("mean", self.mean)
+        return {"loss": loss, "best": logits.argmax(-1)}
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.evaluate(batch)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.evaluate(batch)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.lengths.append(len(batch))
+        return {"logits": self(batch[:, :-1]), "first": batch[:, 0].tolist(), "scale": (2.0, 1)}
+
+
+class Outputs(Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.seen.append(outputs)
+
+    on_test_batch_end = on_validation_batch_end
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("loop", ["validate", "test"])
+def test_a_batch_that_is_too_large_logs_and_returns_what_the_whole_would(loop: str, inference_mode: bool) -> None:
+    results = []
+    for strategy in ("auto", harmony(**TIGHT)):
+        module, outputs = Evaluated(), Outputs()
+        trainer = trainer_for(strategy, callbacks=[outputs], inference_mode=inference_mode)
+        (metrics,) = getattr(trainer, loop)(module, batches(rest=5), verbose=False)
+        results.append((metrics, outputs.seen, module.lengths))
+    (expected, expected_outputs, whole), (found, found_outputs, lengths) = results
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found_outputs, expected_outputs, rtol=1e-5, atol=1e-6)
+    assert found["num_samples"] == NUM_BATCHES * BATCH_SIZE + 5
+    # The last one fits as it is.
+    assert whole == [64, 64, 64, 5]
+    assert lengths == [8] * 24 + [5]
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.batches: list[Any] = []
+        self.epoch: Any = None
+
+    def write_on_batch_end(
+        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, number: int, loader: int
+    ) -> None:
+        self.batches.append((prediction, list(indices), batch, number, loader))
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        self.epoch = predictions, indices
+
+
+@pytest.mark.parametrize("memory", [TIGHT, {"device_memory": "1MiB"}], ids=["split", "whole"])
+def test_a_prediction_writer_sees_one_output_for_each_batch(memory: Any) -> None:
+    writers = []
+    for strategy in ("auto", harmony(**memory)):
+        module, writer = Evaluated(), Writer()
+        returned = trainer_for(strategy, callbacks=[writer]).predict(module, batches(rest=5))
+        writers.append((writer.batches, writer.epoch, returned))
+    tolerance = 1e-5 if memory is TIGHT else 0.0
+    torch.testing.assert_close(writers[1], writers[0], rtol=tolerance, atol=tolerance)
+    assert len(writers[1][0]) == NUM_BATCHES + 1
+
+
+def test_what_a_failed_attempt_left_is_taken_back_and_there_is_only_one() -> None:
+    class Eager(Evaluated):
+        """Logs, counts and draws before it runs the network."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
+            attempts.append(len(batch))
+            self.seen += len(batch)
+            self.mean.update(float(len(batch)))
+            self.log("early", float(len(batch)), reduce_fx="sum")
+            torch.rand(())
+            return self.evaluate(batch)
+
+    class Random(Callback):
+        def on_validation_batch_start(self, *args: Any) -> None:
+            self.state = torch.get_rng_state()
+
+        def on_validation_batch_end(self, *args: Any) -> None:
+            assert_equal(torch.get_rng_state(), self.state)
+
+    attempts: list[int] = []
+    module = Eager()
+    (metrics,) = trainer_for(harmony(**TIGHT), callbacks=[Random()]).validate(module, batches(), verbose=False)
+    assert attempts == [64] + [8] * 24
+    assert module.lengths == [8] * 24
+    assert metrics["early"] == metrics["num_samples"] == module.seen == NUM_BATCHES * BATCH_SIZE
+
+
+def test_that_a_batch_is_split_is_said_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_for(harmony(**TIGHT)).validate(Evaluated(), batches(), verbose=False)
+        trainer_for(harmony(device_memory="1MiB")).validate(Evaluated(), batches(), verbose=False)
+    found = [str(warning.message) for warning in caught if "run again" in str(warning.message)]
+    assert len(found) == 1
+    assert "64 samples" in found[0]
+    assert "8 microbatches" in found[0]
+
+
+def test_what_a_split_prediction_draws_does_not_depend_on_the_capacity() -> None:
+    class Noisy(Evaluated):
+        def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+            x = self.net.embed(batch)
+            for block in self.net.blocks:
+                x = block(x + torch.rand_like(x))
+            return x
+
+    found = []
+    for memory in ("160KiB", "176KiB", "160KiB"):
+        torch.manual_seed(3)
+        module = Noisy()
+        torch.manual_seed(3)
+        found.append(trainer_for(harmony(device_memory=memory, num_microbatches=8)).predict(module, batches()))
+    assert_equal(found[0], found[1])
+    assert_equal(found[0], found[2])
+    # Every batch and microbatch draws its own.
+    rows = torch.cat(found[0])
+    assert len(rows.unique(dim=0)) == len(rows)
+
+
+@dataclass
+class Prediction:
+    logits: Tensor
+    norm: Tensor
+
+
+UNSPLIT: dict[str, Callable[[Tensor], Any]] = {
+    "scalar": lambda logits: logits.mean(),
+    "number": lambda logits: {"rows": len(logits), "norm": float(logits.norm())},
+    "dataclass": lambda logits: Prediction(logits, logits.norm()),
+    "object": lambda logits: object(),
+    "other-rows": lambda logits: logits[: len(logits) // 2],
+}
+
+
+@pytest.mark.parametrize("name", UNSPLIT)
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_prediction_that_cannot_be_merged_needs_room_for_the_whole_batch(name: str, fits: bool) -> None:
+    class Unsplit(Model):
+        def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return UNSPLIT[name](self(batch[:, :-1]))
+
+    trainer = trainer_for(harmony(**(TIGHT | ({"device_memory": "1MiB"} if fits else {}))))
+    if fits:
+        assert len(trainer.predict(Unsplit(), batches())) == NUM_BATCHES
+    else:
+        with pytest.raises(CapacityError, match=r"64 samples exceeds .* in predict_step, and cannot be split"):
+            trainer.predict(Unsplit(), batches())
+
+
+@pytest.mark.parametrize("arguments", [{"num_microbatches": 1}, {"num_microbatches": None, "microbatch_size": 64}])
+def test_a_batch_that_may_not_be_split_must_fit(arguments: Any) -> None:
+    with pytest.raises(CapacityError, match="HarmonyStrategy"):
+        trainer_for(harmony(**(TIGHT | arguments))).validate(Evaluated(), batches(), verbose=False)
+
+
+def test_a_fit_with_a_validation_that_is_split_trains_as_one_without_and_after_any_evaluation() -> None:
+    train = DataLoader(nets.tokens(48), batch_size=16)
+
+    def fit(module: Any, *validation: Any) -> Any:
+        trainer = trainer_for(harmony(**TIGHT), max_epochs=2)
+        trainer.fit(module, train, *validation)
+        return trainer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = fit(Evaluated())
+    within = fit(Evaluated(), batches())
+    assert_same(alone, within)
+    used = Evaluated()
+    trainer_for(harmony(**TIGHT)).predict(used, batches())
+    assert_equal(values(used), values(Evaluated()))
+    assert_same(alone, fit(used, batches()))
+    assert within.strategy.step_report.peak_device_bytes[0] <= 160 * 1024
+
+
+def test_batches_of_several_loaders_are_split_each() -> None:
+    class Two(Evaluated):
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int) -> None:
+            self.log("loss", self.loss(batch))
+
+    results = [
+        trainer_for(strategy).validate(Two(), [batches(), batches(rest=7)], verbose=False)
+        for strategy in ("auto", harmony(**TIGHT))
+    ]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+def test_an_iterator_over_batches_is_not_split() -> None:
+    class Iterating(Model):
+        def validation_step(self, dataloader_iter: Any) -> None:
+            batch, _, _ = next(dataloader_iter)
+            self.log("val_loss", self.loss(batch), batch_size=len(batch))
+
+    loader = DataLoader(nets.tokens(), batch_size=8)
+    plain, swapped = (trainer_for(s).validate(Iterating(), loader, verbose=False) for s in ("auto", harmony()))
+    assert swapped == plain
+    with pytest.raises(CapacityError):
+        trainer_for(harmony(**TIGHT)).validate(Iterating(), batches(), verbose=False)
