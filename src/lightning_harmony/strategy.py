@@ -34,6 +34,7 @@ from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
 from lightning_harmony.rehearsal import Memory
 from lightning_harmony.separability import explain_difference
+from lightning_harmony.signals import HeldSignals
 from lightning_harmony.unregistered import move_unregistered
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class HarmonyStrategyMixin(_Base):
             )
         options = compile_layers if isinstance(compile_layers, Mapping) else {}
         self._compile_options = None if compile_layers is False else options
+        self._signals = HeldSignals()
         self._executor: Executor | None = None
         self._report: StepReport | None = None
         self._fused: set[int] = set()
@@ -359,6 +361,7 @@ class HarmonyStrategyMixin(_Base):
 
     def teardown(self) -> None:
         """Give the module back as an ordinary one on the host. Also called when `setup` never was."""
+        self._signals.release()
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.close()
@@ -376,6 +379,7 @@ class HarmonyStrategyMixin(_Base):
         """Run the user's training_step on each microbatch; the backward runs when that of the result does."""
         module = self._module
         start = time.perf_counter()
+        self._signals.hold()
         if not module.automatic_optimization or self._takes_iterator(module.training_step):
             self._engine.traffic.reset()
             self._fuse_optimizers()
@@ -683,7 +687,7 @@ class HarmonyStrategyMixin(_Base):
         is_overridden = self._lightning("utilities.model_helpers").is_overridden
         return (
             (self._module.trainer.gradient_clip_val or 0) > 0
-            and plugin.__module__.startswith(f"{self.tree}.plugins.")
+            and plugin.__module__.startswith((f"{self.tree}.plugins.", "lightning_harmony."))
             and all(getattr(plugin, n) is getattr(base, n) for n in ("clip_grad_by_norm", "clip_grad_by_value"))
             and not is_overridden("configure_gradient_clipping", self._module)
             and not is_overridden("clip_gradients", self._module)
@@ -756,7 +760,16 @@ class HarmonyStrategyMixin(_Base):
             self._executor.updater.postponed.finish()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state, after the last step."""
+        """The module's state after the last step; it is whole between steps only.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+        """
+        if self._executor is not None and self._executor.is_running:
+            raise RuntimeError(
+                "the state of the module was asked for in the middle of a step, in which layers are swapped and updated: "
+                "save checkpoints in a hook such as on_train_batch_end, not in the step"
+            )
         self._finish_update()
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state
@@ -766,6 +779,20 @@ class HarmonyStrategyMixin(_Base):
         if self._executor is not None:
             self._executor.updater.postponed.drain()
         super().on_exception(exception)
+
+    # ---- between steps -------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """The last batch is done with: signals that came meanwhile are delivered."""
+        self._signals.release()
+
+    def on_validation_start(self) -> None:
+        """The last batch is done with, as for the next one."""
+        self._signals.release()
+
+    def on_train_end(self) -> None:
+        """The last batch is done with, as for the next one."""
+        self._signals.release()
 
     # ---- other steps ---------------------------------------------------------------------------------------------------
 
@@ -783,6 +810,10 @@ class HarmonyStrategyMixin(_Base):
 
     def _evaluate(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a batch whole, which is exact whatever the step does with it; in microbatches if it is too large for that."""
+        with self._signals.held():
+            return self._evaluate_batch(name, step, args, kwargs)
+
+    def _evaluate_batch(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         engine, num_elements = self._engine, _num_elements(args)
         sizes = self._evaluation_sizes(name, args)
         if sizes and num_elements >= self._too_large.get(name, sys.maxsize):

@@ -281,6 +281,11 @@ class Executor:
         lane = current_lane()
         return 0 if lane is None else self.plan.device_of(pack, lane.microbatch)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether lanes run, or wait for each other: parameters are then not what they are between hooks."""
+        return self._lanes.is_driving
+
     # ---- the step ------------------------------------------------------------------------------------------------------
 
     def forward(
