@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_harmony.checkpoints import refuse_directory, refuse_sharded
 from lightning_harmony.engine.batch import merge_evaluations, merge_outputs, microbatch_sizes, split_batch
 from lightning_harmony.engine.decompose import find_layers
 from lightning_harmony.engine.device import CudaDevice, Device, VirtualDevice, free_device_bytes, free_host_bytes
@@ -210,6 +211,16 @@ class HarmonyStrategyMixin(_Base):
         self._precision_plugin = plugin
 
     @property
+    def checkpoint_io(self) -> Any:
+        """Lightning's plugin that writes and reads checkpoints."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: Any) -> None:
+        refuse_sharded(plugin)
+        self._checkpoint_io = plugin
+
+    @property
     def world_size(self) -> int:
         """One process."""
         return 1
@@ -353,6 +364,16 @@ class HarmonyStrategyMixin(_Base):
     def model_to_device(self) -> None:
         """Leave parameters on the host; move what layers don't own, and tell the module its device."""
         move_unregistered(self._module, self.root_device)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint of one file.
+
+        Raises:
+            ValueError: if it is the directory of a sharded one.
+        """
+        refuse_directory(checkpoint_path)
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer state where the parameters are: on the host."""
