@@ -19,6 +19,14 @@ def pytest_configure(config: pytest.Config) -> None:
     same_training.default_devices = config.getoption("--devices")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests run where they are asked for: `pytest -m soak`."""
+    if "soak" not in config.option.markexpr:
+        long = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is evicted from a virtual device becomes NaN, so that no stale read can pass."""
