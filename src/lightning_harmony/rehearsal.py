@@ -25,12 +25,12 @@ class Memory:
     Args:
         module: its parameters are left alone, for no step may change them.
         results: Lightning's result collection, a dict of metrics; None if there is none.
-        cuda_devices: indices of the devices whose generators are remembered.
+        cuda_devices: the GPUs whose generators are remembered.
     """
 
-    def __init__(self, module: nn.Module, results: Any, cuda_devices: Sequence[int]) -> None:
+    def __init__(self, module: nn.Module, results: Any, cuda_devices: Sequence[torch.device]) -> None:
         self._cuda_devices = cuda_devices
-        self._random = RandomState.capture(cuda_devices)
+        self._random, self._cuda = self._states()
         self._numpy = _numpy_state()
         self._undo: list[Callable[[], None]] = []
         self._seen: set[int] = set()
@@ -45,22 +45,27 @@ class Memory:
 
     def has_drawn(self) -> bool:
         """Whether random numbers were drawn since."""
-        now = RandomState.capture(self._cuda_devices)
-        tensors = [(now.cpu, self._random.cpu), *((now.cuda[index], self._random.cuda[index]) for index in now.cuda)]
+        now, cuda = self._states()
+        tensors = [(now.cpu, self._random.cpu), *zip(cuda, self._cuda, strict=True)]
         same = all(torch.equal(one, other) for one, other in tensors)
         return not same or now.python != self._random.python or _position(_numpy_state()) != _position(self._numpy)
 
     def restore(self) -> None:
         """Make everything what it was."""
-        if self._cuda_devices:
-            # What is restored here, streams may still be reading.
-            torch.cuda.synchronize()
+        # What is restored here, streams may still be reading.
+        for device in self._cuda_devices:
+            torch.cuda.synchronize(device)
         with torch.no_grad():
             for undo in self._undo:
                 undo()
-        self._random.restore()
+        self._random.restore(None)
+        for device, state in zip(self._cuda_devices, self._cuda, strict=True):
+            torch.cuda.set_rng_state(state, device)
         if self._numpy is not None:
             sys.modules["numpy.random"].set_state(self._numpy)
+
+    def _states(self) -> tuple[RandomState, list[Tensor]]:
+        return RandomState.capture(None), [torch.cuda.get_rng_state(device) for device in self._cuda_devices]
 
     def _remember_attributes(self, owner: Any) -> None:
         attributes = vars(owner)

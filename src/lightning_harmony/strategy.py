@@ -492,7 +492,7 @@ class HarmonyStrategyMixin(_Base):
         Says nothing where it cannot tell: if the step draws random numbers, or fails when it is run so. Where microbatches
         have one sample, two are taken.
         """
-        module, engine, trainer = self._module, self._engine, self._module.trainer
+        module, trainer = self._module, self._module.trainer
         if _is_compiled(module):
             return
         size = max(sizes[0], 2)
@@ -501,7 +501,7 @@ class HarmonyStrategyMixin(_Base):
         halves = (size - size // 2, size // 2)
         parts = [microbatch, *split_batch(microbatch, size, halves)]
         steps = [_Step(self, module.training_step, (part, *rest), kwargs) for part in parts]
-        memory = Memory(module, trainer._results, engine.cuda_devices)
+        memory = self._remember()
         loggers, trainer.loggers = (
             trainer.loggers,
             [self._lightning("loggers.logger").DummyLogger()] * len(trainer.loggers),
@@ -841,10 +841,10 @@ class HarmonyStrategyMixin(_Base):
             return self._evaluate_in_microbatches(name, step, sizes, args, kwargs)
         memory = None
         if sizes and engine.measures(num_elements, is_training=False):
-            memory = Memory(self._module, self._module.trainer._results, engine.cuda_devices)
+            memory = self._remember()
         outputs: list[Any] = []
         engine.on_switch = None
-        whole = Microbatch(lambda: outputs.append(step(*args, **kwargs)), 1.0, None)
+        whole = Microbatch(lambda: outputs.append(self._on_root(step(*args, **kwargs))), 1.0, None)
         try:
             self._run_without_backward([whole], num_elements)
             return outputs[0]
@@ -888,7 +888,7 @@ class HarmonyStrategyMixin(_Base):
         outputs: dict[int, Any] = {}
 
         def run(number: int) -> None:
-            outputs[number] = step(parts[number], batch_number, *rest, **kwargs)
+            outputs[number] = self._on_root(step(parts[number], batch_number, *rest, **kwargs))
 
         # No key of a training step: those are not negative.
         key = (torch.initial_seed(), -1, trainer.global_step, batch_number, *rest)
@@ -906,6 +906,14 @@ class HarmonyStrategyMixin(_Base):
             raise CapacityError(
                 f"a batch of {sum(sizes)} samples exceeds the device's memory in {name}, and cannot be split either. {error}"
             ) from error
+
+    def _on_root(self, output: Any) -> Any:
+        """What a step returns, where the model's own code expects it."""
+        return output if len(self._devices) < 2 else tree_map_only(Tensor, self._engine.to_root, output)
+
+    def _remember(self) -> Memory:
+        cuda_devices = [device for device in self._devices if device.type == "cuda"]
+        return Memory(self._module, self._module.trainer._results, cuda_devices)
 
     def _run_without_backward(self, microbatches: Sequence[Microbatch], num_elements: int) -> None:
         self._engine.forward(microbatches, num_elements=num_elements, predicted_gradient=None, is_training=False)
