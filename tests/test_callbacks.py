@@ -605,3 +605,81 @@ def test_the_batch_size_finder_goes_back_to_a_size_that_fits_the_capacity(mode: 
     assert_equal(values(module), before)
     trainer.fit(module)
     assert trainer.strategy.step_report is not None
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_the_finders_work_as_callbacks() -> None:
+    results = []
+    for kind in ("plain", "harmony"):
+        module = Tuned()
+        finders = [
+            cb.BatchSizeFinder("power", steps_per_trial=1, max_trials=2, init_val=2),
+            cb.LearningRateFinder(min_lr=1e-4, max_lr=1.0, num_training_steps=6, early_stop_threshold=None),
+        ]
+        trainer = trainer_of(kind, 1, callbacks=finders)
+        trainer.fit(module)
+        results.append((finders[1].optimal_lr.results, module.lr, module.batch_size, values(module)))
+    assert_equal(*results)
+    assert results[0][2] > 2
+
+
+# --- Loggers and profilers that need other packages.
+
+
+def test_the_tensorboard_logger_gets_the_same_values(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    seen = []
+    for kind in ("plain", "harmony"):
+        module = Model(stepped)
+        logger = pl.loggers.TensorBoardLogger(tmp_path / kind)
+        written: list[Any] = []
+        add_scalar = logger.experiment.add_scalar
+        logger.experiment.add_scalar = lambda *args, add=add_scalar, to=written: (to.append(args), add(*args))
+        options: dict[str, Any] = {"num_microbatches": 1, "log_every_n_steps": 1, "validate": True}
+        trainer = fit(kind, module, logger=logger, **options)
+        logger.experiment.add_histogram("scale", module.scale, trainer.global_step)
+        seen.append(written)
+        assert list((tmp_path / kind).rglob("events*"))
+    assert seen[0] == seen[1]
+    assert {name for name, *_ in seen[0]} >= {"loss_step", "val_loss", "epoch"}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden")
+def test_the_pytorch_profiler_records_the_step_and_its_layers(tmp_path: Path) -> None:
+    profiler = pl.profilers.PyTorchProfiler(dirpath=tmp_path, filename="profile", export_to_chrome=False)
+    trainer = fit("harmony", profiler=profiler)
+    assert_same(fit("plain"), trainer)
+    (report,) = tmp_path.glob("*profile*")
+    assert "training_step" in report.read_text()
+
+
+# --- The command line.
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint")
+def test_the_command_line_fits_saves_its_config_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(Model):
+        def __init__(self) -> None:
+            super().__init__()
+
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    arguments = [
+        "fit", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false",
+        "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false",
+        f"--trainer.default_root_dir={tmp_path}", "--trainer.strategy=harmony",
+    ]  # fmt: skip
+    for epochs in (1, 2):
+        path = [f"--ckpt_path={next(tmp_path.rglob('*.ckpt'))}"] if epochs == 2 else []
+        cli = pl.cli.LightningCLI(
+            Plain,
+            args=[*arguments, f"--trainer.max_epochs={epochs}", *path],
+            seed_everything_default=7,
+            save_config_kwargs={"overwrite": True},
+        )
+    assert "strategy: harmony" in (tmp_path / "config.yaml").read_text()
+    assert_same(fit("plain", max_epochs=2), cli.trainer)

@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, MinMetric, SumMetric
 
 from lightning_harmony.logs import MicrobatchLogs
+from lightning_harmony.strategy import strategy_class
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -317,3 +318,63 @@ def test_after_an_error_nothing_is_logged(results):
 def test_without_a_collection_there_is_nothing_to_do():
     with MicrobatchLogs(None, [1, 1]) as logs:
         logs.microbatch = 1
+
+
+# --- Under the strategy itself.
+
+
+class ObserverOfAll:
+    """Logs from a callback, and keeps what is shown."""
+
+    def __init__(self):
+        self.shown = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        module.log("from_callback", float(batch_idx), sync_dist=True, **BOTH)
+        self.log("own", outputs["loss"], prog_bar=True, sync_dist=True)
+        self.shown.append(dict(trainer.progress_bar_metrics))
+
+    def on_train_epoch_end(self, trainer, module):
+        self.log("at_end", float(trainer.current_epoch), sync_dist=True)
+
+    def on_train_end(self, trainer, module):
+        self.shown.append(dict(trainer.callback_metrics))
+
+
+@pytest.mark.filterwarnings("ignore:.*microbatches' losses")
+@pytest.mark.parametrize("tree", TREES)
+def test_harmony_shows_what_training_on_the_whole_batch_shows(tree, tmp_path):
+    pl = import_module(tree)
+    observer = type("Observer", (ObserverOfAll, pl.Callback), {})
+    shown = []
+    generator = torch.Generator().manual_seed(1)
+    # The last batch is ragged, and so are the microbatches of each.
+    data = TensorDataset(torch.randn(21, 4, generator=generator), torch.randn(21, generator=generator))
+    for strategy in ("auto", strategy_class(tree)(num_microbatches=3)):
+        callback = observer()
+        trainer = pl.Trainer(
+            strategy=strategy,
+            devices=1,
+            max_epochs=2,
+            accelerator="cpu",
+            logger=pl.loggers.CSVLogger(tmp_path),
+            callbacks=[callback],
+            log_every_n_steps=1,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(make_module(pl), DataLoader(data, batch_size=8), DataLoader(data, batch_size=8))
+        shown.append(callback.shown)
+    expected, got = shown
+    assert {
+        "both_step",
+        "mean_metric_epoch",
+        "MaxMetric_step",
+        "val_error",
+        "from_callback_epoch",
+        "own",
+        "at_end",
+    } <= (expected[-1].keys())
+    assert [list(metrics) for metrics in got] == [list(metrics) for metrics in expected]
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -776,6 +776,27 @@ def test_running_statistics_of_a_layer_called_twice_in_a_step_follow_another_ord
             torch.testing.assert_close(swapped[name], value, rtol=0, atol=2e-6)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_of_peft_train_bit_for_bit_and_alone_have_optimizer_state() -> None:
+    peft = pytest.importorskip("peft")
+    import transformers as hf
+
+    def adapted() -> nn.Module:
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER))
+        config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+        return nets.HuggingFace(peft.get_peft_model(model, config))
+
+    module = build(adapted)
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    assert_same_and_swapped(module, tokens(), "64KiB")
+    strategy = HarmonyStrategy(device_memory="64KiB", num_microbatches=2)
+    trainer = trainer_for(strategy, 3, [])
+    trainer.fit(module, DataLoader(tokens(), batch_size=4))
+    assert set(trainer.optimizers[0].state) == {p for p in module.parameters() if p.requires_grad}
+
+
 # ---- refused -----------------------------------------------------------------------------------------------------------
 
 

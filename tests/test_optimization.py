@@ -503,3 +503,56 @@ def test_parameters_that_layers_share_differ_by_rounding_only(whole_block: bool,
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     module = swapped.lightning_module
     assert module.net.blocks[3].up.weight is module.net.blocks[0].up.weight
+
+
+# --- Accumulation that changes, and steps that fetch their batches.
+
+
+class Accumulates(pl.callbacks.GradientAccumulationScheduler):
+    """Over more batches from the second epoch on; plain Lightning counts microbatches."""
+
+    def __init__(self, each: int) -> None:
+        super().__init__({0: each, 1: 3 * each})
+
+    def going_to_accumulate_grad_batches(self) -> bool:
+        return True
+
+
+def test_accumulation_by_a_schedule_gives_equal_bits() -> None:
+    plain = trainer_for("auto", max_epochs=3, callbacks=[Accumulates(4)])
+    plain.fit(Model(sgd), loader(2))
+    swapped = trainer_for(harmony(), max_epochs=3, callbacks=[Accumulates(1)])
+    swapped.fit(Model(sgd), loader())
+    assert_same(plain, swapped)
+    assert plain.global_step == swapped.global_step == 5
+
+
+class Fetching(Model):
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+def test_a_step_that_fetches_its_batches_gives_equal_bits() -> None:
+    assert_same_fits(lambda: Fetching(sgd), num_microbatches=1)
+    # It cannot be split: the batch is not known before the step.
+    trainer = trainer_for(harmony(device_memory="72KiB"))
+    trainer.fit(Fetching(sgd), loader())
+    assert_same(fit("plain", Fetching(sgd), num_microbatches=1), trainer)
+
+
+class SeesGradients(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        self.seen.append({name: p.grad.clone() for name, p in module.named_parameters()})
+
+
+def test_every_gradient_is_there_after_the_backward() -> None:
+    plain, swapped = SeesGradients(), SeesGradients()
+    fit("plain", callbacks=[plain], num_microbatches=1)
+    fit("harmony", callbacks=[swapped], num_microbatches=1)
+    assert_equal(swapped.seen, plain.seen)
+    assert len(plain.seen) == 3

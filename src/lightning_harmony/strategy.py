@@ -401,12 +401,12 @@ class HarmonyStrategyMixin(_Base):
         module = self._module
         start = time.perf_counter()
         self._signals.hold()
-        if not module.automatic_optimization or self._takes_iterator(module.training_step):
+        if self._runs_alone():
             self._engine.traffic.reset()
             self._fuse_optimizers()
             output = super().training_step(*args, **kwargs)
-            if not module.automatic_optimization:
-                self._write_report(start, 1, "deferred", "the training_step steps its optimizers itself")
+            does = "fetches its batches" if module.automatic_optimization else "steps its optimizers"
+            self._write_report(start, 1, "deferred", f"the training_step {does} itself")
             return output
         batch, *rest = args
         sizes = self._sizes(batch)
@@ -430,6 +430,11 @@ class HarmonyStrategyMixin(_Base):
         else:
             value = _DeferredBackward.apply(torch.zeros((), requires_grad=True), value, self._finish, start, len(sizes))
         return {**output, "loss": value} if isinstance(output, Mapping) else value
+
+    def _runs_alone(self) -> bool:
+        """Whether the training_step runs as it is: each call of a layer brings its weights, its gradients stay for later."""
+        module = self._module
+        return not module.automatic_optimization or self._takes_iterator(module.training_step)
 
     def _run(self, steps: Sequence[_Step], weights: Sequence[float], sizes: Sequence[int]) -> None:
         module, engine = self._module, self._engine
@@ -920,8 +925,8 @@ class HarmonyStrategyMixin(_Base):
         self._engine.abandon()
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """In manual optimization, bring the gradients of this backward to the host; once, check that the batch splits."""
-        if not self._module.automatic_optimization:
+        """Where layers run alone, bring the gradients of this backward to the host; once, check that the batch splits."""
+        if self._runs_alone():
             self._engine.flush_gradients()
         rehearsal, self._rehearsal = self._rehearsal, None
         if rehearsal is not None:
