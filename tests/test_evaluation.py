@@ -76,13 +76,17 @@ class Outputs(Callback):
     on_test_batch_end = on_validation_batch_end
 
 
-@pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("loop", ["validate", "test"])
-def test_a_batch_that_is_too_large_logs_and_returns_what_the_whole_would(loop: str, inference_mode: bool) -> None:
+@pytest.mark.parametrize(
+    ("loop", "inference_mode", "devices"),
+    [("validate", True, 1), ("test", False, 1), ("validate", True, 2), ("test", False, 2)],
+)
+def test_a_batch_that_is_too_large_logs_and_returns_what_the_whole_would(
+    loop: str, inference_mode: bool, devices: int
+) -> None:
     results = []
-    for strategy in ("auto", harmony(**TIGHT)):
+    for strategy, number in (("auto", 1), (harmony(**TIGHT), devices)):
         module, outputs = Evaluated(), Outputs()
-        trainer = trainer_for(strategy, callbacks=[outputs], inference_mode=inference_mode)
+        trainer = trainer_for(strategy, callbacks=[outputs], inference_mode=inference_mode, devices=number)
         (metrics,) = getattr(trainer, loop)(module, batches(rest=5), verbose=False)
         results.append((metrics, outputs.seen, module.lengths))
     (expected, expected_outputs, whole), (found, found_outputs, lengths) = results
@@ -109,12 +113,13 @@ class Writer(BasePredictionWriter):
         self.epoch = predictions, indices
 
 
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("memory", [TIGHT, {"device_memory": "1MiB"}], ids=["split", "whole"])
-def test_a_prediction_writer_sees_one_output_for_each_batch(memory: Any) -> None:
+def test_a_prediction_writer_sees_one_output_for_each_batch(memory: Any, devices: int) -> None:
     writers = []
-    for strategy in ("auto", harmony(**memory)):
+    for strategy, number in (("auto", 1), (harmony(**memory), devices)):
         module, writer = Evaluated(), Writer()
-        returned = trainer_for(strategy, callbacks=[writer]).predict(module, batches(rest=5))
+        returned = trainer_for(strategy, callbacks=[writer], devices=number).predict(module, batches(rest=5))
         writers.append((writer.batches, writer.epoch, returned))
     tolerance = 1e-5 if memory is TIGHT else 0.0
     torch.testing.assert_close(writers[1], writers[0], rtol=tolerance, atol=tolerance)

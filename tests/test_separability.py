@@ -73,11 +73,13 @@ class Fails(nets.Language):
         return super().forward(batch) * len(batch)
 
 
-def said(net: nn.Module, *, num_microbatches: int = 2, batch_size: int = 8, **options: Any) -> list[str]:
+def said(
+    net: nn.Module, *, num_microbatches: int = 2, batch_size: int = 8, devices: int = 1, **options: Any
+) -> list[str]:
     """The warnings of a fit."""
     precision = options.pop("precision", "32-true")
     strategy = HarmonyStrategy(num_microbatches=num_microbatches, **options)
-    trainer = trainer_for(strategy, 3, [], precision=precision)
+    trainer = trainer_for(strategy, 3, [], precision=precision, devices=devices)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.manual_seed(1)
@@ -86,11 +88,13 @@ def said(net: nn.Module, *, num_microbatches: int = 2, batch_size: int = 8, **op
     return [str(warning.message) for warning in caught if "microbatches' losses" in str(warning.message)]
 
 
-@pytest.mark.parametrize(("net", "num_microbatches"), [(Contrastive, 2), (Contrastive, 8), (Padded, 2)])
+@pytest.mark.parametrize(
+    ("net", "num_microbatches", "devices"), [(Contrastive, 2, 1), (Contrastive, 8, 1), (Padded, 2, 1), (Padded, 2, 2)]
+)
 def test_a_loss_that_is_no_mean_over_samples_is_named_once_with_the_difference_and_the_remedy(
-    net: Any, num_microbatches: int
+    net: Any, num_microbatches: int, devices: int
 ) -> None:
-    (message,) = said(net(), num_microbatches=num_microbatches)
+    (message,) = said(net(), num_microbatches=num_microbatches, devices=devices)
     assert f"the loss of {max(8 // num_microbatches, 2)} samples is" in message
     assert "num_microbatches=1" in message
     assert "loss_reduction='mean'" in message
