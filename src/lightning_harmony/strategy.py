@@ -33,9 +33,9 @@ from lightning_harmony.logs import MicrobatchLogs
 from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
 from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
-from lightning_harmony.rehearsal import Memory
 from lightning_harmony.separability import explain_difference
 from lightning_harmony.signals import HeldSignals
+from lightning_harmony.snapshot import Snapshot
 from lightning_harmony.unregistered import move_unregistered
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class HarmonyStrategyMixin(_Base):
         self._update = update
         self._loss_reduction = loss_reduction or "mean"
         self._checks_split = loss_reduction is None
-        self._rehearsal: Callable[[], None] | None = None
+        self._split_check: Callable[[], None] | None = None
         self._too_large: dict[str, int] = {}
         if not isinstance(compile_layers, bool | Mapping):
             raise ValueError(
@@ -416,7 +416,7 @@ class HarmonyStrategyMixin(_Base):
         weights = self._weights(sizes)
         self._warn_of_batch_statistics(sizes)
         if self._checks_split and len(sizes) > 1:
-            self._rehearsal = partial(self._check_split, batch, rest, kwargs, sizes)
+            self._split_check = partial(self._check_split, batch, rest, kwargs, sizes)
         self._run(steps, weights, sizes)
         output = merge_outputs([step.output for step in steps], sizes)
         losses = [step.loss for step in steps if step.loss is not None]
@@ -506,7 +506,7 @@ class HarmonyStrategyMixin(_Base):
         halves = (size - size // 2, size // 2)
         parts = [microbatch, *split_batch(microbatch, size, halves)]
         steps = [_Step(self, module.training_step, (part, *rest), kwargs) for part in parts]
-        memory = self._remember()
+        before = self._remember()
         loggers, trainer.loggers = (
             trainer.loggers,
             [self._lightning("loggers.logger").DummyLogger()] * len(trainer.loggers),
@@ -518,12 +518,12 @@ class HarmonyStrategyMixin(_Base):
                 runs = [Microbatch(step, 1.0, None) for step in steps]
                 self._run_without_backward(runs, steps[0].num_elements())
             whole, *losses = [math.nan if step.loss is None else float(step.loss) for step in steps]
-            has_drawn = memory.has_drawn()
+            has_drawn = before.has_drawn()
         except Exception:
             return
         finally:
             trainer.loggers = loggers
-            memory.restore()
+            before.restore()
         is_narrow = "16" in str(self.precision_plugin.precision)
         found = explain_difference(whole, losses, halves, reduction=self._loss_reduction, is_narrow=is_narrow)
         if found is not None and not has_drawn and math.isfinite(whole + sum(losses)):
@@ -844,9 +844,9 @@ class HarmonyStrategyMixin(_Base):
         sizes = self._evaluation_sizes(name, args)
         if sizes and num_elements >= self._too_large.get(name, sys.maxsize):
             return self._evaluate_in_microbatches(name, step, sizes, args, kwargs)
-        memory = None
+        before = None
         if sizes and engine.measures(num_elements, is_training=False):
-            memory = self._remember()
+            before = self._remember()
         outputs: list[Any] = []
         engine.on_switch = None
         whole = Microbatch(lambda: outputs.append(self._on_root(step(*args, **kwargs))), 1.0, None)
@@ -854,11 +854,11 @@ class HarmonyStrategyMixin(_Base):
             self._run_without_backward([whole], num_elements)
             return outputs[0]
         except CapacityError:
-            if memory is None:
+            if before is None:
                 raise
         # Not within the except clause: the error's frames hold what the attempt has allocated.
         gc.collect()
-        memory.restore()
+        before.restore()
         engine.forget_evaluations()
         self._too_large[name] = num_elements
         self._warn(
@@ -916,9 +916,9 @@ class HarmonyStrategyMixin(_Base):
         """What a step returns, where the model's own code expects it."""
         return output if len(self._devices) < 2 else tree_map_only(Tensor, self._engine.to_root, output)
 
-    def _remember(self) -> Memory:
+    def _remember(self) -> Snapshot:
         cuda_devices = [device for device in self._devices if device.type == "cuda"]
-        return Memory(self._module, self._module.trainer._results, cuda_devices)
+        return Snapshot(self._module, self._module.trainer._results, cuda_devices)
 
     def _run_without_backward(self, microbatches: Sequence[Microbatch], num_elements: int) -> None:
         self._engine.forward(microbatches, num_elements=num_elements, predicted_gradient=None, is_training=False)
@@ -928,10 +928,10 @@ class HarmonyStrategyMixin(_Base):
         """Where layers run alone, bring the gradients of this backward to the host; once, check that the batch splits."""
         if self._runs_alone():
             self._engine.flush_gradients()
-        rehearsal, self._rehearsal = self._rehearsal, None
-        if rehearsal is not None:
+        split_check, self._split_check = self._split_check, None
+        if split_check is not None:
             self._checks_split = False
-            rehearsal()
+            split_check()
         super().post_backward(closure_loss)
 
     def _warn(self, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Rehearsal: a user's step is run, and what it left in the module is taken back."""
+"""A snapshot of a module: what a user's step left in it is taken back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_harmony.engine.rng import RandomState
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
-class Memory:
+class Snapshot:
     """What a module is now, to be made so again.
 
     Attributes of every submodule, with lists, dicts, sets and deques to any depth, and tensors but for parameters: buffers,
