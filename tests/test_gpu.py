@@ -13,9 +13,13 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from same_training import Gradients, Net, assert_close, compare, train_harmony, train_plain, trainer_for
 from test_compile import Compilations
+from test_evaluation import TIGHT, Evaluated, batches
 from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
+from test_lightning import harmony
+from test_lightning import trainer_for as quiet_trainer
 from test_precision import Scales, train_reference
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_harmony import HarmonyPrecision, HarmonyStrategy
 
@@ -274,3 +278,52 @@ def test_an_update_under_the_next_forward_changes_no_bit(clip: float) -> None:
     expected = train("at once")
     for name in ("as it comes", "slow"):
         assert all(torch.equal(value, expected[key]) for key, value in train(name).items()), name
+
+
+class Stateful(Net):
+    """Has a metric, and a tensor that only its own `to` moves."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(NETS["plain"]())
+        self.metric, self.factor = MeanMetric(), torch.ones(())
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self.factor = self.factor.to(*args, **kwargs)
+        return super().to(*args, **kwargs)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        devices = {batch.device, self.device, self.factor.device, self.metric.device, next(self.parameters()).device}
+        assert devices == {torch.device("cuda", 0)}
+        loss = super().training_step(batch, batch_idx) * self.factor
+        self.metric(loss.detach())
+        self.log("metric", self.metric, on_step=True, on_epoch=True)
+        return loss
+
+
+def test_state_that_only_to_moves_is_on_the_gpu_during_the_fit_and_on_the_host_after_it() -> None:
+    module = Stateful()
+    strategy = HarmonyStrategy(num_microbatches=2)
+    train_harmony(module, nets.tokens(), strategy, 8, with_gradients=False, accelerator="gpu")
+    assert {module.device.type, module.factor.device.type, module.metric.device.type} == {"cpu"}
+
+
+@pytest.mark.filterwarnings("ignore:.*is run again in")
+def test_an_evaluation_that_exceeds_the_capacity_gives_what_a_larger_one_does() -> None:
+    found = []
+    for memory in ("64MiB", TIGHT["device_memory"]):
+        trainer = quiet_trainer(harmony(**(TIGHT | {"device_memory": memory})), accelerator="gpu")
+        (metrics,) = trainer.validate(Evaluated(), batches(), verbose=False)
+        predicted = trainer.predict(Evaluated(), batches())
+        found.append((metrics, predicted))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_check_of_the_split_leaves_no_trace_on_the_gpu() -> None:
+    found = []
+    for reduction in (None, "mean"):
+        strategy = HarmonyStrategy(num_microbatches=4, loss_reduction=reduction)
+        module = build("dropout")
+        found.append(train_harmony(module, nets.tokens(), strategy, 8, with_gradients=False, accelerator="gpu"))
+        assert len(module.losses) == 12
+    compare(*found)
