@@ -10,4 +10,4 @@ class CapacityError(RuntimeError):
 
 
 class PlanError(RuntimeError):
-    """A plan broke its own rules: a fault of this package, not of the user."""
+    """A plan breaks the rules, or is for another model or machine: the message marks the culprit or names the difference."""

@@ -1,12 +1,17 @@
 """What follows from the order in which a step visits its packs."""
 
 from itertools import pairwise
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import full_plans
 
-from lightning_harmony.plan.plan import Plan, merge_calls, visits_of
+from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.profile import MachineLimits, Profile
+from lightning_harmony.plan.plan import Plan, Predicted, fingerprint, merge_calls, visits_of
 from lightning_harmony.plan.task import Phase
 
 # Packs 0 1 2 0 3: the first is visited twice.
@@ -33,6 +38,87 @@ visits: 0 1 2 0 [3]"""
     def test_it_names_the_packs_that_keep_their_graphs(self) -> None:
         plan = Plan((("one",), ("two",), ("three",)), (0, 1, 2), 2, frozenset({1, 0}))
         assert str(plan).splitlines()[-2:] == ["visits: 0 1 [2]", "keep their graphs: 0 1"]
+
+    def test_it_tells_what_it_was_made_for_and_what_was_predicted(self) -> None:
+        predicted = Predicted(1.2345, (2**30, 2**29))
+        plan = Plan((("one",),), (0,), 0, num_microbatches=8, num_devices=2, parallel="data", predicted=predicted)
+        expected = ["data on 2 devices", "microbatches: 8", "predicted: 1.23 s, at most 1 GiB, 512 MiB"]
+        assert str(plan).splitlines()[-3:] == expected
+
+
+FULL = Plan(
+    (("one", "two"), ("three",)),
+    (0, 1),
+    1,
+    frozenset({0}),
+    num_microbatches=4,
+    fingerprint="abc",
+    profile=Profile((Cost("one", 1, 2, forward_seconds=0.5),), MachineLimits(100, 1e9)),
+    predicted=Predicted(1.5, (99,)),
+)
+
+
+class TestJson:
+    @given(plan=full_plans())
+    def test_reads_what_was_written(self, plan: Plan) -> None:
+        assert Plan.from_json(plan.to_json()) == plan
+
+    @pytest.mark.parametrize(
+        ("before", "after", "problem"),
+        [
+            ("{", "", "not JSON"),
+            ('"lightning-harmony plan"', '"something"', 'no "format"'),
+            ('"version": 1', '"version": 2', "version 2, but this release reads version 1"),
+            ('"visits"', '"order"', "plan has no 'visits'"),
+            ('"format"', '"colour": 1, "format"', "plan has 'colour', which is not known"),
+            ('"first_fused": 1', '"first_fused": "1"', "plan.first_fused is '1', where int is needed"),
+            ('"first_fused": 1', '"first_fused": true', "plan.first_fused is True, where int is needed"),
+            ('"kept": [\n  0', '"kept": [\n  "0"', r"plan.kept\[0\] is '0', where int"),
+            ('"pipeline"', '"sideways"', "plan.parallel is 'sideways', where one of 'pipeline', 'data' is needed"),
+            ('"forward_seconds": 0.5', '"forward_seconds": null', r"plan.profile.layers\[0\].forward_seconds is None"),
+            ('"predicted": {', '"predicted": 3, "other": {', "plan"),
+        ],
+    )
+    def test_what_is_not_a_plan_is_refused_with_the_place(self, before: str, after: str, problem: str) -> None:
+        text = FULL.to_json()
+        assert before in text
+        with pytest.raises(PlanError, match=problem):
+            Plan.from_json(text.replace(before, after, 1))
+
+    @pytest.mark.parametrize("text", ["", "[]", "null", "3", "\x00"])
+    def test_neither_is_other_text(self, text: str) -> None:
+        with pytest.raises(PlanError, match="this is not a plan"):
+            Plan.from_json(text)
+
+    def test_whole_numbers_of_seconds_are_read_as_numbers(self) -> None:
+        plan = Plan.from_json(FULL.to_json().replace('"seconds": 1.5', '"seconds": 2'))
+        assert plan.predicted == Predicted(2.0, (99,))
+
+
+class TestPlacement:
+    @pytest.mark.parametrize(("parallel", "expected"), [("pipeline", [0, 1, 2, 0, 1]), ("data", [1, 1, 1, 1, 1])])
+    def test_packs_or_microbatches_go_round_the_devices(
+        self, parallel: Literal["pipeline", "data"], expected: Any
+    ) -> None:
+        plan = Plan((), (), 0, num_devices=3, parallel=parallel)
+        assert [plan.device_of(pack, 4) for pack in range(5)] == expected
+
+    def test_graphs_are_kept_by_fused_and_kept_packs(self) -> None:
+        assert [FULL.keeps_graph(position) for position in range(2)] == [True, True]
+        assert [TWICE.keeps_graph(position) for position in range(5)] == [False, False, False, False, True]
+
+
+class TestFingerprint:
+    def test_tells_names_and_shapes_apart(self) -> None:
+        models = [
+            [("one", [(2, 3), (3,)]), ("two", [(3,)])],
+            [("one", [(2, 3), (3,)]), ("three", [(3,)])],
+            [("one", [(3, 2), (3,)]), ("two", [(3,)])],
+            [("one", [(2, 3)]), ("two", [(3,), (3,)])],
+            [("two", [(3,)]), ("one", [(2, 3), (3,)])],
+        ]
+        assert len({fingerprint(model) for model in models}) == len(models)
+        assert fingerprint(models[0]) == fingerprint([("one", [[2, 3], [3]]), ("two", [[3]])])
 
 
 class TestPosition:

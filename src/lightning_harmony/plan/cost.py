@@ -1,4 +1,4 @@
-"""What a layer or a pack costs: the bytes that deciding needs, counted by the engine."""
+"""What a layer or a pack costs: the bytes and seconds that deciding needs, counted by the engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one layer, or of one pack, on a device.
+    """Bytes and seconds of one layer, or of one pack, on a device.
 
     Attributes:
         name: qualified name of the layer in the model.
@@ -15,6 +15,11 @@ class Cost:
         forward_work_bytes: most that its forward, with the glue behind it, allocates for one microbatch.
         backward_work_bytes: the same of recompute and backward.
         graph_bytes: what its graph holds for one microbatch, from its forward to its backward, if it is kept.
+        copied_bytes: what crosses from the host when its weights swap in: more than they take where they are cast.
+        input_bytes: what it is called with, for one microbatch.
+        stash_bytes: what is stashed for its backward, for one microbatch. An input that several take is stashed once.
+        forward_seconds: of its forward, for one microbatch.
+        backward_seconds: of its recompute and backward, for one microbatch.
     """
 
     name: str
@@ -23,6 +28,11 @@ class Cost:
     forward_work_bytes: int = 0
     backward_work_bytes: int = 0
     graph_bytes: int = 0
+    copied_bytes: int = 0
+    input_bytes: int = 0
+    stash_bytes: int = 0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
 
     @property
     def state_bytes(self) -> int:
@@ -44,4 +54,9 @@ def pack_cost(costs: Sequence[Cost]) -> Cost:
         max(cost.forward_work_bytes for cost in costs),
         max(cost.backward_work_bytes for cost in costs),
         sum(cost.graph_bytes for cost in costs),
+        sum(cost.copied_bytes for cost in costs),
+        costs[0].input_bytes,
+        sum(cost.stash_bytes for cost in costs),
+        sum(cost.forward_seconds for cost in costs),
+        sum(cost.backward_seconds for cost in costs),
     )

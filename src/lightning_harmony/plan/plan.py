@@ -1,14 +1,36 @@
 """The plan of a step: packs, the order in which the forward visits them, and what follows from that order."""
 
+import hashlib
+import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
+from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.profile import Profile
+from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.task import Phase
+from lightning_harmony.plan.values import decode, encode
+
+# Of the JSON. A reader of one version refuses all others: plans are quickly made anew.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a step was predicted to take.
+
+    Attributes:
+        seconds: from its first task to its last.
+        peak_bytes: the most on each device.
+    """
+
+    seconds: float
+    peak_bytes: tuple[int, ...]
 
 # How packs are placed on several devices: the microbatches go round, or the packs do.
 Parallel = Literal["pipeline", "data"]
@@ -16,7 +38,7 @@ Parallel = Literal["pipeline", "data"]
 
 @dataclass(frozen=True)
 class Plan:
-    """Packs and the order of their visits.
+    """Packs, the order of their visits, and where they run.
 
     Attributes:
         packs: names of the layers of each pack.
@@ -26,6 +48,10 @@ class Plan:
         kept: the packs before that keep their graphs from forward to backward.
         num_devices: how many devices share the work.
         parallel: "pipeline", where each pack has its device, or "data", where each microbatch has.
+        num_microbatches: how many the step is planned for; None before it was seen.
+        fingerprint: of the model that it is for, as `fingerprint` makes it; empty if that is not told.
+        profile: what it was made from, if that is known.
+        predicted: what the step was predicted to take, if it was.
     """
 
     packs: tuple[tuple[str, ...], ...]
@@ -34,6 +60,10 @@ class Plan:
     kept: frozenset[int] = frozenset()
     num_devices: int = 1
     parallel: Parallel = "pipeline"
+    num_microbatches: int | None = None
+    fingerprint: str = ""
+    profile: Profile | None = None
+    predicted: Predicted | None = None
 
     def device_of(self, pack: int, microbatch: int) -> int:
         """The device where a pack runs for a microbatch."""
@@ -47,8 +77,38 @@ class Plan:
         lines = [f"pack {index}: {', '.join(layers)}" for index, layers in enumerate(self.packs)]
         before, fused = (" ".join(map(str, part)) for part in (self.visits[: self.first_fused], self.fused_visits))
         kept = [f"keep their graphs: {' '.join(map(str, sorted(self.kept)))}"] if self.kept else []
+        number = [f"microbatches: {self.num_microbatches}"] if self.num_microbatches is not None else []
         devices = [f"{self.parallel} on {self.num_devices} devices"] if self.num_devices > 1 else []
-        return "\n".join([*lines, f"visits: {before} [{fused}]".replace("  ", " "), *kept, *devices])
+        predicted = [f"predicted: {_text(self.predicted)}"] if self.predicted is not None else []
+        return "\n".join(
+            [*lines, f"visits: {before} [{fused}]".replace("  ", " "), *kept, *devices, *number, *predicted]
+        )
+
+    def to_json(self) -> str:
+        """The plan as JSON, which `from_json` reads."""
+        return json.dumps({"format": "lightning-harmony plan", "version": VERSION, **encode(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: if it is something else. Whether a step can run by it is told by `replay.refuse_invalid`.
+        """
+        try:
+            data: Any = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"this is not a plan, for it is not JSON: {error}") from error
+        if not isinstance(data, dict) or data.pop("format", None) != "lightning-harmony plan":
+            raise PlanError('this is not a plan: it has no "format": "lightning-harmony plan"')
+        version = data.pop("version", None)
+        if version != VERSION:
+            raise PlanError(f"the plan has version {version!r}, but this release reads version {VERSION}: plan anew")
+        return decode(cls, data, "plan")
+
+    def keeps_graph(self, position: int) -> bool:
+        """Whether the visit at a position of the forward keeps graphs for its backward, so that it stashes nothing."""
+        return position >= self.first_fused or self.visits[position] in self.kept
 
     @property
     def fused_visits(self) -> tuple[int, ...]:
@@ -106,6 +166,21 @@ class Plan:
     def _place(self, phase: Phase, position: int) -> int:
         """A position of a phase as a place in the step."""
         return position if phase is Phase.FORWARD else len(self.visits) + position
+
+
+def fingerprint(layers: Iterable[tuple[str, Iterable[Sequence[int]]]]) -> str:
+    """What tells models apart for which a plan is made: their layers' names, and the shapes of their parameters.
+
+    Args:
+        layers: of each, the name and the shapes.
+    """
+    text = json.dumps([[name, [list(shape) for shape in shapes]] for name, shapes in layers])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _text(predicted: Predicted) -> str:
+    peaks = ", ".join(format_bytes(num_bytes) for num_bytes in predicted.peak_bytes)
+    return f"{predicted.seconds:.3g} s, at most {peaks}"
 
 
 def visits_of(calls: Sequence[int]) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""A task: what one grant of the executor lets one lane do."""
+"""A task: the smallest thing that a plan orders."""
 
 import re
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple, TypeAlias
 
 
 class Phase(Enum):
@@ -12,28 +12,70 @@ class Phase(Enum):
     BACKWARD = "B"
 
 
-@dataclass(frozen=True)
-class Task:
-    """The forward or backward of one pack for one microbatch.
+class Errand(Enum):
+    """What is done for the phases: the copies, and the update.
 
-    Prints as ``3F0``: pack 3, forward, microbatch 0; `parse` reads that back.
+    Attributes:
+        SWAP_IN: the pack's weights come from the host.
+        EVICT: they leave the device; the host has them.
+        SWAP_OUT: the pack's gradients go to the host.
+        UPDATE: the host updates the pack from its gradients.
+        STASH_OUT: what a forward leaves for its backward goes to the host.
+        STASH_IN: it comes back.
+        TRANSFER_FORWARD: the input of a forward comes from the device where the lane was.
+        TRANSFER_BACKWARD: the gradient that a backward starts from does.
+        REDUCE: the gradients that another device has summed come, and are added. Its number is that of the device.
+    """
+
+    SWAP_IN = "SWAP_IN"
+    EVICT = "EVICT"
+    SWAP_OUT = "SWAP_OUT"
+    UPDATE = "U"
+    STASH_OUT = "STASH_OUT"
+    STASH_IN = "STASH_IN"
+    TRANSFER_FORWARD = "TRANSFER_F"
+    TRANSFER_BACKWARD = "TRANSFER_B"
+    REDUCE = "REDUCE"
+
+
+Kind: TypeAlias = Phase | Errand
+
+_KINDS: dict[str, Kind] = {kind.value: kind for kinds in (Phase, Errand) for kind in kinds}
+_WITHOUT_NUMBER = frozenset({Errand.SWAP_IN, Errand.EVICT, Errand.SWAP_OUT, Errand.UPDATE})
+_TASK = re.compile(r"([0-9]+)([A-Z_]+)([0-9]*)")
+
+
+class Task(NamedTuple):
+    """What is done to one pack, and for which microbatch.
+
+    Prints as ``3F0`` (pack 3, forward, microbatch 0) or, where all microbatches share it, as ``3SWAP_IN``; `parse` reads
+    that back.
+
+    Attributes:
+        pack: its index.
+        kind: what is done.
+        microbatch: for which one; None where all share it.
     """
 
     pack: int
-    phase: Phase
-    microbatch: int
+    kind: Kind
+    microbatch: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.pack}{self.phase.value}{self.microbatch}"
+        return f"{self.pack}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> "Task":
         """Read a task as `str` prints it.
 
         Raises:
-            ValueError: if ``text`` is not of the form ``<pack><F|B><microbatch>``.
+            ValueError: if ``text`` is not a task.
         """
-        match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
-        if match is None:
-            raise ValueError(f"{text!r} is not a task: expected <pack><F|B><microbatch>, as in '3F0'")
-        return cls(int(match[1]), Phase(match[2]), int(match[3]))
+        match = _TASK.fullmatch(text)
+        kind = _KINDS.get(match[2]) if match is not None else None
+        if match is None or kind is None or (kind in _WITHOUT_NUMBER) == bool(match[3]):
+            raise ValueError(
+                f"{text!r} is not a task: expected <pack><{'|'.join(_KINDS)}><microbatch>, as in '3F0', where "
+                f"{', '.join(name for name, kind in _KINDS.items() if kind in _WITHOUT_NUMBER)} have no microbatch"
+            )
+        return cls(int(match[1]), kind, int(match[3]) if match[3] else None)

@@ -1,0 +1,47 @@
+"""What a step is planned for: the machine, and what the layers cost on it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_harmony.plan.cost import Cost, pack_cost
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """Capacity and speeds, the same for each device. A speed of None is not known: what it takes counts as no time.
+
+    Attributes:
+        capacity_bytes: what a device may hold; None for no limit.
+        swap_in_bytes_per_second: host to device.
+        swap_out_bytes_per_second: device to host.
+        transfer_bytes_per_second: device to device.
+        update_bytes_per_second: gradients that the host's optimizer works off.
+    """
+
+    capacity_bytes: int | None = None
+    swap_in_bytes_per_second: float | None = None
+    swap_out_bytes_per_second: float | None = None
+    transfer_bytes_per_second: float | None = None
+    update_bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured.
+
+    Attributes:
+        layers: the cost of each, in the order of their first calls.
+        machine: what they ran on.
+    """
+
+    layers: tuple[Cost, ...]
+    machine: MachineLimits = MachineLimits()
+
+    def pack_costs(self, packs: Sequence[Sequence[str]]) -> tuple[Cost, ...]:
+        """The costs of packs of these layers, given by their names; a layer that was not seen costs nothing."""
+        return tuple(pack_cost([self._by_name.get(name) or Cost(name, 0, 0) for name in pack]) for pack in packs)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Cost]:
+        return {cost.name: cost for cost in self.layers}
