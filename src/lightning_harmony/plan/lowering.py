@@ -1,0 +1,290 @@
+"""Lowering: from a plan to the tasks of each device, with the copies that bring what they need.
+
+It foresees what the executor does on demand: packs come in the order of the visits, some are fetched ahead, and what is
+needed last makes way.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.footprint import Footprint, footprints
+from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.schedule import Schedule
+from lightning_harmony.plan.task import Errand, Phase, Task
+
+# How many packs beyond the running one are fetched ahead, where there is room.
+LOOKAHEAD = 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """One microbatch's way through one visit."""
+
+    phase: Phase
+    position: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Stay:
+    """What runs while the same packs stay on the device.
+
+    Attributes:
+        phase: of its place.
+        place: where in the plan's order of that phase it begins.
+        runs: in order.
+    """
+
+    phase: Phase
+    place: int
+    runs: tuple[Run, ...]
+
+
+def stays(plan: Plan) -> Iterator[Stay]:
+    """The order of a step: all microbatches run through a pack while it is there, and back at once through fused ones."""
+    numbers, num_visits = range(_num_microbatches(plan)), len(plan.visits)
+    for position in range(plan.first_fused):
+        yield Stay(Phase.FORWARD, position, tuple(Run(Phase.FORWARD, position, number) for number in numbers))
+    fused = range(plan.first_fused, num_visits)
+    through = [(Phase.FORWARD, position) for position in fused] + [(Phase.BACKWARD, p) for p in reversed(fused)]
+    if through:
+        runs = tuple(Run(phase, position, number) for number in numbers for phase, position in through)
+        yield Stay(Phase.FORWARD, plan.first_fused, runs)
+    for position in reversed(range(plan.first_fused)):
+        runs = tuple(Run(Phase.BACKWARD, position, number) for number in numbers)
+        yield Stay(Phase.BACKWARD, num_visits - 1 - position, runs)
+
+
+def owner(plan: Plan, pack: int) -> int:
+    """The device that sends a pack's gradients to the host."""
+    if plan.parallel == "pipeline":
+        return plan.device_of(pack, 0)
+    return pack % min(plan.num_devices, _num_microbatches(plan))
+
+
+def summing_devices(plan: Plan, pack: int) -> range:
+    """The devices that sum gradients of a pack."""
+    if plan.parallel == "pipeline":
+        device = plan.device_of(pack, 0)
+        return range(device, device + 1)
+    return range(min(plan.num_devices, _num_microbatches(plan)))
+
+
+def lower(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None) -> Schedule:
+    """The tasks of each device. They are not checked: whether they fit is for `replay` to say.
+
+    Args:
+        plan: the plan.
+        packs: what each pack costs.
+        capacity_bytes: what a device may hold; None for no limit.
+
+    Raises:
+        PlanError: if the plan doesn't know its number of microbatches.
+    """
+    order, footprint = tuple(stays(plan)), footprints(plan, packs)
+    return Schedule(
+        tuple(_Lowering(plan, packs, footprint, capacity_bytes, d, order).tasks() for d in range(plan.num_devices))
+    )
+
+
+def _num_microbatches(plan: Plan) -> int:
+    if plan.num_microbatches is None:
+        raise PlanError("the plan does not say for how many microbatches it is")
+    return plan.num_microbatches
+
+
+@dataclass
+class _Held:
+    """What a device holds beside weights, in the order of its tasks. What is on its way out counts as gone."""
+
+    num_bytes: int = 0
+    most_bytes: int = 0
+    sums: set[tuple[int, int]] = field(default_factory=set)
+    outputs: dict[int, int] = field(default_factory=dict)
+
+    def take(self, num_bytes: int, left_bytes: int) -> None:
+        """Something takes bytes, and leaves some of them."""
+        self.most_bytes = max(self.most_bytes, self.num_bytes + num_bytes)
+        self.num_bytes += left_bytes
+
+
+class _Lowering:
+    """Of the tasks of one device."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        packs: Sequence[Cost],
+        footprint: Sequence[Footprint],
+        capacity_bytes: int | None,
+        device: int,
+        order: Sequence[Stay],
+    ) -> None:
+        self._plan, self._packs, self._footprint, self._capacity_bytes = plan, packs, footprint, capacity_bytes
+        self._device = device
+        self._stays = [Stay(stay.phase, stay.place, runs) for stay in order if (runs := self._here(stay.runs))]
+        # Each visit that is computed here, and whether it is the last backward of its pack.
+        self._last = {run_pack: number for number, stay in enumerate(self._stays) for run_pack in self._summed(stay)}
+        self._tasks: list[Task] = []
+        self._resident: set[int] = set()
+        self._resident_bytes = 0
+        self._held = _Held()
+
+    def _here(self, runs: Sequence[Run]) -> tuple[Run, ...]:
+        plan = self._plan
+        if plan.num_devices == 1:
+            return tuple(runs)
+        return tuple(run for run in runs if plan.device_of(plan.visits[run.position], run.microbatch) == self._device)
+
+    def _summed(self, stay: Stay) -> list[int]:
+        """The packs that run backward in a stay."""
+        visits = self._plan.visits
+        return sorted({visits[run.position] for run in stay.runs if run.phase is Phase.BACKWARD})
+
+    def tasks(self) -> tuple[Task, ...]:
+        for number, stay in enumerate(self._stays):
+            computing, held = self._compute(stay)
+            self._bring(number, held.most_bytes)
+            self._tasks += computing
+            self._held = held
+            held.most_bytes = held.num_bytes
+            for pack in self._summed(stay):
+                if self._last[pack] == number:
+                    self._send_gradients(pack, stay)
+        self._tasks += [Task(pack, Errand.EVICT) for pack in sorted(self._resident)]
+        return tuple(self._tasks)
+
+    def _compute(self, stay: Stay) -> tuple[list[Task], _Held]:
+        """The tasks of a stay besides those of weights, and what the device holds behind them."""
+        tasks: list[Task] = []
+        before = self._held
+        held = _Held(before.num_bytes, before.num_bytes, set(before.sums), dict(before.outputs))
+        for run in stay.runs:
+            pack = self._plan.visits[run.position]
+            if self._comes_from_elsewhere(run):
+                self._transfer(run, tasks, held)
+            if run.phase is Phase.FORWARD:
+                self._forward(run, pack, tasks, held)
+            else:
+                self._backward(run, pack, tasks, held)
+        return tasks, held
+
+    def _comes_from_elsewhere(self, run: Run) -> bool:
+        plan = self._plan
+        if plan.num_devices == 1 or plan.parallel == "data":
+            return False
+        before = run.position - 1 if run.phase is Phase.FORWARD else run.position + 1
+        return 0 <= before < len(plan.visits) and plan.device_of(plan.visits[before], run.microbatch) != self._device
+
+    def _transfer(self, run: Run, tasks: list[Task], held: _Held) -> None:
+        kind, footprint = Errand.TRANSFER_FORWARD, self._footprint[run.position]
+        num_bytes = footprint.input_bytes
+        if run.phase is Phase.BACKWARD:
+            kind, num_bytes = Errand.TRANSFER_BACKWARD, footprint.output_bytes
+        # What the lane left here when it went elsewhere has been fetched, or it could not come back.
+        held.num_bytes -= held.outputs.pop(run.microbatch, 0)
+        held.take(num_bytes, num_bytes)
+        tasks.append(Task(self._plan.visits[run.position], kind, run.microbatch))
+
+    def _forward(self, run: Run, pack: int, tasks: list[Task], held: _Held) -> None:
+        footprint = self._footprint[run.position]
+        held.take(footprint.forward_bytes, footprint.forward_left_bytes - footprint.input_bytes)
+        held.outputs[run.microbatch] = footprint.output_bytes
+        tasks.append(Task(pack, Phase.FORWARD, run.microbatch))
+        if footprint.stash_bytes:
+            tasks.append(Task(pack, Errand.STASH_OUT, run.microbatch))
+            held.num_bytes -= footprint.stash_bytes
+
+    def _backward(self, run: Run, pack: int, tasks: list[Task], held: _Held) -> None:
+        footprint = self._footprint[run.position]
+        if (pack, run.position) not in held.sums:
+            held.sums.add((pack, run.position))
+            held.take(footprint.gradient_bytes, footprint.gradient_bytes)
+        if footprint.stash_bytes:
+            tasks.append(Task(pack, Errand.STASH_IN, run.microbatch))
+            held.take(footprint.stash_bytes, footprint.stash_bytes)
+        gone = footprint.output_bytes + footprint.stash_bytes + footprint.graph_bytes
+        held.take(footprint.backward_bytes, footprint.backward_left_bytes - gone)
+        held.outputs[run.microbatch] = footprint.backward_left_bytes
+        tasks.append(Task(pack, Phase.BACKWARD, run.microbatch))
+
+    def _bring(self, number: int, work_bytes: int) -> None:
+        """Swap in the packs of a stay, with room for its work, and those that come next as far as there is room."""
+        stay = self._stays[number]
+        # In the order of their first use.
+        wanted = list(dict.fromkeys(self._plan.visits[run.position] for run in stay.runs))
+        missing = [pack for pack in wanted if pack not in self._resident]
+        missing_bytes = sum(self._packs[pack].weight_bytes for pack in missing)
+        self._make_room(work_bytes + missing_bytes, stay, frozenset(wanted))
+        for pack in missing:
+            self._swap_in(pack)
+        for pack in self._following(number, wanted):
+            if not self._make_room(work_bytes + self._packs[pack].weight_bytes, stay, frozenset(wanted), before=pack):
+                break
+            self._swap_in(pack)
+
+    def _following(self, number: int, wanted: Sequence[int]) -> list[int]:
+        """The next packs that this device needs after a stay, as far as they aren't there."""
+        following: list[int] = []
+        for stay in self._stays[number + 1 :]:
+            for run in stay.runs:
+                pack = self._plan.visits[run.position]
+                if pack not in following and pack not in wanted:
+                    following.append(pack)
+                if len(following) == LOOKAHEAD:
+                    return [pack for pack in following if pack not in self._resident]
+                if stay.phase is Phase.BACKWARD or stay.place < self._plan.first_fused:
+                    # All runs of such a stay are of one pack.
+                    break
+        return [pack for pack in following if pack not in self._resident]
+
+    def _make_room(self, num_bytes: int, stay: Stay, wanted: frozenset[int], before: int | None = None) -> bool:
+        """Evict what is needed last until there is room, but nothing that is needed sooner than ``before``."""
+        capacity = self._capacity_bytes
+        while capacity is not None and self._resident_bytes + num_bytes > capacity:
+            others = [pack for pack in sorted(self._resident - wanted) if not self._has_graphs(pack, stay)]
+            if before is not None:
+                others.insert(0, before)
+            if not others:
+                return False
+            last = self._plan.needed_last(others, stay.phase, stay.place)
+            if last == before:
+                return False
+            self._evict(last)
+        return True
+
+    def _has_graphs(self, pack: int, stay: Stay) -> bool:
+        """Whether graphs of a pack are on the device when a stay begins: it has been visited, and not yet come back to."""
+        if pack not in self._plan.kept:
+            return False
+        places = [place for place, other in enumerate(self._plan.visits) if other == pack]
+        if stay.phase is Phase.FORWARD:
+            return places[0] < stay.place
+        return len(self._plan.visits) - 1 - places[0] > stay.place
+
+    def _swap_in(self, pack: int) -> None:
+        self._tasks.append(Task(pack, Errand.SWAP_IN))
+        self._resident.add(pack)
+        self._resident_bytes += self._packs[pack].weight_bytes
+
+    def _evict(self, pack: int) -> None:
+        self._tasks.append(Task(pack, Errand.EVICT))
+        self._resident.remove(pack)
+        self._resident_bytes -= self._packs[pack].weight_bytes
+
+    def _send_gradients(self, pack: int, stay: Stay) -> None:
+        """After the last backward: sums go to the device that has the pack's gradients, and from there to the host."""
+        num_bytes = self._packs[pack].gradient_bytes
+        if not num_bytes:
+            return
+        sums = {key for key in self._held.sums if key[0] == pack}
+        if owner(self._plan, pack) == self._device:
+            others = [device for device in summing_devices(self._plan, pack) if device != self._device]
+            if others:
+                self._make_room(self._held.num_bytes + num_bytes * len(sums), stay, frozenset())
+            self._tasks += [Task(pack, Errand.REDUCE, device) for device in others]
+            self._tasks += [Task(pack, Errand.SWAP_OUT), Task(pack, Errand.UPDATE)]
+        self._held.sums -= sums
+        self._held.num_bytes -= num_bytes * len(sums)

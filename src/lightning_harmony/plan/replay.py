@@ -1,0 +1,644 @@
+"""Replay: the rules of a step, all of them and only here. It refuses what breaks one, and tells times and bytes of the rest.
+
+The rules:
+
+1. A task is for a pack and a microbatch of the plan, on the device where the plan places it.
+2. Each microbatch goes through the visits in their order, and back through them in reverse, each once.
+3. A forward or a backward runs where the pack's weights are: swapped in, and not evicted since. What is there already is
+   not swapped in again, and nothing is left at the end. Weights stay while graphs that were made with them are kept.
+4. A lane's tensors are on the device: what comes from another one was transferred, once.
+5. A visit that keeps no graph stashes what its backward needs. It goes to the host at most once, and comes back before the
+   backward. Where the graph is kept, there is no stash.
+6. Gradients are summed in the order of the microbatches: then the sums do not depend on the plan.
+7. The gradients of a pack go to the host once, after its last backward, and after those of other devices were added, in
+   the order of the devices. The update follows, once.
+8. What is on a device never exceeds the capacity.
+
+Times: each device has a stream of each kind, and the host one for updates. A task begins when its stream is free, what it
+needs is there, and there is room: it waits for what earlier tasks send away, as far as it has to. A copy is issued behind
+the computing that is listed before it, so it begins no sooner than that does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.footprint import footprints
+from lightning_harmony.plan.lowering import lower, owner, summing_devices
+from lightning_harmony.plan.profile import MachineLimits
+from lightning_harmony.plan.memory_size import format_bytes
+from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.schedule import Schedule
+from lightning_harmony.plan.task import Errand, Phase, Task
+
+COMPUTE, UPDATE = "compute", "update"
+STREAMS = ("swap-in", "stash-in", "transfer", COMPUTE, "swap-out", UPDATE)
+_STREAM_OF: dict[Phase | Errand, str] = {
+    Phase.FORWARD: COMPUTE,
+    Phase.BACKWARD: COMPUTE,
+    Errand.SWAP_IN: "swap-in",
+    Errand.STASH_IN: "stash-in",
+    Errand.TRANSFER_FORWARD: "transfer",
+    Errand.TRANSFER_BACKWARD: "transfer",
+    Errand.REDUCE: "transfer",
+    Errand.STASH_OUT: "swap-out",
+    Errand.SWAP_OUT: "swap-out",
+    Errand.UPDATE: UPDATE,
+}
+
+
+class Span(NamedTuple):
+    """When a task runs, and on which stream."""
+
+    task: Task
+    stream: str
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True)
+class DevicePrediction:
+    """What a step does on one device.
+
+    Attributes:
+        spans: its tasks but evictions, which take no time, in order.
+        peak_bytes: the most that is on it.
+        memory: each moment at which that changes, and what is on it from then on.
+        compute_seconds: how long it computes.
+        swapped_in_bytes: host to device, by kind: "weights", "stash".
+        swapped_out_bytes: device to host, by kind: "gradients", "stash".
+        transferred_bytes: what comes from other devices.
+    """
+
+    spans: tuple[Span, ...]
+    peak_bytes: int
+    memory: tuple[tuple[float, int], ...]
+    compute_seconds: float
+    swapped_in_bytes: Mapping[str, int]
+    swapped_out_bytes: Mapping[str, int]
+    transferred_bytes: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step does.
+
+    Attributes:
+        seconds: until the last task has ended, updates included.
+        devices: for each device.
+    """
+
+    seconds: float
+    devices: tuple[DevicePrediction, ...]
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most on each device."""
+        return tuple(device.peak_bytes for device in self.devices)
+
+
+def refuse_invalid(plan: Plan) -> None:
+    """Refuse a plan that contradicts itself.
+
+    Raises:
+        PlanError: naming what is wrong.
+    """
+    names = Counter(chain.from_iterable(plan.packs))
+    problems = [f"layer {name!r} is in {number} places" for name, number in names.items() if number > 1]
+    problems += [f"pack {index} has no layer" for index, pack in enumerate(plan.packs) if not pack]
+    problems += [f"it visits pack {p}, which it doesn't have" for p in plan.visits if not 0 <= p < len(plan.packs)]
+    if not 0 <= plan.first_fused <= len(plan.visits):
+        problems.append(f"it fuses from visit {plan.first_fused} of {len(plan.visits)}")
+    else:
+        before = set(plan.visits[: plan.first_fused])
+        problems += [f"pack {pack} is fused, but visited before" for pack in sorted(before & plan.fused)]
+        problems += [f"pack {p} keeps its graphs, but isn't before the fused ones" for p in sorted(plan.kept - before)]
+    for name, number in (("microbatches", plan.num_microbatches), ("devices", plan.num_devices)):
+        if number is not None and number < 1:
+            problems.append(f"it is for {number} {name}")
+    if problems:
+        raise PlanError(f"this plan cannot be run: {'; '.join(problems)}")
+
+
+def predict(plan: Plan, machine: MachineLimits | None = None) -> Prediction:
+    """What a step by this plan does, as far as the plan knows what its layers cost.
+
+    Args:
+        plan: the plan, with its profile.
+        machine: what it runs on; None for what its profile was measured on.
+
+    Raises:
+        PlanError: if it has no profile, or breaks a rule.
+    """
+    if plan.profile is None:
+        raise PlanError("the plan does not say what its layers cost: save trainer.strategy.plan after the first step")
+    refuse_invalid(plan)
+    machine = machine or plan.profile.machine
+    packs = plan.profile.pack_costs(plan.packs)
+    return replay(plan, lower(plan, packs, machine.capacity_bytes), packs, machine)
+
+
+def replay(plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: MachineLimits) -> Prediction:
+    """Go through the tasks of all devices by the rules.
+
+    Args:
+        plan: what the tasks are for.
+        schedule: the tasks of each device.
+        packs: what each pack costs.
+        machine: what they run on.
+
+    Raises:
+        PlanError: if a rule is broken; the message shows where.
+    """
+    refuse_invalid(plan)
+    return _Replay(plan, schedule, packs, machine).run()
+
+
+class _BrokenError(Exception):
+    """A task breaks a rule, whatever other devices do."""
+
+
+@dataclass
+class _Lane:
+    """Where a microbatch is.
+
+    Attributes:
+        position: the visit that comes next; in the backward, counted down.
+        phase: the phase of that.
+        device: where its tensors are; None before it began.
+        ready: when they are there.
+    """
+
+    position: int = 0
+    phase: Phase = Phase.FORWARD
+    device: int | None = None
+    ready: float = 0.0
+
+
+@dataclass
+class _Stashed:
+    """What a forward left for its backward.
+
+    Attributes:
+        where: on the device, on the host, or back from there.
+        ready: when it is there.
+    """
+
+    where: str
+    ready: float
+
+
+class _Memory:
+    """What is on a device, in the order of its tasks.
+
+    What leaves counts until a task needs its room, which then begins behind that. So in no order of times is more there.
+    """
+
+    def __init__(self, capacity_bytes: int | None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.num_bytes = 0
+        self.changes: list[tuple[float, int]] = []
+        self._leaving: list[tuple[float, int]] = []
+        self._after = 0.0
+
+    def short_bytes(self, num_bytes: int) -> int:
+        """How much is missing even when all that leaves is gone."""
+        if self.capacity_bytes is None:
+            return 0
+        staying = self.num_bytes - sum(leaving for _, leaving in self._leaving)
+        return staying + num_bytes - self.capacity_bytes
+
+    def room_at(self, num_bytes: int) -> float | None:
+        """When there is room; None if there never is, as far as is known by now."""
+        if self.capacity_bytes is not None and self.num_bytes + num_bytes > self.capacity_bytes:
+            if self.short_bytes(num_bytes) > 0:
+                return None
+            while self.num_bytes + num_bytes > self.capacity_bytes:
+                end, leaving = heappop(self._leaving)
+                self.num_bytes -= leaving
+                self._after = max(self._after, end)
+        return self._after
+
+    def take(self, num_bytes: int, start: float) -> None:
+        """Something is there from ``start`` on."""
+        if num_bytes:
+            self.num_bytes += num_bytes
+            self.changes.append((start, num_bytes))
+
+    def give(self, num_bytes: int, end: float) -> None:
+        """Something is gone from ``end`` on."""
+        if num_bytes:
+            heappush(self._leaving, (end, num_bytes))
+            self.changes.append((end, -num_bytes))
+
+    def curve(self) -> tuple[tuple[float, int], ...]:
+        """Each moment at which it changes, and what is there from then on."""
+        changes: dict[float, int] = {}
+        # What begins when something ends takes its place.
+        for moment, change in sorted(self.changes):
+            changes[moment] = changes.get(moment, 0) + change
+        return tuple(zip(changes, accumulate(changes.values()), strict=True))
+
+
+@dataclass
+class _Device:
+    """A device in the middle of its tasks."""
+
+    number: int
+    tasks: Sequence[Task]
+    memory: _Memory
+    place: int = 0
+    waits_for: str = ""
+    streams: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STREAMS, 0.0))
+    issued: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    weights: dict[int, float] = field(default_factory=dict)
+    last_use: dict[int, float] = field(default_factory=dict)
+    num_graphs: Counter[int] = field(default_factory=Counter)
+    stash: dict[tuple[int, int], list[_Stashed]] = field(default_factory=dict)
+    sums: dict[int, int] = field(default_factory=dict)
+    summed_at: dict[int, float] = field(default_factory=dict)
+    reduced: dict[int, list[int]] = field(default_factory=dict)
+    next_sum: dict[int, int] = field(default_factory=dict)
+    swapped_in: Counter[str] = field(default_factory=Counter)
+    swapped_out: Counter[str] = field(default_factory=Counter)
+    transferred_bytes: int = 0
+
+
+class _Replay:
+    """One go through the tasks. Handlers return what a task waits for, or "" when it is done."""
+
+    def __init__(self, plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: MachineLimits) -> None:
+        if plan.num_microbatches is None or len(schedule.devices) != plan.num_devices:
+            raise PlanError(
+                f"the plan is for {plan.num_devices} devices and {plan.num_microbatches} microbatches, the schedule for "
+                f"{len(schedule.devices)} devices"
+            )
+        self._plan, self._schedule, self._packs, self._machine = plan, schedule, packs, machine
+        self._num_microbatches = plan.num_microbatches
+        self._footprints = footprints(plan, packs)
+        self._devices = [
+            _Device(number, tasks, _Memory(machine.capacity_bytes)) for number, tasks in enumerate(schedule.devices)
+        ]
+        self._lanes = [_Lane() for _ in range(self._num_microbatches)]
+        self._num_visits = Counter(plan.visits)
+        # Those that sum gradients on each device, in order.
+        self._of_device = [
+            [m for m in range(self._num_microbatches) if plan.parallel == "pipeline" or plan.device_of(0, m) == number]
+            for number in range(plan.num_devices)
+        ]
+        self._left = {
+            (pack, device): number * len(self._of_device[device])
+            for pack, number in self._num_visits.items()
+            for device in summing_devices(plan, pack)
+        }
+        self._sent: dict[int, float] = {}
+        self._updated: set[int] = set()
+        self._update_free = 0.0
+        self._handlers: dict[Phase | Errand, Callable[[_Device, int, int], str]] = {
+            Phase.FORWARD: self._forward,
+            Phase.BACKWARD: self._backward,
+            Errand.SWAP_IN: self._swap_in,
+            Errand.EVICT: self._evict,
+            Errand.SWAP_OUT: self._swap_out,
+            Errand.UPDATE: self._update,
+            Errand.STASH_OUT: self._stash_out,
+            Errand.STASH_IN: self._stash_in,
+            Errand.TRANSFER_FORWARD: self._transfer_forward,
+            Errand.TRANSFER_BACKWARD: self._transfer_backward,
+            Errand.REDUCE: self._reduce,
+        }
+
+    def run(self) -> Prediction:
+        while self._advance():
+            pass
+        if waiting := [device for device in self._devices if device.place < len(device.tasks)]:
+            raise self._refusal([(device, device.waits_for) for device in waiting])
+        if unfinished := [(device, problem) for device in self._devices if (problem := self._unfinished(device))]:
+            raise self._refusal(unfinished)
+        devices = tuple(self._prediction(device) for device in self._devices)
+        ends = (span.end_seconds for device in devices for span in device.spans)
+        return Prediction(max(ends, default=0.0), devices)
+
+    def _advance(self) -> bool:
+        """Let each device go on as far as it comes; whether any came further."""
+        advanced = False
+        for device in self._devices:
+            tasks, handlers = device.tasks, self._handlers
+            while device.place < len(tasks):
+                task = tasks[device.place]
+                try:
+                    self._refuse_misplaced(device, task)
+                    device.waits_for = handlers[task.kind](device, task.pack, task.microbatch or 0)
+                except _BrokenError as error:
+                    raise self._refusal([(device, str(error))]) from None
+                if device.waits_for:
+                    break
+                device.place += 1
+                advanced = True
+        return advanced
+
+    def _refuse_misplaced(self, device: _Device, task: Task) -> None:
+        if not 0 <= task.pack < len(self._packs):
+            raise _BrokenError(f"there is no pack {task.pack}")
+        if task.microbatch is None or task.kind is Errand.REDUCE:
+            return
+        if not 0 <= task.microbatch < self._num_microbatches:
+            raise _BrokenError(f"there is no microbatch {task.microbatch}")
+        where = self._plan.device_of(task.pack, task.microbatch)
+        if where != device.number:
+            raise _BrokenError(f"the plan places pack {task.pack} for microbatch {task.microbatch} on device {where}")
+
+    def _refusal(self, problems: Sequence[tuple[_Device, str]]) -> PlanError:
+        marked = [(device.number, device.place) for device, _ in problems]
+        reasons = [
+            f"{device.tasks[device.place] if device.place < len(device.tasks) else 'the end'} on device {device.number}: "
+            f"{problem}"
+            for device, problem in problems
+        ]
+        return PlanError("\n".join([*reasons, self._schedule.grid(marked)]))
+
+    def _unfinished(self, device: _Device) -> str:
+        """What is missing when all tasks of a device are done."""
+        plan = self._plan
+        for number, lane in enumerate(self._lanes):
+            if plan.visits and lane.position >= 0:
+                pack = plan.visits[lane.position]
+                if plan.device_of(pack, number) == device.number:
+                    return f"microbatch {number} never runs {Task(pack, lane.phase, number)}"
+        if device.weights:
+            return f"the weights of pack {min(device.weights)} are still there"
+        if device.sums:
+            return f"the gradients of pack {min(device.sums)} are never swapped out"
+        waiting = [pack for pack in self._sent if pack not in self._updated and owner(plan, pack) == device.number]
+        return f"pack {waiting[0]} is never updated" if waiting else ""
+
+    def _prediction(self, device: _Device) -> DevicePrediction:
+        memory = device.memory.curve()
+        computing = [span for span in device.spans if span.stream == COMPUTE]
+        return DevicePrediction(
+            spans=tuple(device.spans),
+            peak_bytes=max((num_bytes for _, num_bytes in memory), default=0),
+            memory=memory,
+            compute_seconds=sum(span.end_seconds - span.start_seconds for span in computing),
+            swapped_in_bytes=dict(device.swapped_in),
+            swapped_out_bytes=dict(device.swapped_out),
+            transferred_bytes=device.transferred_bytes,
+        )
+
+    # ---- time and room -------------------------------------------------------------------------------------------------
+
+    def _begin(self, device: _Device, num_bytes: int, after: float, seconds: float) -> tuple[float, float] | None:
+        """Run the task at hand as soon as it can; None if there is no room."""
+        task = device.tasks[device.place]
+        stream = _STREAM_OF[task.kind]
+        room = device.memory.room_at(num_bytes) if num_bytes else 0.0
+        if room is None:
+            return None
+        free = self._update_free if stream is UPDATE else device.streams[stream]
+        start = max(after, room, free, 0.0 if stream is COMPUTE else device.issued)
+        end = start + seconds
+        if stream is UPDATE:
+            self._update_free = end
+        device.streams[stream] = end
+        if stream is COMPUTE:
+            device.issued = start
+        device.memory.take(num_bytes, start)
+        device.spans.append(Span(task, stream, start, end))
+        return start, end
+
+    def _no_room(self, device: _Device, num_bytes: int) -> str:
+        """With several devices, another one may still fetch what is in the way."""
+        short = format_bytes(device.memory.short_bytes(num_bytes))
+        problem = f"it takes {format_bytes(num_bytes)}, for which the capacity is {short} short"
+        if len(self._devices) == 1:
+            raise _BrokenError(problem)
+        return problem
+
+    def _seconds(self, num_bytes: int, bytes_per_second: float | None) -> float:
+        return num_bytes / bytes_per_second if bytes_per_second else 0.0
+
+    # ---- weights -------------------------------------------------------------------------------------------------------
+
+    def _swap_in(self, device: _Device, pack: int, _: int) -> str:
+        if pack in device.weights:
+            raise _BrokenError(f"pack {pack} is there already")
+        cost = self._packs[pack]
+        seconds = self._seconds(cost.copied_bytes, self._machine.swap_in_bytes_per_second)
+        run = self._begin(device, cost.weight_bytes, 0.0, seconds)
+        if run is None:
+            return self._no_room(device, cost.weight_bytes)
+        device.weights[pack] = device.last_use[pack] = run[1]
+        device.swapped_in["weights"] += cost.copied_bytes
+        return ""
+
+    def _evict(self, device: _Device, pack: int, _: int) -> str:
+        self._refuse_absent(device, pack)
+        if device.num_graphs[pack]:
+            raise _BrokenError(f"graphs that need the weights of pack {pack} are kept")
+        del device.weights[pack]
+        device.memory.give(self._packs[pack].weight_bytes, device.last_use[pack])
+        return ""
+
+    def _refuse_absent(self, device: _Device, pack: int) -> None:
+        if pack not in device.weights:
+            raise _BrokenError(f"the weights of pack {pack} are not there")
+
+    # ---- phases --------------------------------------------------------------------------------------------------------
+
+    def _forward(self, device: _Device, pack: int, microbatch: int) -> str:
+        self._refuse_absent(device, pack)
+        lane = self._lanes[microbatch]
+        if problem := self._not_next(lane, Phase.FORWARD, pack, microbatch):
+            return problem
+        if lane.device not in (None, device.number):
+            return f"its input is on device {lane.device}"
+        position = lane.position
+        footprint = self._footprints[position]
+        after = max(lane.ready, device.weights[pack])
+        run = self._begin(device, footprint.forward_bytes, after, self._packs[pack].forward_seconds)
+        if run is None:
+            return self._no_room(device, footprint.forward_bytes)
+        end = device.last_use[pack] = lane.ready = run[1]
+        device.memory.give(footprint.forward_bytes - footprint.forward_left_bytes + footprint.input_bytes, end)
+        if self._plan.keeps_graph(position):
+            device.num_graphs[pack] += 1
+        else:
+            device.stash.setdefault((pack, microbatch), []).append(_Stashed("on the device", end))
+        lane.device = device.number
+        lane.position += 1
+        if lane.position == len(self._plan.visits):
+            lane.phase, lane.position = Phase.BACKWARD, lane.position - 1
+        return ""
+
+    def _backward(self, device: _Device, pack: int, microbatch: int) -> str:
+        self._refuse_absent(device, pack)
+        lane = self._lanes[microbatch]
+        if problem := self._not_next(lane, Phase.BACKWARD, pack, microbatch):
+            return problem
+        if lane.device != device.number:
+            return f"the gradient that it begins with is on device {lane.device}"
+        position = lane.position
+        footprint, keeps = self._footprints[position], self._plan.keeps_graph(position)
+        # A pack that was visited twice comes back to what it left last.
+        stashed = None if keeps else device.stash[pack, microbatch][-1]
+        if stashed is not None and stashed.where == "on the host":
+            raise _BrokenError("its stash is on the host")
+        summed = device.next_sum.get(position, 0)
+        of_device = self._of_device[device.number]
+        if footprint.gradient_bytes and of_device[summed] != microbatch:
+            raise _BrokenError(f"gradients of microbatch {of_device[summed]} are to be summed first")
+        num_bytes = footprint.backward_bytes + (0 if summed else footprint.gradient_bytes)
+        after = max(lane.ready, device.weights[pack], 0.0 if stashed is None else stashed.ready)
+        run = self._begin(device, num_bytes, after, self._packs[pack].backward_seconds)
+        if run is None:
+            return self._no_room(device, num_bytes)
+        end = device.last_use[pack] = lane.ready = run[1]
+        gone = footprint.output_bytes + footprint.stash_bytes + footprint.graph_bytes
+        device.memory.give(footprint.backward_bytes - footprint.backward_left_bytes + gone, end)
+        if keeps:
+            device.num_graphs[pack] -= 1
+        else:
+            device.stash[pack, microbatch].pop()
+        if footprint.gradient_bytes:
+            device.next_sum[position] = summed + 1
+            device.sums[pack] = device.sums.get(pack, 0) + (0 if summed else footprint.gradient_bytes)
+            device.summed_at[pack] = end
+        self._left[pack, device.number] -= 1
+        lane.position -= 1
+        return ""
+
+    def _not_next(self, lane: _Lane, phase: Phase, pack: int, microbatch: int) -> str:
+        """Why a lane does not run this now; "" if it does."""
+        visits = self._plan.visits
+        if lane.position < 0:
+            return f"microbatch {microbatch} has come to its end"
+        if lane.phase is not phase or visits[lane.position] != pack:
+            return f"microbatch {microbatch} has to run {Task(visits[lane.position], lane.phase, microbatch)} before"
+        return ""
+
+    # ---- stash ---------------------------------------------------------------------------------------------------------
+
+    def _stash_out(self, device: _Device, pack: int, microbatch: int) -> str:
+        stashed = self._stashed(device, pack, microbatch, "on the device")
+        num_bytes = self._packs[pack].stash_bytes
+        seconds = self._seconds(num_bytes, self._machine.swap_out_bytes_per_second)
+        run = self._begin(device, 0, stashed.ready, seconds)
+        assert run is not None
+        stashed.where, stashed.ready = "on the host", run[1]
+        device.memory.give(num_bytes, run[1])
+        device.swapped_out["stash"] += num_bytes
+        return ""
+
+    def _stash_in(self, device: _Device, pack: int, microbatch: int) -> str:
+        stashed = self._stashed(device, pack, microbatch, "on the host")
+        num_bytes = self._packs[pack].stash_bytes
+        seconds = self._seconds(num_bytes, self._machine.swap_in_bytes_per_second)
+        run = self._begin(device, num_bytes, stashed.ready, seconds)
+        if run is None:
+            return self._no_room(device, num_bytes)
+        stashed.where, stashed.ready = "back on the device", run[1]
+        device.swapped_in["stash"] += num_bytes
+        return ""
+
+    def _stashed(self, device: _Device, pack: int, microbatch: int, where: str) -> _Stashed:
+        """What a pack left last for a microbatch, and has to be somewhere."""
+        left = device.stash.get((pack, microbatch))
+        if not left:
+            raise _BrokenError(f"pack {pack} has no stash of microbatch {microbatch}")
+        if left[-1].where != where:
+            raise _BrokenError(f"the stash of pack {pack} for microbatch {microbatch} is {left[-1].where}")
+        return left[-1]
+
+    # ---- between devices -----------------------------------------------------------------------------------------------
+
+    def _transfer_forward(self, device: _Device, pack: int, microbatch: int) -> str:
+        return self._transfer(device, pack, microbatch, Phase.FORWARD)
+
+    def _transfer_backward(self, device: _Device, pack: int, microbatch: int) -> str:
+        return self._transfer(device, pack, microbatch, Phase.BACKWARD)
+
+    def _transfer(self, device: _Device, pack: int, microbatch: int, phase: Phase) -> str:
+        lane = self._lanes[microbatch]
+        if problem := self._not_next(lane, phase, pack, microbatch):
+            return problem
+        if lane.device in (None, device.number):
+            raise _BrokenError(f"the tensors of microbatch {microbatch} are there already")
+        footprint = self._footprints[lane.position]
+        num_bytes = footprint.input_bytes if phase is Phase.FORWARD else footprint.output_bytes
+        seconds = self._seconds(num_bytes, self._machine.transfer_bytes_per_second)
+        run = self._begin(device, num_bytes, lane.ready, seconds)
+        if run is None:
+            return self._no_room(device, num_bytes)
+        self._devices[lane.device or 0].memory.give(num_bytes, run[1])
+        lane.device, lane.ready = device.number, run[1]
+        device.transferred_bytes += num_bytes
+        return ""
+
+    def _reduce(self, device: _Device, pack: int, other: int) -> str:
+        self._refuse_other_owner(device, pack)
+        others = [number for number in summing_devices(self._plan, pack) if number != device.number]
+        reduced = device.reduced.setdefault(pack, [])
+        if others[len(reduced) : len(reduced) + 1] != [other]:
+            raise _BrokenError(f"the gradients of pack {pack} on device {other} are not what is to be added next")
+        if self._left[pack, device.number] or self._left[pack, other]:
+            return f"not all backwards of pack {pack} on devices {device.number} and {other} have run"
+        source = self._devices[other]
+        num_bytes = source.sums[pack]
+        seconds = self._seconds(num_bytes, self._machine.transfer_bytes_per_second)
+        after = max(source.summed_at[pack], device.summed_at[pack])
+        run = self._begin(device, num_bytes, after, seconds)
+        if run is None:
+            return self._no_room(device, num_bytes)
+        # What came is added, and then gone on both devices.
+        device.memory.give(num_bytes, run[1])
+        source.memory.give(source.sums.pop(pack), run[1])
+        device.summed_at[pack] = run[1]
+        device.transferred_bytes += num_bytes
+        reduced.append(other)
+        return ""
+
+    def _refuse_other_owner(self, device: _Device, pack: int) -> None:
+        if owner(self._plan, pack) != device.number:
+            raise _BrokenError(f"the gradients of pack {pack} leave from device {owner(self._plan, pack)}")
+
+    # ---- gradients -----------------------------------------------------------------------------------------------------
+
+    def _swap_out(self, device: _Device, pack: int, _: int) -> str:
+        self._refuse_other_owner(device, pack)
+        if pack in self._sent:
+            raise _BrokenError(f"the gradients of pack {pack} are on the host already")
+        if self._left.get((pack, device.number)):
+            raise _BrokenError(f"{self._left[pack, device.number]} backwards of pack {pack} have not run")
+        if pack not in device.sums:
+            raise _BrokenError(f"pack {pack} has no gradients")
+        others = len(summing_devices(self._plan, pack)) - 1
+        if len(device.reduced.get(pack, [])) < others:
+            raise _BrokenError(f"the gradients of pack {pack} on other devices are not added")
+        num_bytes = device.sums.pop(pack)
+        seconds = self._seconds(num_bytes, self._machine.swap_out_bytes_per_second)
+        run = self._begin(device, 0, device.summed_at[pack], seconds)
+        assert run is not None
+        device.memory.give(num_bytes, run[1])
+        device.swapped_out["gradients"] += num_bytes
+        self._sent[pack] = run[1]
+        return ""
+
+    def _update(self, device: _Device, pack: int, _: int) -> str:
+        self._refuse_other_owner(device, pack)
+        if pack not in self._sent:
+            raise _BrokenError(f"the gradients of pack {pack} are not on the host")
+        if pack in self._updated:
+            raise _BrokenError(f"pack {pack} has been updated")
+        seconds = self._seconds(self._packs[pack].gradient_bytes, self._machine.update_bytes_per_second)
+        run = self._begin(device, 0, self._sent[pack], seconds)
+        assert run is not None
+        self._updated.add(pack)
+        return ""

@@ -1,0 +1,372 @@
+"""The rules of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from plans import CannotRun, compute, machines, names, plans
+
+from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.lowering import lower
+from lightning_harmony.plan.profile import MachineLimits, Profile
+from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.replay import predict, refuse_invalid, replay
+from lightning_harmony.plan.schedule import Schedule
+from lightning_harmony.plan.task import Errand, Task
+
+# Weights 10 (of which 20 cross the bus), gradients 8, work 3 and 5, graph 6, input 2, stash 4; 1 s forward, 2 s backward.
+PACK = Cost("pack", 10, 8, 3, 5, 6, 20, 2, 4, 1.0, 2.0)
+FREE = MachineLimits()
+Planned = tuple[Plan, tuple[Cost, ...]]
+
+
+def chain(num_packs: int, first_fused: int, num_microbatches: int, **more: object) -> Plan:
+    packs = tuple(range(num_packs))
+    return Plan(names(num_packs), packs, first_fused, num_microbatches=num_microbatches, **more)  # type: ignore[arg-type]
+
+
+def grid(*lines: str) -> Schedule:
+    return Schedule.parse("\n".join(f"device {number} | {line}" for number, line in enumerate(lines)))
+
+
+TWO = chain(2, 1, 1)
+TWO_TASKS = (
+    "0SWAP_IN 0F0 0STASH_OUT0 1SWAP_IN 1F0 1B0 1SWAP_OUT 1U 1EVICT 0STASH_IN0 0B0 0SWAP_OUT 0U 0EVICT"  # fmt: skip
+)
+
+
+class TestTimes:
+    def test_what_does_not_wait_for_anything_runs_beside_the_rest(self) -> None:
+        # Swaps take 20 s in and 8 s out, an update 4 s; a stash 4 s either way.
+        machine = MachineLimits(None, 1.0, 1.0, None, 2.0)
+        times = {
+            str(span.task): (span.start_seconds, span.end_seconds)
+            for span in replay(TWO, grid(TWO_TASKS), [PACK] * 2, machine).devices[0].spans
+        }
+        assert times == {
+            "0SWAP_IN": (0, 20),
+            "0F0": (20, 21),
+            "0STASH_OUT0": (21, 25),
+            # Its stream is free, and it was issued behind the forward.
+            "1SWAP_IN": (20, 40),
+            "1F0": (40, 41),
+            "1B0": (41, 43),
+            "1SWAP_OUT": (43, 51),
+            "1U": (51, 55),
+            "0STASH_IN0": (41, 45),
+            "0B0": (45, 47),
+            # Its stream is busy until then.
+            "0SWAP_OUT": (51, 59),
+            "0U": (59, 63),
+        }
+
+    def test_a_task_waits_for_room_that_an_earlier_one_leaves(self) -> None:
+        machine = MachineLimits(None, 1.0, 1.0, None, None)
+        # Both packs (20), the gradients of one (8), its work (5) and graph (6): the stash of the other (4) has to be gone.
+        machine = replace(machine, swap_out_bytes_per_second=0.1)
+        tight = replay(TWO, grid(TWO_TASKS), [PACK] * 2, replace(machine, capacity_bytes=39))
+        assert tight.peak_bytes == (39,)
+        starts = {str(span.task): span.start_seconds for span in tight.devices[0].spans}
+        # The stash began to leave at 21.
+        assert starts["1B0"] == 61
+        with pytest.raises(PlanError, match=r"1B0 on device 0: it takes 13 B, for which the capacity is 1 B short"):
+            replay(TWO, grid(TWO_TASKS), [PACK] * 2, MachineLimits(38))
+
+    def test_memory_is_told_for_every_moment(self) -> None:
+        machine = MachineLimits(None, 1.0, 1.0, None, None)
+        (device,) = replay(TWO, grid(TWO_TASKS), [PACK] * 2, machine).devices
+        # From the top: weights; work and stash; output and stash, and more weights from the same moment on; ...
+        assert device.memory[:5] == ((0.0, 10), (20.0, 27), (21.0, 26), (25.0, 22), (40.0, 31))
+        assert device.memory[-1] == (59.0, 0)
+        assert device.peak_bytes == max(num_bytes for _, num_bytes in device.memory)
+
+    def test_devices_of_a_pipeline_work_at_the_same_time(self) -> None:
+        packs = [replace(PACK, gradient_bytes=0)] * 2
+        alone = chain(2, 1, 8)
+        together = replace(alone, num_devices=2)
+        one = replay(alone, lower(alone, packs, None), packs, FREE)
+        two = replay(together, lower(together, packs, None), packs, FREE)
+        assert one.seconds == 8 * 6
+        # The first device runs all forwards ahead, the second one follows by one forward; its backwards are waited for.
+        assert two.seconds == 1 + 8 * 3 + 2
+        assert [device.compute_seconds for device in two.devices] == [24, 24]
+
+    def test_microbatches_on_devices_of_their_own_take_a_share_of_the_time(self) -> None:
+        plan = chain(2, 1, 8, num_devices=4, parallel="data")
+        assert replay(plan, lower(plan, [PACK] * 2, None), [PACK] * 2, FREE).seconds == 2 * 6
+
+
+class TestBytes:
+    @pytest.mark.parametrize("num_devices", [1, 2, 4])
+    def test_a_pipeline_swaps_three_times_the_weights_less_what_stays(self, num_devices: int) -> None:
+        """Weights come in forward and in backward and gradients leave, whatever the number of devices; the last pack stays."""
+        num_packs, num_microbatches = 12, 6
+        pack = Cost("pack", 10, 10, copied_bytes=10)
+        plan = chain(num_packs, num_packs - 1, num_microbatches, num_devices=num_devices)
+        capacity = 20
+        swapped = replay(plan, lower(plan, [pack] * num_packs, capacity), [pack] * num_packs, MachineLimits(capacity))
+        weights = sum(device.swapped_in_bytes["weights"] for device in swapped.devices)
+        gradients = sum(device.swapped_out_bytes["gradients"] for device in swapped.devices)
+        assert gradients == num_packs * 10
+        # A device keeps the pack that it ran last: with several, more than one stays.
+        assert weights + gradients == 3 * num_packs * 10 - num_devices * 10
+
+    @pytest.mark.parametrize("num_devices", [1, 2, 4])
+    def test_data_placement_swaps_weights_for_each_device_and_gradients_once(self, num_devices: int) -> None:
+        pack = Cost("pack", 10, 10, copied_bytes=10)
+        plan = chain(12, 11, 8, num_devices=num_devices, parallel="data")
+        swapped = replay(plan, lower(plan, [pack] * 12, 20), [pack] * 12, MachineLimits(20))
+        assert {device.swapped_in_bytes["weights"] for device in swapped.devices} == {10 * (24 - 1)}
+        assert sum(device.swapped_out_bytes["gradients"] for device in swapped.devices) == 120
+        assert sum(device.transferred_bytes for device in swapped.devices) == 120 * (num_devices - 1)
+
+    def test_what_crosses_the_bus_may_be_more_than_what_arrives(self) -> None:
+        (device,) = replay(TWO, grid(TWO_TASKS), [PACK] * 2, FREE).devices
+        assert device.swapped_in_bytes == {"weights": 40, "stash": 4}
+        assert device.swapped_out_bytes == {"gradients": 16, "stash": 4}
+
+
+def problem_of(plan: Plan, schedule: Schedule, packs: list[Cost]) -> str:
+    with pytest.raises(PlanError) as refused:
+        replay(plan, schedule, packs, FREE)
+    return str(refused.value)
+
+
+class TestRules:
+    @pytest.mark.parametrize(
+        ("before", "after", "problem"),
+        [
+            ("0SWAP_IN ", "0SWAP_IN 0SWAP_IN ", "0SWAP_IN on device 0: pack 0 is there already"),
+            ("0SWAP_IN ", "", "0F0 on device 0: the weights of pack 0 are not there"),
+            ("1EVICT", "1EVICT 1EVICT", "1EVICT on device 0: the weights of pack 1 are not there"),
+            (" 0EVICT", "", "the end on device 0: the weights of pack 0 are still there"),
+            ("1F0 1B0", "1F0 1EVICT 1SWAP_IN 1B0", "graphs that need the weights of pack 1 are kept"),
+            ("0F0 0STASH_OUT0 1SWAP_IN 1F0", "1SWAP_IN 1F0 0F0 0STASH_OUT0", "microbatch 0 has to run 0F0 before"),
+            (" 0STASH_IN0 0B0 0SWAP_OUT 0U", "", "the end on device 0: microbatch 0 never runs 0B0"),
+            ("0STASH_OUT0 ", "", "the stash of pack 0 for microbatch 0 is on the device"),
+            ("0STASH_OUT0", "0STASH_OUT0 0STASH_OUT0", "the stash of pack 0 for microbatch 0 is on the host"),
+            ("0STASH_IN0 ", "", "0B0 on device 0: its stash is on the host"),
+            ("1F0", "1F0 1STASH_OUT0", "pack 1 has no stash of microbatch 0"),
+            ("1B0 1SWAP_OUT", "1SWAP_OUT 1B0", "1 backwards of pack 1 have not run"),
+            ("1SWAP_OUT", "1SWAP_OUT 1SWAP_OUT", "the gradients of pack 1 are on the host already"),
+            (" 0SWAP_OUT 0U", "", "the end on device 0: the gradients of pack 0 are never swapped out"),
+            ("0SWAP_OUT 0U", "0U 0SWAP_OUT", "0U on device 0: the gradients of pack 0 are not on the host"),
+            ("0U", "0U 0U", "pack 0 has been updated"),
+            (" 0U", "", "the end on device 0: pack 0 is never updated"),
+            ("0U", "0U 0B0", "microbatch 0 has come to its end"),
+            ("0U", "0U 2SWAP_IN", "there is no pack 2"),
+            ("0U", "0U 0F1", "there is no microbatch 1"),
+            ("0U", "0U 0TRANSFER_F0", "microbatch 0 has come to its end"),
+            ("1F0", "1TRANSFER_F0 1F0", "the tensors of microbatch 0 are there already"),
+        ],
+    )
+    def test_what_breaks_one_is_refused_by_name(self, before: str, after: str, problem: str) -> None:
+        assert before in TWO_TASKS
+        assert problem in problem_of(TWO, grid(TWO_TASKS.replace(before, after, 1)), [PACK] * 2)
+
+    def test_the_culprit_is_marked_in_the_grid(self) -> None:
+        text = problem_of(TWO, grid(TWO_TASKS.replace("0STASH_IN0 ", "")), [PACK] * 2)
+        assert text.splitlines()[1:] == [
+            "device 0 | 0STASH_OUT0 1SWAP_IN 1F0 1B0 1SWAP_OUT 1U 1EVICT >0B0< 0SWAP_OUT 0U 0EVICT".replace(
+                "device 0 | ", "device 0 | 0F0 "
+            )
+        ]
+
+    def test_gradients_are_summed_in_the_order_of_the_microbatches(self) -> None:
+        plan = chain(1, 1, 2)
+        tasks = "0SWAP_IN 0F0 0F1 {} 0SWAP_OUT 0U 0EVICT"
+        replay(plan, grid(tasks.format("0B0 0B1")), [PACK], FREE)
+        assert "gradients of microbatch 0 are to be summed first" in problem_of(
+            plan, grid(tasks.format("0B1 0B0")), [PACK]
+        )
+        # Without gradients there is no sum.
+        frozen = replace(PACK, gradient_bytes=0)
+        replay(plan, grid("0SWAP_IN 0F0 0F1 0B1 0B0 0EVICT"), [frozen], FREE)
+
+    def test_work_is_done_where_the_plan_places_it(self) -> None:
+        plan = chain(2, 1, 1, num_devices=2)
+        problem = problem_of(plan, grid("0SWAP_IN 0F0 1SWAP_IN 1F0", ""), [PACK] * 2)
+        assert "the plan places pack 1 for microbatch 0 on device 1" in problem
+
+    def test_what_comes_from_another_device_is_transferred_once(self) -> None:
+        plan = chain(2, 2, 1, num_devices=2)
+        first, second = map(str, str(lower(plan, [PACK] * 2, None)).replace("device 0 |", "").split("device 1 |"))
+        replay(plan, grid(first, second), [PACK] * 2, FREE)
+        assert "its input is on device 0" in problem_of(
+            plan, grid(first, second.replace("1TRANSFER_F0", "")), [PACK] * 2
+        )
+        twice = second.replace("1TRANSFER_F0", "1TRANSFER_F0 1TRANSFER_F0")
+        assert "there already" in problem_of(plan, grid(first, twice), [PACK] * 2)
+        problem = problem_of(plan, grid(first.replace("0TRANSFER_B0", ""), second), [PACK] * 2)
+        assert "the gradient that it begins with is on device 1" in problem
+
+    def test_gradients_of_all_devices_are_added_in_their_order(self) -> None:
+        plan = chain(1, 1, 3, num_devices=3, parallel="data")
+        first, *others = (" ".join(map(str, tasks)) for tasks in lower(plan, [PACK], None).devices)
+        assert "0REDUCE1 0REDUCE2" in first
+        for after, problem in (
+            ("0REDUCE2 0REDUCE1", "on device 2 are not what is to be added next"),
+            ("0REDUCE1", "on other devices are not added"),
+            ("0REDUCE1 0REDUCE2 0REDUCE2", "on device 2 are not what is to be added next"),
+        ):
+            changed = grid(first.replace("0REDUCE1 0REDUCE2", after), *others)
+            assert problem in problem_of(plan, changed, [PACK])
+
+    def test_a_task_that_another_device_never_does_is_waited_for_in_vain(self) -> None:
+        plan = chain(2, 1, 1, kept=frozenset({0}), num_devices=2)
+        first, second = lower(plan, [PACK] * 2, None).devices
+        without = tuple(task for task in first if str(task) != "0F0")
+        text = problem_of(plan, Schedule((without, second)), [PACK] * 2)
+        assert "1TRANSFER_F0 on device 1: microbatch 0 has to run 0F0 before" in text
+        assert ">1TRANSFER_F0<" in text
+
+    def test_a_schedule_for_another_number_of_devices_is_refused(self) -> None:
+        assert "the plan is for 1 devices" in problem_of(TWO, grid("", ""), [PACK] * 2)
+
+
+class TestMutations:
+    @given(plans(), machines, st.data())
+    def test_what_is_dropped_is_missed(self, planned: Planned, machine: MachineLimits, data: st.DataObject) -> None:
+        plan, packs, schedule = accepted(planned, machine)
+        device, place = data.draw(places(schedule))
+        tasks = schedule.devices[device]
+        refused(plan, packs, changed(schedule, device, (*tasks[:place], *tasks[place + 1 :])), machine)
+
+    @given(plans(), machines, st.data())
+    def test_what_is_repeated_is_noticed(self, planned: Planned, machine: MachineLimits, data: st.DataObject) -> None:
+        plan, packs, schedule = accepted(planned, machine)
+        device, place = data.draw(places(schedule))
+        tasks = schedule.devices[device]
+        again = data.draw(st.integers(place, len(tasks)))
+        mutant = changed(schedule, device, (*tasks[:again], tasks[place], *tasks[again:]))
+        refused_or_harmless(plan, packs, schedule, mutant, machine)
+
+    @given(plans(), machines, st.data())
+    def test_what_is_exchanged_is_noticed_or_harmless(
+        self, planned: Planned, machine: MachineLimits, data: st.DataObject
+    ) -> None:
+        plan, packs, schedule = accepted(planned, machine)
+        device, place = data.draw(places(schedule))
+        _, other = data.draw(places(schedule, device))
+        tasks = list(schedule.devices[device])
+        tasks[place], tasks[other] = tasks[other], tasks[place]
+        refused_or_harmless(plan, packs, schedule, changed(schedule, device, tuple(tasks)), machine)
+
+
+def accepted(planned: Planned, machine: MachineLimits) -> tuple[Plan, tuple[Cost, ...], Schedule]:
+    plan, packs = planned
+    schedule = lower(plan, packs, machine.capacity_bytes)
+    assume(any(schedule.devices))
+    try:
+        replay(plan, schedule, packs, machine)
+    except PlanError:
+        assume(False)
+    return plan, packs, schedule
+
+
+def places(schedule: Schedule, device: int | None = None) -> st.SearchStrategy[tuple[int, int]]:
+    found = [
+        (d, place) for d, tasks in enumerate(schedule.devices) for place in range(len(tasks)) if device in (None, d)
+    ]
+    return st.sampled_from(found)
+
+
+def changed(schedule: Schedule, device: int, tasks: tuple[Task, ...]) -> Schedule:
+    return Schedule(tuple(tasks if d == device else others for d, others in enumerate(schedule.devices)))
+
+
+def refused(plan: Plan, packs: tuple[Cost, ...], mutant: Schedule, machine: MachineLimits) -> None:
+    with pytest.raises(PlanError, match=r" \| "):
+        replay(plan, mutant, packs, machine)
+
+
+def refused_or_harmless(
+    plan: Plan, packs: tuple[Cost, ...], schedule: Schedule, mutant: Schedule, machine: MachineLimits
+) -> None:
+    """A mutant that passes computes the same, and keeps within the capacity."""
+    expected = compute(plan, packs, schedule)
+    try:
+        result = replay(plan, mutant, packs, machine)
+    except PlanError:
+        return
+    assert compute(plan, packs, mutant) == expected
+    assert machine.capacity_bytes is None or max(result.peak_bytes) <= machine.capacity_bytes
+
+
+class TestProperties:
+    @given(plans(), machines)
+    def test_without_a_limit_what_lowering_emits_is_accepted(self, planned: Planned, machine: MachineLimits) -> None:
+        plan, packs = planned
+        schedule = lower(plan, packs, None)
+        result = replay(plan, schedule, packs, replace(machine, capacity_bytes=None))
+        for device, tasks in zip(result.devices, schedule.devices, strict=True):
+            assert [span.task for span in device.spans] == [t for t in tasks if t.kind is not Errand.EVICT]
+            assert result.seconds >= device.compute_seconds
+            assert not device.memory or device.memory[-1][1] == 0
+            assert all(num_bytes >= 0 for _, num_bytes in device.memory)
+
+    @given(plans(), machines)
+    def test_the_capacity_is_never_exceeded(self, planned: Planned, machine: MachineLimits) -> None:
+        plan, packs, schedule = accepted(planned, machine)
+        result = replay(plan, schedule, packs, machine)
+        assert machine.capacity_bytes is None or max(result.peak_bytes) <= machine.capacity_bytes
+
+    @given(plans(), machines)
+    def test_a_stream_does_one_task_at_a_time(self, planned: Planned, machine: MachineLimits) -> None:
+        plan, packs, schedule = accepted(planned, machine)
+        result = replay(plan, schedule, packs, machine)
+        spans = [(f"{n} {span.stream}", span) for n, device in enumerate(result.devices) for span in device.spans]
+        # The host updates for all devices.
+        by_stream = {"update" if "update" in stream else stream: [] for stream, _ in spans}
+        for stream, span in spans:
+            by_stream["update" if "update" in stream else stream].append((span.start_seconds, span.end_seconds))
+        for times in by_stream.values():
+            times.sort()
+            assert all(end <= start for (_, end), (start, _) in zip(times, times[1:], strict=False))
+
+    @given(plans(), machines)
+    def test_faster_copies_never_make_an_unlimited_step_slower(self, planned: Planned, machine: MachineLimits) -> None:
+        plan, packs = planned
+        schedule = lower(plan, packs, None)
+        slow = replay(plan, schedule, packs, replace(machine, capacity_bytes=None))
+        assert replay(plan, schedule, packs, MachineLimits()).seconds <= slow.seconds
+
+    @given(plans(), machines)
+    def test_what_passes_computes(self, planned: Planned, machine: MachineLimits) -> None:
+        plan, packs, schedule = accepted(planned, machine)
+        try:
+            updated = compute(plan, packs, schedule)
+        except CannotRun as error:
+            pytest.fail(str(error))
+        assert updated.keys() == {pack for pack in plan.visits if packs[pack].gradient_bytes}
+
+
+class TestPlans:
+    @pytest.mark.parametrize(
+        ("plan", "problem"),
+        [
+            (Plan((("a",), ("a",)), (0, 1), 1), "layer 'a' is in 2 places"),
+            (Plan((("a",), ()), (0,), 0), "pack 1 has no layer"),
+            (Plan((("a",),), (0, 1), 1), "it visits pack 1, which it doesn't have"),
+            (Plan((("a",),), (0,), 2), "it fuses from visit 2 of 1"),
+            (Plan((("a",), ("b",)), (0, 1, 0), 1), "pack 0 is fused, but visited before"),
+            (Plan((("a",), ("b",)), (0, 1), 1, frozenset({1})), "pack 1 keeps its graphs, but isn't before"),
+            (Plan((("a",),), (0,), 0, num_microbatches=0), "it is for 0 microbatches"),
+            (Plan((("a",),), (0,), 0, num_devices=0), "it is for 0 devices"),
+        ],
+    )
+    def test_one_that_contradicts_itself_is_refused(self, plan: Plan, problem: str) -> None:
+        with pytest.raises(PlanError, match=problem):
+            refuse_invalid(plan)
+
+    def test_a_prediction_takes_what_the_plan_knows(self) -> None:
+        layers = tuple(replace(PACK, name=f"layer {index}") for index in range(2))
+        plan = replace(TWO, profile=Profile(layers, MachineLimits(60, 1.0, 1.0)))
+        assert predict(plan).peak_bytes[0] <= 60
+        assert predict(plan, FREE).seconds == 6
+        with pytest.raises(PlanError, match="does not say what its layers cost"):
+            predict(TWO)
