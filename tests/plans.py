@@ -117,60 +117,83 @@ class _Symbols:
 
     def does(self, device: int, task: Task) -> bool:
         """Run a task; False if what it needs isn't there."""
-        pack, kind, number = task
-        visits, lanes, weights = self.plan.visits, self.lanes, self.weights
-        here = (device, pack)
-        mine = (device, pack, number)
-        where, done, value = lanes.get(number or 0, (device, 0, ("input", number)))
-        if kind is Errand.SWAP_IN:
-            self.num_swaps += 1
-            weights[here] = self.num_swaps
-        elif kind is Errand.EVICT:
-            return weights.pop(here, None) is not None
-        elif kind is Errand.TRANSFER_FORWARD or kind is Errand.TRANSFER_BACKWARD:
-            is_forward = done < len(visits)
-            following = visits[done] if is_forward else visits[2 * len(visits) - 1 - done]
-            if (kind is Errand.TRANSFER_FORWARD) != is_forward or following != pack:
-                return False
-            lanes[number or 0] = device, done, value
-        elif kind is Phase.FORWARD:
-            if done >= len(visits) or visits[done] != pack or where != device or here not in weights:
-                return False
-            kept = weights[here] if self.plan.keeps_graph(done) else None
-            self.saved[mine].append((value, kept))
-            lanes[number or 0] = device, done + 1, ("forward", pack, value)
-        elif kind is Phase.BACKWARD:
-            position = 2 * len(visits) - 1 - done
-            if not 0 <= position < len(visits) or visits[position] != pack or where != device or here not in weights:
-                return False
-            if not self.saved[mine] or (kept := self.saved[mine].pop()[1]) not in (None, weights[here]):
+        if isinstance(task.kind, Phase):
+            return self._runs(device, *task)
+        if task.kind in (Errand.SWAP_IN, Errand.EVICT):
+            return self._moves_weights(device, *task)
+        if task.kind in (Errand.TRANSFER_FORWARD, Errand.TRANSFER_BACKWARD):
+            return self._transfers(device, *task)
+        if task.kind in (Errand.STASH_OUT, Errand.STASH_IN):
+            return self._stashes(device, *task)
+        return self._hands_over_gradients(device, *task)
+
+    def _next(self, number: Any) -> tuple[Any, int]:
+        """What a lane does next, in which visit."""
+        visits, done = self.plan.visits, self.lanes[number][1]
+        if done < len(visits):
+            return Phase.FORWARD, done
+        return Phase.BACKWARD, 2 * len(visits) - 1 - done
+
+    def _runs(self, device: int, pack: int, kind: Any, number: Any) -> bool:
+        where, done, value = self.lanes.setdefault(number, (device, 0, ("input", number)))
+        phase, position = self._next(number)
+        if phase is not kind or position < 0 or self.plan.visits[position] != pack or where != device:
+            return False
+        weights, saved = self.weights.get((device, pack)), self.saved[device, pack, number]
+        if weights is None:
+            return False
+        if kind is Phase.FORWARD:
+            saved.append((value, weights if self.plan.keeps_graph(position) else None))
+        else:
+            if not saved or saved.pop()[1] not in (None, weights):
                 return False
             if pack in self.trained:
-                self.sums[here].append((position, number, value))
-            lanes[number or 0] = device, done + 1, ("backward", pack, value)
-        elif kind is Errand.STASH_OUT or kind is Errand.STASH_IN:
-            source, target = (self.saved, self.on_host) if kind is Errand.STASH_OUT else (self.on_host, self.saved)
-            if not source[mine]:
+                self.sums[device, pack].append((position, number, value))
+        self.lanes[number] = device, done + 1, (kind, pack, value)
+        return True
+
+    def _moves_weights(self, device: int, pack: int, kind: Any, _: Any) -> bool:
+        if kind is Errand.EVICT:
+            return self.weights.pop((device, pack), None) is not None
+        self.num_swaps += 1
+        self.weights[device, pack] = self.num_swaps
+        return True
+
+    def _transfers(self, device: int, pack: int, kind: Any, number: Any) -> bool:
+        if number not in self.lanes:
+            return False
+        phase, position = self._next(number)
+        wanted = Errand.TRANSFER_FORWARD if phase is Phase.FORWARD else Errand.TRANSFER_BACKWARD
+        if kind is not wanted or position < 0 or self.plan.visits[position] != pack:
+            return False
+        self.lanes[number] = device, *self.lanes[number][1:]
+        return True
+
+    def _stashes(self, device: int, pack: int, kind: Any, number: Any) -> bool:
+        source, target = (self.saved, self.on_host) if kind is Errand.STASH_OUT else (self.on_host, self.saved)
+        if not source[device, pack, number]:
+            return False
+        target[device, pack, number].append(source[device, pack, number].pop())
+        return True
+
+    def _hands_over_gradients(self, device: int, pack: int, kind: Any, number: Any) -> bool:
+        sums, gradients, updated = self.sums, self.gradients, self.updated
+        if kind is Errand.REDUCE:
+            if number == device or not self._is_complete(number, pack):
                 return False
-            target[mine].append(source[mine].pop())
-        elif kind is Errand.REDUCE:
-            source_sums = self.sums[number or 0, pack]
-            if number == device or not source_sums or not self._is_complete(number or 0, pack):
-                return False
-            self.sums[here] += source_sums
-            del self.sums[number or 0, pack]
+            sums[device, pack] += sums.pop((number, pack))
         elif kind is Errand.SWAP_OUT:
-            if not self.sums[here]:
+            if not sums[device, pack]:
                 return False
-            self.gradients[pack] = (*self.gradients.get(pack, ()), *self.sums.pop(here))
+            gradients[pack] = (*gradients.get(pack, ()), *sums.pop((device, pack)))
         else:
-            if pack not in self.gradients or pack in self.updated:
+            if pack not in gradients or pack in updated:
                 return False
             # Sums of different uses are added in an order of their own.
-            self.updated[pack] = sorted(self.gradients[pack], key=lambda part: -part[0])
+            updated[pack] = sorted(gradients[pack], key=lambda part: -part[0])
         return True
 
     def _is_complete(self, device: int, pack: int) -> bool:
         visits, plan = self.plan.visits, self.plan
         lanes = [m for m in range(plan.num_microbatches or 0) if plan.device_of(pack, m) == device]
-        return len(self.sums[device, pack]) == visits.count(pack) * len(lanes)
+        return 0 < len(self.sums[device, pack]) == visits.count(pack) * len(lanes)

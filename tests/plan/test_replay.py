@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given
@@ -34,9 +35,7 @@ def grid(*lines: str) -> Schedule:
 
 
 TWO = chain(2, 1, 1)
-TWO_TASKS = (
-    "0SWAP_IN 0F0 0STASH_OUT0 1SWAP_IN 1F0 1B0 1SWAP_OUT 1U 1EVICT 0STASH_IN0 0B0 0SWAP_OUT 0U 0EVICT"  # fmt: skip
-)
+TWO_TASKS = "0SWAP_IN 0F0 0STASH_OUT0 1SWAP_IN 1F0 1B0 1SWAP_OUT 1U 1EVICT 0STASH_IN0 0B0 0SWAP_OUT 0U 0EVICT"
 
 
 class TestTimes:
@@ -171,9 +170,7 @@ class TestRules:
     def test_the_culprit_is_marked_in_the_grid(self) -> None:
         text = problem_of(TWO, grid(TWO_TASKS.replace("0STASH_IN0 ", "")), [PACK] * 2)
         assert text.splitlines()[1:] == [
-            "device 0 | 0STASH_OUT0 1SWAP_IN 1F0 1B0 1SWAP_OUT 1U 1EVICT >0B0< 0SWAP_OUT 0U 0EVICT".replace(
-                "device 0 | ", "device 0 | 0F0 "
-            )
+            "device 0 | 0F0 0STASH_OUT0 1SWAP_IN 1F0 1B0 1SWAP_OUT 1U 1EVICT >0B0< 0SWAP_OUT 0U 0EVICT"
         ]
 
     def test_gradients_are_summed_in_the_order_of_the_microbatches(self) -> None:
@@ -326,7 +323,7 @@ class TestProperties:
             by_stream["update" if "update" in stream else stream].append((span.start_seconds, span.end_seconds))
         for times in by_stream.values():
             times.sort()
-            assert all(end <= start for (_, end), (start, _) in zip(times, times[1:], strict=False))
+            assert all(end <= start for (_, end), (start, _) in pairwise(times))
 
     @given(plans(), machines)
     def test_faster_copies_never_make_an_unlimited_step_slower(self, planned: Planned, machine: MachineLimits) -> None:
