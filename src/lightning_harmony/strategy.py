@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,8 +29,10 @@ from lightning_harmony.engine.postponed import Clip, by_norm, by_value
 from lightning_harmony.engine.report import StepReport
 from lightning_harmony.engine.rng import stream_seed
 from lightning_harmony.engine.update import fuse, why_not_separable
-from lightning_harmony.errors import CapacityError, UnsupportedModelError
+from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
 from lightning_harmony.logs import MicrobatchLogs
+from lightning_harmony.plan.given import read_plan
+from lightning_harmony.plan.profile import Profile
 from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
 from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
@@ -83,6 +86,8 @@ class HarmonyStrategyMixin(_Base):
         parallel: how several devices share the work: "pipeline", where packs go round the devices and microbatches from
             one to the next, or "data", where each device takes its share of the microbatches through all packs.
         compile_layers: whether to compile each layer, as `torch.compile` does; or the arguments to call it with.
+        plan: a plan of an earlier run, or a JSON file that holds one, to run by instead of planning. It tells the number of
+            microbatches, too, where that is not given.
     """
 
     strategy_name = "harmony"
@@ -98,6 +103,7 @@ class HarmonyStrategyMixin(_Base):
         loss_reduction: Literal["mean", "sum"] | None = None,
         parallel: Parallel = "pipeline",
         compile_layers: bool | dict[str, Any] = False,
+        plan: Plan | str | Path | None = None,
         *,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -135,6 +141,8 @@ class HarmonyStrategyMixin(_Base):
         options = compile_layers if isinstance(compile_layers, Mapping) else {}
         self._compile_options = None if compile_layers is False else options
         self._signals = HeldSignals()
+        self._given_plan = None if plan is None else read_plan(plan)
+        self._refuse_other_number()
         self._executor: Executor | None = None
         self._report: StepReport | None = None
         self._fused: set[int] = set()
@@ -149,6 +157,14 @@ class HarmonyStrategyMixin(_Base):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+
+    def _refuse_other_number(self) -> None:
+        planned = None if self._given_plan is None else self._given_plan.num_microbatches
+        if None not in (planned, self._num_microbatches) and planned != self._num_microbatches:
+            raise PlanError(
+                f"HarmonyStrategy(plan=...) is for {planned} microbatches, but num_microbatches={self._num_microbatches}: "
+                "leave one of the two out"
+            )
 
     # ---- what Lightning asks when it is set up -------------------------------------------------------------------------
 
@@ -170,6 +186,11 @@ class HarmonyStrategyMixin(_Base):
         The first step goes from layer to layer; what it was seen to do is planned from the next one on.
         """
         return None if self._executor is None else self._executor.plan
+
+    @property
+    def profile(self) -> Profile | None:
+        """What layers and copies were seen to take, and what the plan in use was made from; None before the first step."""
+        return None if self.plan is None else self.plan.profile
 
     @property
     def root_device(self) -> torch.device:
@@ -318,6 +339,7 @@ class HarmonyStrategyMixin(_Base):
             parallel=self._parallel,
             compute_dtype=compute_dtype,
             compile_options=self._compile_options,
+            plan=self._given_plan,
         )
 
     def _open_devices(self) -> list[Device]:
@@ -465,9 +487,12 @@ class HarmonyStrategyMixin(_Base):
                 f"the size of a batch of type {type(batch).__name__} cannot be told, so it cannot be split into "
                 "microbatches: return tensors, or use HarmonyStrategy(num_microbatches=1)"
             ) from error
-        return microbatch_sizes(
-            batch_size, num_microbatches=self._num_microbatches, microbatch_size=self._microbatch_size
-        )
+        number = self._num_microbatches
+        planned = None if self._given_plan is None else self._given_plan.num_microbatches
+        if number is None and self._microbatch_size is None and planned is not None:
+            # As with the default, a short last batch is split into fewer.
+            number = min(planned, max(batch_size, 1))
+        return microbatch_sizes(batch_size, num_microbatches=number, microbatch_size=self._microbatch_size)
 
     def _weights(self, sizes: Sequence[int]) -> list[float]:
         if self._loss_reduction == "sum":

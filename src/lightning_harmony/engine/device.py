@@ -15,7 +15,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from lightning_harmony.engine.stream import CudaEvent, CudaStream, Event, Happened, HostStream, Stream
+from lightning_harmony.engine.stream import (
+    CudaEvent,
+    CudaMoment,
+    CudaStream,
+    Event,
+    Happened,
+    HostMoment,
+    HostStream,
+    Moment,
+    Stream,
+)
 
 
 class DeviceOutOfMemoryError(torch.OutOfMemoryError):
@@ -72,6 +82,10 @@ class Device(ABC):
     @abstractmethod
     def record(self) -> Event:
         """The event of all that the caller has computed so far on this device."""
+
+    @abstractmethod
+    def moment(self) -> Moment:
+        """The moment at which all that the caller has computed so far on this device is done."""
 
     @abstractmethod
     def free(self, buffer: Tensor, uses: Sequence[Event]) -> None:
@@ -205,6 +219,10 @@ class CudaDevice(Device):
     def record(self) -> Event:
         """An event on the current stream."""
         return CudaEvent(torch.cuda.current_stream(self.torch_device))
+
+    def moment(self) -> Moment:
+        """A timed event on the compute stream."""
+        return CudaMoment(self._compute)
 
     def free(self, buffer: Tensor, uses: Sequence[Event]) -> None:
         """Order later copies, which may reuse the memory, after its uses."""
@@ -364,6 +382,10 @@ class VirtualDevice(Device):
     def record(self) -> Event:
         """The host computes in the calling thread: what it has computed has happened."""
         return Happened()
+
+    def moment(self) -> Moment:
+        """The host computes in the calling thread."""
+        return HostMoment()
 
     def free(self, buffer: Tensor, uses: Sequence[Event]) -> None:
         """Nothing to do: a copy that is under way holds a reference of its own."""

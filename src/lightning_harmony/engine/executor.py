@@ -23,21 +23,26 @@ from lightning_harmony.engine.lane import Lane, LanePool, current_lane
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer, buffers_of, move_buffers, places_of
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.postponed import Clip
+from lightning_harmony.engine.profile import Profiler
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.rng import RandomStreams
 from lightning_harmony.engine.stash import LaneStash, Stash, Stashed
+from lightning_harmony.engine.stream import Moment
 from lightning_harmony.engine.swap import HostGradients, Residency, SwappedPack, Swapper
 from lightning_harmony.engine.transfer import LaneTransfers, OneDevice, Transfers
 from lightning_harmony.engine.update import Updater
 from lightning_harmony.engine.verify import verify_layer
 from lightning_harmony.engine.workspace import WorkSpace
-from lightning_harmony.errors import CapacityError, UnsupportedModelError
+from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
 from lightning_harmony.plan.cost import Cost, pack_cost
+from lightning_harmony.plan.given import refuse_unfit
 from lightning_harmony.plan.graphs import graphs_to_keep
+from lightning_harmony.plan.profile import MachineLimits, Profile
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.packing import fill_capacity
-from lightning_harmony.plan.plan import Parallel, Plan, merge_calls, visits_of
+from lightning_harmony.plan.plan import Parallel, Plan, Predicted, fingerprint, merge_calls, visits_of
+from lightning_harmony.plan.replay import predict
 from lightning_harmony.plan.task import Phase, Task
 
 
@@ -105,6 +110,8 @@ class Grant:
         measured: gives the most bytes that were allocated during the turn, where that is measured.
         bytes_before: what was allocated before it.
         summing: whether the pack had gradients before it.
+        began: when it began, where that is measured.
+        stashed_before: what had been stashed before it.
     """
 
     progress: LaneProgress
@@ -114,6 +121,8 @@ class Grant:
     measured: Callable[[], int] | None
     bytes_before: int
     summing: bool
+    began: Moment | None
+    stashed_before: int
 
 
 class Executor:
@@ -130,9 +139,11 @@ class Executor:
         compute_dtype: the type in which floating parameters and the layers' floating inputs are on the device, where it is
             narrower than the parameters' own; None to leave all types as they are.
         compile_options: of `torch.compile`, with which layers are compiled; None not to.
+        plan: what to run by once the first step has measured work space; None to plan from that step.
 
     Raises:
         CapacityError: if a layer's weights and gradients exceed the capacity.
+        PlanError: if the plan is for another model, for other devices or for a larger capacity.
     """
 
     def __init__(
@@ -143,6 +154,7 @@ class Executor:
         parallel: Parallel = "pipeline",
         compute_dtype: torch.dtype | None = None,
         compile_options: Mapping[str, Any] | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self.devices = devices
         self._root = devices[0]
@@ -162,6 +174,7 @@ class Executor:
         ]
         self._num_owners = Counter(p for layer in self._layers for p in layer.parameters)
         self._refuse_too_large()
+        self._given, self._fingerprint = plan, self._fingerprint_for(plan)
         self._glue_layers: dict[nn.Parameter, SwappedLayer] = {}
         in_order = dict.fromkeys([p for layer in self._layers for p in layer.parameters] + list(model.parameters()))
         self.store = HostStore(list(in_order), self._root)
@@ -170,6 +183,7 @@ class Executor:
         self._residents = [self._residents_on(number) for number in range(len(devices))]
         self._transfers = Transfers(devices, self.traffic, lambda number, size: self._residents[number].admit(size))
         self._glue = Glue(places_of(model, list(in_order)), self._root.torch_device, self, compute_dtype)
+        self._profiler = Profiler(self.traffic)
         self._lanes = LanePool()
         self._progress: dict[Lane, LaneProgress] = {}
         self._random = RandomStreams([], [])
@@ -182,9 +196,7 @@ class Executor:
         self._measured_elements = {True: -1, False: -1}
         self._measuring = True
         self._recorded = False
-        self._is_watching = False
-        self._has_watched = False
-        self._has_watched_all = False
+        self._is_watching = self._has_watched = self._has_watched_all = False
         self._watched: set[int] = set()
         self._calls: list[int] = []
         self._predicted: float | None = None
@@ -225,6 +237,24 @@ class Executor:
                     "HarmonyStrategy(device_memory=...), or name smaller modules with HarmonyStrategy(layers=...)"
                 )
 
+    def _fingerprint_for(self, plan: Plan | None) -> str:
+        """The fingerprint of the model, which a given plan has to be for."""
+        found = fingerprint((layer.name, [p.shape for p in layer.parameters]) for layer in self._layers)
+        if plan is not None:
+            self._refuse_other_devices(plan)
+            costs = [_known_cost(layer) for layer in self._layers]
+            refuse_unfit(plan, costs, set(self._names.values()), found, self._capacity_bytes)
+        return found
+
+    def _refuse_other_devices(self, plan: Plan) -> None:
+        number = len(self.devices)
+        if plan.num_devices != number or (number > 1 and plan.parallel != self._parallel):
+            raise PlanError(
+                f"HarmonyStrategy(plan=...): the plan is for {plan.num_devices} devices ({plan.parallel}), not for {number} "
+                f"({self._parallel}): use Trainer(devices=...) and HarmonyStrategy(parallel=...) as it was made with, or "
+                "leave plan= out to plan anew"
+            )
+
     def _move_glue_buffers(self) -> list[BufferKey]:
         """Buffers that no layer owns stay on the device throughout."""
         owned = {key for layer in self._layers for key in layer.buffers}
@@ -244,14 +274,46 @@ class Executor:
         """Plan for an order of calls; with the number of microbatches, also whose graphs are kept."""
         names = tuple(tuple(layer.name for layer in pack.layers) for pack in self._packs)
         visits = visits_of([self._pack_of[call] for call in calls])
-        first_fused, keeping = len(visits), frozenset[int]()
+        plan = Plan(names, visits, len(visits), frozenset(), len(self.devices), self._parallel)
+        plan = replace(plan, fingerprint=self._fingerprint)
         if num_microbatches is not None:
-            costs = [pack_cost([self._cost(layer) for layer in pack.layers]) for pack in self._packs]
-            capacities = [device.capacity_bytes for device in self.devices]
-            first_fused, keeping = graphs_to_keep(visits, costs, num_microbatches, capacities, self._parallel)
-        self.plan = Plan(names, visits, first_fused, keeping, len(self.devices), self._parallel)
+            plan = replace(plan, num_microbatches=num_microbatches)
+            given = self._given
+            # A step that differs from what it foresees goes by the given packs, but decides on graphs anew.
+            if given is not None and all(
+                getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")
+            ):
+                first_fused, keeping = given.first_fused, given.kept
+            else:
+                costs = [pack_cost([self._cost(layer) for layer in pack.layers]) for pack in self._packs]
+                capacities = [device.capacity_bytes for device in self.devices]
+                first_fused, keeping = graphs_to_keep(visits, costs, num_microbatches, capacities, self._parallel)
+            plan = self._foresee(replace(plan, first_fused=first_fused, kept=keeping))
+        self._use(plan)
+
+    def _use(self, plan: Plan) -> None:
+        """Run by a plan from now on."""
+        self.plan = plan
         for residents in self._residents:
-            residents.plan = self.plan
+            residents.plan = plan
+
+    def _foresee(self, plan: Plan) -> Plan:
+        """A plan with what it was made from, and what that predicts."""
+        copies = self._profiler
+        machine = MachineLimits(
+            self._capacity_bytes,
+            swap_in_bytes_per_second=copies.swap_in.bytes_per_second,
+            swap_out_bytes_per_second=copies.swap_out.bytes_per_second,
+            update_bytes_per_second=self.updater.speed.bytes_per_second,
+        )
+        layers = tuple(self._cost(layer) for pack in self._packs for layer in pack.layers)
+        plan = replace(plan, profile=Profile(layers, machine), predicted=None)
+        try:
+            prediction = predict(plan)
+        except PlanError:
+            # Where the plan's order leaves no room, the executor still finds some: it may drop graphs, and park sums.
+            return plan
+        return replace(plan, predicted=Predicted(prediction.seconds, prediction.peak_bytes))
 
     def _plan_from_record(self, calls: list[int], num_microbatches: int) -> None:
         """Pack the layers in the order in which the first step called them."""
@@ -259,17 +321,30 @@ class Executor:
         costs = [self._cost(self._layers[index]) for index in order]
         cut = fill_capacity(costs, self._capacity_bytes, len(self.devices) if self._parallel == "pipeline" else 1)
         packs = [[self._layers[order[i]] for i in pack] for pack in cut]
-        uncalled = [[layer] for layer in self._layers if layer.index not in set(order)]
-        self._arrange([*packs, *uncalled])
+        if self._given is not None:
+            packs = self._given_packs(self._given)
+        packed = {layer.index for pack in packs for layer in pack}
+        self._arrange([*packs, *([layer] for layer in self._layers if layer.index not in packed)])
         self._set_plan(calls, num_microbatches=num_microbatches)
 
+    def _given_packs(self, given: Plan) -> list[list[SwappedLayer]]:
+        """The packs of a given plan. Parameters that glue used when it was made may not have been used yet."""
+        by_name = {layer.name: layer for layer in self._layers}
+        packs = [[by_name[name] for name in pack if name in by_name] for pack in given.packs]
+        return [pack for pack in packs if pack]
+
     def _cost(self, layer: SwappedLayer) -> Cost:
-        return self._works[True].cost(layer, self.store)
+        return self._profiler.complete(self._works[True].cost(layer, self.store), layer)
 
     @property
     def _work(self) -> WorkSpace:
         """Of the kind of step that runs: an evaluation may have other batches."""
         return self._works[self._is_training]
+
+    @property
+    def _is_profiling(self) -> bool:
+        """Whether times and copies are measured, too: in the step that is to be planned, while it goes layer by layer."""
+        return self._measuring and self._is_training
 
     @property
     def _packs(self) -> list[SwappedPack]:
@@ -425,6 +500,7 @@ class Executor:
         if self._is_watching and any(layer.narrow for layer in self._layers):
             # What was measured is the work with weights as they are: once more, with the narrow ones.
             self._work.clear()
+            self._profiler.clear()
             self._measured_elements[True] = -1
             self._arrange([[layer] for layer in self._layers])
             self._set_plan(calls)
@@ -436,6 +512,8 @@ class Executor:
         elif measured and self._recorded:
             # The packs stay, but the graphs of larger microbatches may no longer fit.
             self._set_plan(self._calls, num_microbatches=num_microbatches)
+        elif self.updater.speed.num_bytes and _lacks_update(self.plan):
+            self._use(self._foresee(self.plan))
 
     def abandon(self) -> None:
         """End a step that has no backward, or whose backward never came."""
@@ -618,7 +696,9 @@ class Executor:
         phase = Phase.FORWARD if request is None else request.phase
         measured = device.watch_peak() if self._measuring else None
         summing = pack is not None and bool(pack.accumulators)
-        return Grant(progress, number, phase, pack, measured, device.allocated_bytes(), summing)
+        began = device.moment() if self._is_profiling else None
+        allocated, stashed = device.allocated_bytes(), self.traffic.swapped_out["stash"]
+        return Grant(progress, number, phase, pack, measured, allocated, summing, began, stashed)
 
     def _follow(self, number: int) -> None:
         """Random numbers are drawn on another device from now on."""
@@ -631,7 +711,20 @@ class Executor:
         progress.task = place.phase, place.pack.index
         residents = self._residents[self.plan.device_of(place.pack.index, progress.lane.microbatch)]
         residents.pinned = frozenset() if self._predicted is None else self._pinned()
-        residents.enter(place, self._needed_bytes(place.pack, place.phase), alone=self._measuring)
+        with self._timing_swap_in(residents, place.pack):
+            residents.enter(place, self._needed_bytes(place.pack, place.phase), alone=self._measuring)
+
+    @contextmanager
+    def _timing_swap_in(self, residents: Residents, pack: SwappedPack) -> Iterator[None]:
+        """The context in which a pack is swapped in: where times are measured, that of its copy."""
+        if not self._is_profiling or pack.residency is not None or len(pack.layers) > 1:
+            yield
+            return
+        residents.evict_all_but(pack)
+        with self._profiler.swapping_in(pack.layers[0], residents.device):
+            yield
+            if pack.residency is not None:
+                pack.residency.ready.synchronize()
 
     def _pinned(self) -> frozenset[int]:
         """The fused packs, until all lanes came through them."""
@@ -641,6 +734,11 @@ class Executor:
     def _take_stock(self, granted: Grant) -> None:
         """After a lane's turn: what it took, what can go now, and which gradients are final."""
         pack = granted.pack
+        if granted.began is not None and pack is not None and len(pack.layers) == 1:
+            ended, stashed = self.devices[granted.device].moment(), self.traffic.swapped_out["stash"]
+            self._profiler.note_turn(pack.layers[0], granted.phase, granted.began, ended)
+            if granted.phase is Phase.FORWARD:
+                self._profiler.note_stash(pack.layers[0], stashed - granted.stashed_before)
         if granted.measured is not None:
             self._note_work(granted, granted.measured() - granted.bytes_before)
         residents = self._residents[granted.device]
@@ -730,8 +828,17 @@ class Executor:
                 with residents.device.scheduling():
                     if self._factor != 1.0:
                         residents.swapper.scale_gradients(pack, self._factor)
-                    gradients += residents.swapper.swap_out_gradients(pack)
+                    gradients += self._swap_out_gradients(residents, pack)
             self.updater.deliver(self._packs[index].parameters, gradients)
+
+    def _swap_out_gradients(self, residents: Residents, pack: SwappedPack) -> list[HostGradients]:
+        if not self._is_profiling:
+            return residents.swapper.swap_out_gradients(pack)
+        with self._profiler.swapping_out(residents.device):
+            gradients = residents.swapper.swap_out_gradients(pack)
+            for copy in gradients:
+                copy.event.synchronize()
+        return gradients
 
     def _add_up(self, index: int) -> None:
         """Add the sums that several devices have of a pack, in the order of devices, on one of them."""
@@ -1034,3 +1141,17 @@ class Executor:
         for device in self.devices:
             device.close()
         self.store.close()
+
+
+def _known_cost(layer: SwappedLayer) -> Cost:
+    """What is known of a layer before it runs: its state."""
+    weights, gradients = (
+        sum(p.numel() * p.element_size() for p in parameters)
+        for parameters in (layer.parameters, [p for p in layer.parameters if p.requires_grad])
+    )
+    return Cost(layer.name, weights, gradients)
+
+
+def _lacks_update(plan: Plan) -> bool:
+    """Whether a plan was made before any update was seen."""
+    return plan.profile is not None and plan.profile.machine.update_bytes_per_second is None

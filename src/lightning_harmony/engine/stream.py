@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Event(Protocol):
@@ -44,6 +48,24 @@ class Happened:
     def done(self) -> bool:
         """Always true."""
         return True
+
+
+class Moment(Protocol):
+    """A point in a device's computing, whose time can be told once it has come there."""
+
+    def seconds_since(self, earlier: Self) -> float:
+        """The time from another moment to this one. Blocks until this one has come."""
+
+
+class HostMoment:
+    """The host computes in the calling thread: the moment is now."""
+
+    def __init__(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def seconds_since(self, earlier: HostMoment) -> float:
+        """By the clock."""
+        return self._seconds - earlier._seconds
 
 
 class HostEvent:
@@ -106,6 +128,19 @@ class CudaEvent:
     def done(self) -> bool:
         """Whether the work is done."""
         return bool(self._event.query())
+
+
+class CudaMoment:
+    """A point in the work of a CUDA stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(stream)
+
+    def seconds_since(self, earlier: CudaMoment) -> float:
+        """By the device's clock."""
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1000
 
 
 class CudaStream:

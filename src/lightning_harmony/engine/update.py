@@ -16,6 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from lightning_harmony.engine.host_store import HostPool, lies_in
 from lightning_harmony.engine.postponed import Clip, Norms, Overlap, PostponedUpdate, Recorder, sort_state
+from lightning_harmony.engine.profile import Speed
 from lightning_harmony.engine.stream import Event, HostStream
 from lightning_harmony.engine.swap import HostGradients
 
@@ -96,11 +97,13 @@ class Updater:
 
     Attributes:
         overlap: of all updates.
+        speed: of the updates just in time so far.
         norms: of the gradients of this step, where they were asked for.
         postponed: the update of the step before, where it runs under this one's forward.
     """
 
     def __init__(self, pool: HostPool, devices: Sequence[Recorder]) -> None:
+        self.speed = Speed()
         self._pool = pool
         self._devices = devices
         # A thread of its own: the update of a pack runs under the backward of the next.
@@ -218,7 +221,9 @@ class Updater:
             optimizer.step()
         for parameter in parameters:
             parameter.grad = None
-        self.overlap.busy_seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.overlap.busy_seconds += seconds
+        self.speed.note(sum(p.numel() * p.element_size() for p in parameters), seconds)
 
     def _use_up(self, source: HostGradients) -> None:
         self._unused[id(source)] -= 1

@@ -32,6 +32,7 @@ class Predicted:
     seconds: float
     peak_bytes: tuple[int, ...]
 
+
 # How packs are placed on several devices: the microbatches go round, or the packs do.
 Parallel = Literal["pipeline", "data"]
 

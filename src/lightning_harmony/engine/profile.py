@@ -1,0 +1,110 @@
+"""The profiler: what layers and copies were seen to take while a step trained as it would anyway."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.report import Traffic
+from lightning_harmony.engine.stream import Moment
+from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.task import Phase
+
+
+@dataclass
+class Speed:
+    """Copies, or updates, that were timed."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def note(self, num_bytes: int, seconds: float) -> None:
+        """One more."""
+        self.num_bytes += num_bytes
+        self.seconds += seconds
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """What all of them together came to; None if there was nothing to time."""
+        return self.num_bytes / self.seconds if self.num_bytes and self.seconds > 0 else None
+
+
+class Profiler:
+    """Times each layer's turns and the copies of its weights and gradients, in steps that run layer by layer.
+
+    Args:
+        traffic: counts the copies.
+    """
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.swap_in = Speed()
+        self.swap_out = Speed()
+        self._traffic = traffic
+        self._turns: defaultdict[tuple[int, Phase], list[tuple[Moment, Moment]]] = defaultdict(list)
+        self._seconds: dict[tuple[int, Phase], float] = {}
+        self._copied: Counter[int] = Counter()
+        self._stashed: Counter[int] = Counter()
+
+    def note_turn(self, layer: SwappedLayer, phase: Phase, began: Moment, ended: Moment) -> None:
+        """A lane's turn in a layer."""
+        self._turns[layer.index, phase].append((began, ended))
+
+    def note_stash(self, layer: SwappedLayer, num_bytes: int) -> None:
+        """What a forward stashed."""
+        self._stashed[layer.index] = max(self._stashed[layer.index], num_bytes)
+
+    @contextmanager
+    def swapping_in(self, layer: SwappedLayer, device: Device) -> Iterator[None]:
+        """The context in which a layer's weights come to a device, waited for."""
+        before = self._traffic.swapped_in["weights"]
+        with self._timing(device, self.swap_in, lambda: self._traffic.swapped_in["weights"]):
+            yield
+        self._copied[layer.index] = max(self._copied[layer.index], self._traffic.swapped_in["weights"] - before)
+
+    @contextmanager
+    def swapping_out(self, device: Device) -> Iterator[None]:
+        """The context in which gradients leave a device, waited for."""
+        with self._timing(device, self.swap_out, lambda: self._traffic.swapped_out["gradients"]):
+            yield
+
+    @contextmanager
+    def _timing(self, device: Device, speed: Speed, counted: Callable[[], int]) -> Iterator[None]:
+        # The copy waits for what has been computed before: that is not to count.
+        with device.scheduling():
+            device.record().synchronize()
+        before, start = counted(), time.perf_counter()
+        yield
+        speed.note(counted() - before, time.perf_counter() - start)
+
+    def complete(self, cost: Cost, layer: SwappedLayer) -> Cost:
+        """The cost of a layer with what was seen of it added."""
+        self._read_clocks()
+        forward, backward = (self._seconds.get((layer.index, phase), 0.0) for phase in Phase)
+        stash = self._stashed[layer.index]
+        return replace(
+            cost,
+            copied_bytes=self._copied[layer.index],
+            input_bytes=stash,
+            stash_bytes=stash,
+            forward_seconds=forward,
+            backward_seconds=backward,
+        )
+
+    def _read_clocks(self) -> None:
+        """Keep the shortest turn of each layer: the first ones load and choose kernels, and check what they compute."""
+        for key, turns in self._turns.items():
+            shortest = min(ended.seconds_since(began) for began, ended in turns)
+            self._seconds[key] = min(shortest, self._seconds.get(key, shortest))
+        self._turns.clear()
+
+    def clear(self) -> None:
+        """Forget what layers took: from now on they run otherwise."""
+        self._turns.clear()
+        self._seconds.clear()
+        self._copied.clear()
+        self._stashed.clear()

@@ -1,0 +1,97 @@
+"""What a step measures while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lightning_harmony.engine.device import VirtualDevice
+from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.profile import Profiler, Speed
+from lightning_harmony.engine.report import Traffic
+from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.task import Phase
+
+
+@dataclass
+class At:
+    """A moment that is told, not measured."""
+
+    seconds: float
+
+    def seconds_since(self, earlier: At) -> float:
+        return self.seconds - earlier.seconds
+
+
+LAYER = SwappedLayer(3, "layer", torch.nn.Linear(2, 2), [])
+
+
+@pytest.fixture
+def traffic() -> Traffic:
+    return Traffic()
+
+
+@pytest.fixture
+def profiler(traffic: Traffic) -> Profiler:
+    return Profiler(traffic)
+
+
+@pytest.fixture
+def device() -> Iterator[VirtualDevice]:
+    device = VirtualDevice(None)
+    yield device
+    device.close()
+
+
+def test_the_shortest_turn_counts(profiler: Profiler) -> None:
+    for began, ended in ((0.0, 5.0), (10.0, 12.0), (20.0, 23.0)):
+        profiler.note_turn(LAYER, Phase.FORWARD, At(began), At(ended))
+    assert profiler.complete(Cost("layer", 1, 1), LAYER).forward_seconds == 2.0
+    profiler.note_turn(LAYER, Phase.FORWARD, At(0.0), At(3.0))
+    profiler.note_turn(LAYER, Phase.BACKWARD, At(0.0), At(4.0))
+    cost = profiler.complete(Cost("layer", 1, 1), LAYER)
+    assert (cost.forward_seconds, cost.backward_seconds) == (2.0, 4.0)
+
+
+def test_bytes_are_those_of_the_largest_microbatch(profiler: Profiler, traffic: Traffic, device: VirtualDevice) -> None:
+    for num_bytes in (5, 9, 7):
+        profiler.note_stash(LAYER, num_bytes)
+    with profiler.swapping_in(LAYER, device):
+        traffic.count_in("weights", 40)
+    cost = profiler.complete(Cost("layer", 1, 1), LAYER)
+    assert (cost.stash_bytes, cost.input_bytes, cost.copied_bytes) == (9, 9, 40)
+
+
+def test_copies_are_counted_while_they_are_timed(profiler: Profiler, traffic: Traffic, device: VirtualDevice) -> None:
+    traffic.count_in("weights", 1000)
+    with profiler.swapping_in(LAYER, device):
+        traffic.count_in("weights", 30)
+        traffic.count_in("stash", 7)
+    with profiler.swapping_out(device):
+        traffic.count_out("gradients", 20)
+        traffic.count_out("stash", 7)
+    assert (profiler.swap_in.num_bytes, profiler.swap_out.num_bytes) == (30, 20)
+    assert profiler.swap_in.seconds > 0
+
+
+def test_a_speed_is_that_of_all_together() -> None:
+    speed = Speed()
+    assert speed.bytes_per_second is None
+    speed.note(10, 1.0)
+    speed.note(20, 4.0)
+    assert speed.bytes_per_second == 6.0
+
+
+def test_what_is_forgotten_is_measured_anew_but_speeds_stay(
+    profiler: Profiler, traffic: Traffic, device: VirtualDevice
+) -> None:
+    profiler.note_turn(LAYER, Phase.FORWARD, At(0.0), At(1.0))
+    profiler.note_stash(LAYER, 5)
+    with profiler.swapping_in(LAYER, device):
+        traffic.count_in("weights", 30)
+    profiler.clear()
+    assert profiler.complete(Cost("layer", 1, 1), LAYER) == Cost("layer", 1, 1)
+    assert profiler.swap_in.num_bytes == 30

@@ -1,0 +1,89 @@
+"""Plans that users give."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plans import names
+
+from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.given import read_plan, refuse_unfit
+from lightning_harmony.plan.profile import MachineLimits, Profile
+from lightning_harmony.plan.plan import Plan, Predicted
+from lightning_harmony.plan.replay import predict
+
+LAYERS = [Cost(f"layer {index}", 10, 10) for index in range(3)]
+PLAN = Plan(names(3), (0, 1, 2), 2, num_microbatches=2, fingerprint="same")
+
+
+def refusal(plan: Plan, *, capacity: int | None = None, fingerprint: str = "same") -> str:
+    with pytest.raises(PlanError) as refused:
+        refuse_unfit(plan, LAYERS, ["layer 0.weight"], fingerprint, capacity)
+    return str(refused.value)
+
+
+class TestRead:
+    def test_a_file_is_read(self, tmp_path: Path) -> None:
+        file = tmp_path / "plan.json"
+        file.write_text(PLAN.to_json())
+        assert read_plan(file) == read_plan(str(file)) == read_plan(PLAN) == PLAN
+
+    @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", PLAN.to_json()[:-20].encode()])
+    def test_what_is_no_plan_is_refused_with_the_name_of_the_file(self, tmp_path: Path, content: bytes) -> None:
+        file = tmp_path / "plan.json"
+        file.write_bytes(content)
+        with pytest.raises(PlanError, match=r"HarmonyStrategy\(plan='.*plan.json'\): "):
+            read_plan(file)
+
+    def test_a_file_that_is_not_there_is_named(self) -> None:
+        with pytest.raises(PlanError, match=r"HarmonyStrategy\(plan='nowhere.json'\): .*No such file"):
+            read_plan("nowhere.json")
+
+    def test_a_plan_that_contradicts_itself_is_refused(self, tmp_path: Path) -> None:
+        wrong = replace(PLAN, visits=(0, 1, 7))
+        file = tmp_path / "plan.json"
+        file.write_text(wrong.to_json())
+        for given in (wrong, file):
+            with pytest.raises(PlanError, match="it visits pack 7"):
+                read_plan(given)
+
+
+class TestRefuseUnfit:
+    def test_what_fits_passes(self) -> None:
+        refuse_unfit(PLAN, LAYERS, [], "same", None)
+        refuse_unfit(replace(PLAN, fingerprint=""), LAYERS, [], "same", 20)
+
+    def test_a_parameter_that_glue_used_may_be_packed(self) -> None:
+        refuse_unfit(replace(PLAN, packs=(*PLAN.packs, ("layer 0.weight",))), LAYERS, ["layer 0.weight"], "same", None)
+
+    def test_a_layer_that_the_model_has_not_is_named(self) -> None:
+        other = replace(PLAN, packs=(("layer 0",), ("layer 1", "other"), ("layer 2",)))
+        assert "the plan has 'other', which the model has not" in refusal(other)
+
+    def test_so_is_one_that_the_plan_has_not(self) -> None:
+        text = refusal(Plan((("layer 0",),), (0,), 0))
+        assert "the model has 'layer 1', which the plan has not (and 1 more differences)" in text
+        assert "HarmonyStrategy(layers=..., device_memory=...)" in text
+
+    def test_the_same_names_with_other_shapes_are_another_model(self) -> None:
+        assert "not the shapes of their parameters" in refusal(PLAN, fingerprint="other")
+
+    def test_a_pack_larger_than_the_capacity_is_named(self) -> None:
+        large = Plan((("layer 0", "layer 1"), ("layer 2",)), (0, 1), 1)
+        text = refusal(large, capacity=30)
+        assert (
+            "pack 0 (layer 0 … layer 1) takes 40 B for weights and gradients, 10 B more than the capacity of 30 B"
+            in text
+        )
+        assert "HarmonyStrategy(device_memory=...)" in text
+
+    def test_what_work_and_graphs_take_counts_where_it_was_measured(self) -> None:
+        layers = tuple(replace(cost, graph_bytes=30) for cost in LAYERS)
+        plan = replace(PLAN, kept=frozenset({1}), profile=Profile(layers, MachineLimits(200)))
+        plan = replace(plan, predicted=Predicted(1.0, predict(plan).peak_bytes))
+        refuse_unfit(plan, LAYERS, [], "same", 200)
+        refuse_unfit(plan, LAYERS, [], "same", None)
+        text = refusal(plan, capacity=60)
+        assert "the plan does not fit the capacity of 60 B; where it was made it took" in text
+        assert ">" in text.splitlines()[-1]

@@ -1,0 +1,209 @@
+"""The plan in use: what it was made from, what it predicts, and plans that are given."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nets
+import pytest
+import torch
+from same_training import SEED, Net, Reports, compare, train_harmony, trainer_for
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy, PlanError, StepReport
+from lightning_harmony.plan.lowering import lower
+from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.task import Phase, Task
+
+
+def build(net: type[torch.nn.Module] = nets.Language) -> Net:
+    torch.manual_seed(SEED)
+    return Net(net())
+
+
+def fit(
+    strategy: Any, module: Net | None = None, *, samples: Any = None, **options: Any
+) -> tuple[Plan, list[StepReport]]:
+    """The plan in use at the end, and what each of three steps did."""
+    reports = Reports()
+    plans: list[Plan] = []
+    reports.on_train_epoch_end = lambda trainer, module: plans.append(trainer.strategy.plan)  # type: ignore[method-assign]
+    trainer = trainer_for(strategy, 3, [reports], **options)
+    trainer.fit(module or build(), DataLoader(nets.tokens() if samples is None else samples, batch_size=8))
+    return plans[0], reports.reports
+
+
+def planned(capacity: str | None = "96KiB", net: type[torch.nn.Module] = nets.Language, **options: Any) -> Plan:
+    return fit(HarmonyStrategy(device_memory=capacity, num_microbatches=4), build(net), **options)[0]
+
+
+class TestProfile:
+    def test_each_layer_is_measured_while_the_first_step_trains(self) -> None:
+        plan = planned()
+        assert plan.profile is not None
+        costs = {cost.name: cost for cost in plan.profile.layers}
+        assert list(costs) == ["net.embed", *(f"net.blocks.{i}" for i in range(4)), "net.head"]
+        assert all(cost.forward_seconds > 0 and cost.backward_seconds > 0 for cost in costs.values())
+        block = sum(p.numel() * p.element_size() for p in nets.Block().parameters())
+        assert costs["net.blocks.0"].copied_bytes >= block
+        # Two samples of six tokens, as wide as the model.
+        assert costs["net.blocks.2"].stash_bytes == 2 * 6 * nets.WIDTH * 4
+        machine = plan.profile.machine
+        assert machine.capacity_bytes == 96 * 1024
+        assert all(
+            speed is not None and speed > 0
+            for speed in (
+                machine.swap_in_bytes_per_second,
+                machine.swap_out_bytes_per_second,
+                machine.update_bytes_per_second,
+            )
+        )
+
+    def test_an_update_that_is_not_just_in_time_has_no_speed(self) -> None:
+        strategy = HarmonyStrategy(device_memory="96KiB", num_microbatches=4, update="deferred")
+        plan, _ = fit(strategy)
+        assert plan.profile is not None
+        assert plan.profile.machine.update_bytes_per_second is None
+        assert plan.predicted is not None
+
+    def test_the_strategy_tells_it(self) -> None:
+        strategy = HarmonyStrategy(num_microbatches=4)
+        assert strategy.profile is None
+        found = []
+
+        class Look(Reports):
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                found.append(trainer.strategy.profile)
+
+        trainer = trainer_for(strategy, 1, [Look()])
+        trainer.fit(build(), DataLoader(nets.tokens(), batch_size=8))
+        assert len(found[0].layers) == 6
+
+
+class TestPrediction:
+    @pytest.mark.parametrize("capacity", [None, "96KiB"])
+    @pytest.mark.parametrize("net", [nets.Language, nets.SkipConnections])
+    def test_counts_the_bytes_that_a_step_with_room_swaps(
+        self, capacity: str | None, net: type[torch.nn.Module]
+    ) -> None:
+        plan, reports = fit(HarmonyStrategy(device_memory=capacity, num_microbatches=4), build(net))
+        (device,) = predict(plan).devices
+        report = reports[-1]
+        assert device.swapped_out_bytes.get("gradients", 0) == report.swapped_out_bytes["gradients"]
+        assert device.swapped_out_bytes.get("stash", 0) == report.swapped_out_bytes["stash"]
+        assert device.swapped_in_bytes.get("stash", 0) == report.swapped_in_bytes["stash"]
+        # Layers that come together come with what lies between them.
+        assert device.swapped_in_bytes["weights"] == pytest.approx(report.swapped_in_bytes["weights"], rel=0.05)
+        assert device.peak_bytes == pytest.approx(max(report.peak_device_bytes), rel=0.15)
+        assert plan.predicted is not None
+        assert plan.predicted.peak_bytes == (device.peak_bytes,)
+
+    @pytest.mark.parametrize("capacity", [None, "96KiB", "64KiB"])
+    def test_lanes_are_granted_in_the_order_that_the_schedule_tells(
+        self, capacity: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from lightning_harmony.engine.executor import Executor
+
+        entered: list[Task] = []
+        enter, forward = Executor._enter, Executor.forward
+
+        def spy(self: Any, progress: Any, place: Any) -> None:
+            entered.append(Task(place.pack.index, place.phase, progress.lane.microbatch))
+            enter(self, progress, place)
+
+        def begin(self: Any, *args: Any, **options: Any) -> None:
+            entered.clear()
+            forward(self, *args, **options)
+
+        monkeypatch.setattr(Executor, "_enter", spy)
+        monkeypatch.setattr(Executor, "forward", begin)
+        plan = planned(capacity)
+        assert plan.profile is not None
+        (tasks,) = lower(plan, plan.profile.pack_costs(plan.packs), plan.profile.machine.capacity_bytes).devices
+        assert entered == [task for task in tasks if isinstance(task.kind, Phase)]
+
+
+class TestGiven:
+    @pytest.mark.parametrize("capacity", [None, "64KiB", "96KiB"])
+    def test_a_plan_of_an_earlier_run_is_run_by(self, capacity: str | None, tmp_path: Path) -> None:
+        plan = planned(capacity)
+        file = tmp_path / "plan.json"
+        file.write_text(plan.to_json())
+        for given in (plan, file, str(file)):
+            again, reports = fit(HarmonyStrategy(device_memory=capacity, plan=given))
+            assert replace(again, profile=None, predicted=None) == replace(plan, profile=None, predicted=None)
+            assert [report.num_microbatches for report in reports] == [4, 4, 4]
+
+    def test_packs_that_planning_would_not_choose_are_used_and_change_no_bit(self) -> None:
+        plan = planned("96KiB")
+        names = [name for pack in plan.packs for name in pack]
+        assert len(plan.packs) == 6
+        packs = (tuple(names[:2]), tuple(names[2:3]), tuple(names[3:5]), tuple(names[5:]))
+        other = Plan(packs, (0, 1, 2, 3), 3, frozenset(), num_microbatches=4, fingerprint=plan.fingerprint)
+        used, reports = fit(HarmonyStrategy(device_memory="96KiB", plan=other))
+        assert replace(used, profile=None, predicted=None) == other
+        assert [report.num_packs for report in reports] == [4, 4, 4]
+        runs = [
+            train_harmony(copy.deepcopy(build()), nets.tokens(), strategy, 8, with_gradients=False)
+            for strategy in (
+                HarmonyStrategy(device_memory="96KiB", plan=other),
+                HarmonyStrategy(device_memory="96KiB", num_microbatches=4),
+            )
+        ]
+        compare(*runs)
+
+    def test_parameters_that_glue_uses_are_packed_where_the_plan_packs_them(self) -> None:
+        plan = planned(None, nets.OwnParameters)
+        assert {"net.position", "net.temperature"} <= {name for pack in plan.packs for name in pack}
+        again, _ = fit(HarmonyStrategy(plan=plan), build(nets.OwnParameters))
+        assert {frozenset(pack) for pack in again.packs} == {frozenset(pack) for pack in plan.packs}
+
+    def test_a_step_in_another_order_than_planned_goes_by_the_packs_alone(self) -> None:
+        plan = planned("96KiB")
+        backwards = replace(plan, visits=(0, 4, 3, 2, 1, 5), kept=frozenset(), first_fused=6, predicted=None)
+        again, _ = fit(HarmonyStrategy(device_memory="96KiB", plan=backwards))
+        assert replace(again, profile=None, predicted=None) == replace(plan, profile=None, predicted=None)
+
+    def test_a_short_batch_is_split_into_fewer_microbatches(self) -> None:
+        plan = planned()
+        _, reports = fit(HarmonyStrategy(plan=plan), samples=nets.tokens(8 + 8 + 3))
+        assert [report.num_microbatches for report in reports] == [4, 4, 3]
+
+
+class TestRefusals:
+    def refuse(self, strategy: Any, module: Net, message: str) -> None:
+        before = copy.deepcopy(module.state_dict())
+        with pytest.raises(PlanError, match=message):
+            fit(strategy, module)
+        # Nothing was touched: the weights are as they were, and calls of layers are the module's own.
+        assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+        assert not any("forward" in vars(child) for child in module.modules())
+
+    def test_a_plan_for_another_model(self) -> None:
+        self.refuse(HarmonyStrategy(plan=planned()), Net(nets.Language(num_blocks=5)), "the model has 'net.blocks.4'")
+
+    def test_a_capacity_that_the_plan_does_not_meet(self) -> None:
+        strategy = HarmonyStrategy(device_memory="64KiB", plan=planned(None))
+        self.refuse(strategy, build(), r"pack 0 .* takes 75.5 KiB .* more than the capacity of 64 KiB")
+
+    def test_a_plan_whose_graphs_do_not_fit(self) -> None:
+        plan = planned("160KiB")
+        strategy = HarmonyStrategy(device_memory="48KiB", plan=replace(plan, kept=frozenset({2, 3})))
+        self.refuse(strategy, build(), r"the plan does not fit the capacity of 48 KiB")
+
+    def test_a_plan_for_several_devices(self) -> None:
+        self.refuse(HarmonyStrategy(plan=replace(planned(), num_devices=2)), build(), "is for 2 devices")
+
+    def test_two_numbers_of_microbatches(self) -> None:
+        with pytest.raises(PlanError, match="is for 4 microbatches, but num_microbatches=3"):
+            HarmonyStrategy(plan=planned(), num_microbatches=3)
+
+    def test_a_file_that_is_no_plan(self, tmp_path: Path) -> None:
+        file = tmp_path / "plan.json"
+        file.write_text("{")
+        with pytest.raises(PlanError, match=r"HarmonyStrategy\(plan='.*plan.json'\): this is not a plan"):
+            HarmonyStrategy(plan=file)
