@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from lightning_harmony.plan.cost import Cost
-from lightning_harmony.plan.profile import MachineLimits, Profile
 from lightning_harmony.plan.plan import Plan, Predicted, visits_of
+from lightning_harmony.plan.profile import MachineLimits, Profile
 from lightning_harmony.plan.schedule import Schedule
 from lightning_harmony.plan.task import Errand, Phase, Task
 
@@ -25,6 +25,18 @@ with_microbatch = st.sampled_from([*Phase, *(errand for errand in Errand if erra
 numbers = st.integers(0, 10**6)
 tasks = st.builds(Task, numbers, with_microbatch, numbers) | st.builds(
     Task, numbers, st.sampled_from(WITHOUT_MICROBATCH), st.none()
+)
+
+
+# A small step that uses every stream of one device: its weights take 1 s to come, its stash a quarter of that.
+STEP_PACK = Cost("pack", 1024, 1024, copied_bytes=2048, stash_bytes=512, forward_seconds=1.0, backward_seconds=2.0)
+STEP_MACHINE = MachineLimits(None, 2048.0, 2048.0)
+STEP = Plan(
+    (("a & b",), ("c", "d")),
+    (0, 1),
+    1,
+    num_microbatches=2,
+    profile=Profile(tuple(replace(STEP_PACK, name=name) for name in ("a & b", "c")), STEP_MACHINE),
 )
 
 

@@ -1,13 +1,20 @@
 """The command line."""
 
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
+from plans import STEP
 
 from lightning_harmony.cli import main
 from lightning_harmony.plan.machine import read_machine
+from lightning_harmony.plan.page import summary, to_html
+from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.schedule import Schedule
+from lightning_harmony.plan.task import Task
+from lightning_harmony.plan.trace import to_trace
 
 
 def test_machine_shows_versions_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,3 +40,52 @@ def test_a_measured_machine_can_be_read_again(tmp_path: Path, capsys: pytest.Cap
     machine = read_machine(str(file))
     assert machine.flops_per_second["float32"] > 0
     assert (machine.device_bytes is None) == (not torch.cuda.is_available())
+
+
+class TestPlan:
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        file = tmp_path / "plan.json"
+        file.write_text(STEP.to_json())
+        return file
+
+    def test_shows_a_plan_and_what_it_predicts(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["plan", str(file)]) == 0
+        out = capsys.readouterr().out
+        assert out == "\n".join([str(STEP), *summary(STEP, predict(STEP))]) + "\n"
+
+    def test_prints_the_tasks_when_asked(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        main(["plan", str(file), "--grid"])
+        grid = capsys.readouterr().out.partition("device 0 |")[2]
+        assert Schedule.parse(f"device 0 |{grid}").devices[0][:3] == tuple(
+            map(Task.parse, ["0SWAP_IN", "1SWAP_IN", "0F0"])
+        )
+
+    def test_writes_what_is_asked_for(self, file: Path, tmp_path: Path) -> None:
+        page, trace = tmp_path / "plan.html", tmp_path / "trace.json"
+        main(["plan", str(file), "--html", str(page), "--trace", str(trace)])
+        assert page.read_text() == to_html(STEP, predict(STEP))
+        assert trace.read_text() == to_trace(STEP, predict(STEP))
+
+    def test_draws_a_picture(self, file: Path, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        main(["plan", str(file), "--png", str(tmp_path / "plan.png")])
+        assert (tmp_path / "plan.png").exists()
+
+    def test_a_plan_without_costs_is_shown_but_not_predicted(self, tmp_path: Path) -> None:
+        file = tmp_path / "plan.json"
+        file.write_text(replace(STEP, profile=None).to_json())
+        assert main(["plan", str(file)]) == 0
+        with pytest.raises(SystemExit):
+            main(["plan", str(file), "--grid"])
+
+    @pytest.mark.parametrize(("content", "problem"), [("{", "this is not a plan"), (None, "No such file")])
+    def test_what_is_no_plan_is_refused(
+        self, content: str | None, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        if content is not None:
+            (tmp_path / "plan.json").write_text(content)
+        with pytest.raises(SystemExit) as stopped:
+            main(["plan", str(tmp_path / "plan.json")])
+        assert stopped.value.code == 2
+        assert problem in capsys.readouterr().err

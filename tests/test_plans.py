@@ -19,6 +19,8 @@ from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.replay import predict
 from lightning_harmony.plan.task import Phase, Task
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+
 
 def build(net: type[torch.nn.Module] = nets.Language) -> Net:
     torch.manual_seed(SEED)
@@ -205,5 +207,5 @@ class TestRefusals:
     def test_a_file_that_is_no_plan(self, tmp_path: Path) -> None:
         file = tmp_path / "plan.json"
         file.write_text("{")
-        with pytest.raises(PlanError, match=r"HarmonyStrategy\(plan='.*plan.json'\): this is not a plan"):
+        with pytest.raises(PlanError, match=r"plan='.*plan.json': this is not a plan"):
             HarmonyStrategy(plan=file)

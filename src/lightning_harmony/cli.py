@@ -7,6 +7,7 @@ import json
 import platform
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,15 @@ import torch
 from lightning_harmony.application import find_model, parse_arguments, parse_batch, read_config
 from lightning_harmony.engine.device import free_device_bytes, free_host_bytes
 from lightning_harmony.engine.measure import measure_machine
-from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.errors import PlanError, UnsupportedModelError
 from lightning_harmony.estimation import estimate
+from lightning_harmony.plan.given import read_plan
+from lightning_harmony.plan.lowering import lower
 from lightning_harmony.plan.memory_size import format_bytes
+from lightning_harmony.plan.page import summary, to_html
+from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.trace import to_trace
 
 _ESTIMATE = """Say what training a model takes, before any memory is taken: bytes on device and host, packs, the time of a
 step and what bounds it, for several sizes of the microbatches, and what to change if it does not fit."""
@@ -36,7 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     machine.add_argument("--measure", action="store_true", help="measure it, and print what `estimate --machine` reads")
     _add_estimate(commands)
+    _add_plan(commands)
     options = parser.parse_args(arguments)
+    if options.command == "plan":
+        try:
+            show_plan(
+                read_plan(options.plan), grid=options.grid, png=options.png, html=options.html, trace=options.trace
+            )
+        except (PlanError, ImportError, OSError) as error:
+            parser.exit(2, f"lightning-harmony plan: {error}\n")
+        return 0
     if options.command == "estimate":
         try:
             return _estimate(options)
@@ -44,6 +60,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.exit(2, f"lightning-harmony estimate: {error}\n")
     print(measure_machine().to_json() if options.measure else "\n".join(describe_machine()))
     return 0
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser("plan", help="show a plan, and what a step by it will do")
+    parser.add_argument("plan", type=Path, help="a file with the JSON of a plan: trainer.strategy.plan.to_json()")
+    parser.add_argument("--grid", action="store_true", help="print all tasks of each device, in order")
+    parser.add_argument("--png", type=Path, help="draw what streams do over time, and the memory (or .svg, .pdf)")
+    parser.add_argument("--html", type=Path, help="the same as a page that tells what you point at")
+    parser.add_argument("--trace", type=Path, help="write a trace for https://ui.perfetto.dev or chrome://tracing")
+
+
+def show_plan(plan: Plan, *, grid: bool, png: Path | None, html: Path | None, trace: Path | None) -> None:
+    """Print a plan with what it predicts, and write that to files.
+
+    Raises:
+        PlanError: if more is asked for than the plan knows.
+    """
+    print(plan)
+    if plan.profile is None and not (grid or png or html or trace):
+        return
+    prediction = predict(plan)
+    print("\n".join(summary(plan, prediction)))
+    if grid and plan.profile is not None:
+        print(lower(plan, plan.profile.pack_costs(plan.packs), plan.profile.machine.capacity_bytes))
+    if png is not None:
+        from lightning_harmony.picture import draw
+
+        draw(plan, prediction, png)
+    for file, write in ((html, to_html), (trace, to_trace)):
+        if file is not None:
+            file.write_text(write(plan, prediction), encoding="utf-8")
 
 
 def _add_estimate(commands: Any) -> None:

@@ -32,9 +32,9 @@ from lightning_harmony.engine.update import fuse, why_not_separable
 from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
 from lightning_harmony.logs import MicrobatchLogs
 from lightning_harmony.plan.given import read_plan
-from lightning_harmony.plan.profile import Profile
 from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
 from lightning_harmony.plan.plan import Parallel, Plan
+from lightning_harmony.plan.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
 from lightning_harmony.separability import explain_difference
 from lightning_harmony.signals import HeldSignals
@@ -145,6 +145,7 @@ class HarmonyStrategyMixin(_Base):
         self._refuse_other_number()
         self._executor: Executor | None = None
         self._report: StepReport | None = None
+        self._last_plan: Plan | None = None
         self._fused: set[int] = set()
         self._state_bytes = 0
         self._steps_late = False
@@ -183,9 +184,10 @@ class HarmonyStrategyMixin(_Base):
     def plan(self) -> Plan | None:
         """The packs, in the order in which a step visits them, those in brackets forth and back at once; None before setup.
 
-        The first step goes from layer to layer; what it was seen to do is planned from the next one on.
+        The first step goes from layer to layer; what it was seen to do is planned from the next one on. After a fit, it is
+        the one that was in use: its `to_json` may be kept, for `HarmonyStrategy(plan=...)` and `lightning-harmony plan`.
         """
-        return None if self._executor is None else self._executor.plan
+        return self._last_plan if self._executor is None else self._executor.plan
 
     @property
     def profile(self) -> Profile | None:
@@ -407,6 +409,7 @@ class HarmonyStrategyMixin(_Base):
         self._signals.release()
         executor, self._executor = self._executor, None
         if executor is not None:
+            self._last_plan = executor.plan
             executor.close()
         module = self.lightning_module
         if module is not None:

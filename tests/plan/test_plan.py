@@ -10,8 +10,8 @@ from plans import full_plans
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
-from lightning_harmony.plan.profile import MachineLimits, Profile
 from lightning_harmony.plan.plan import Plan, Predicted, fingerprint, merge_calls, visits_of
+from lightning_harmony.plan.profile import MachineLimits, Profile
 from lightning_harmony.plan.task import Phase
 
 # Packs 0 1 2 0 3: the first is visited twice.

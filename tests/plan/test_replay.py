@@ -13,8 +13,8 @@ from plans import CannotRun, compute, machines, names, plans
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.lowering import lower
-from lightning_harmony.plan.profile import MachineLimits, Profile
 from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.profile import MachineLimits, Profile
 from lightning_harmony.plan.replay import predict, refuse_invalid, replay
 from lightning_harmony.plan.schedule import Schedule
 from lightning_harmony.plan.task import Errand, Task

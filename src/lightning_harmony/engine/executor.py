@@ -38,10 +38,10 @@ from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelE
 from lightning_harmony.plan.cost import Cost, pack_cost
 from lightning_harmony.plan.given import refuse_unfit
 from lightning_harmony.plan.graphs import graphs_to_keep
-from lightning_harmony.plan.profile import MachineLimits, Profile
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.packing import fill_capacity
 from lightning_harmony.plan.plan import Parallel, Plan, Predicted, fingerprint, merge_calls, visits_of
+from lightning_harmony.plan.profile import MachineLimits, Profile
 from lightning_harmony.plan.replay import predict
 from lightning_harmony.plan.task import Phase, Task
 

@@ -25,7 +25,7 @@ def read_plan(given: Plan | str | Path) -> Plan:
         plan = Plan.from_json(Path(given).read_text(encoding="utf-8"))
         refuse_invalid(plan)
     except (OSError, UnicodeDecodeError, PlanError) as error:
-        raise PlanError(f"HarmonyStrategy(plan={str(given)!r}): {error}") from error
+        raise PlanError(f"plan={str(given)!r}: {error}") from error
     return plan
 
 

@@ -11,8 +11,8 @@ from itertools import islice
 from typing import Any, Literal
 
 from lightning_harmony.errors import PlanError
-from lightning_harmony.plan.profile import Profile
 from lightning_harmony.plan.memory_size import format_bytes
+from lightning_harmony.plan.profile import Profile
 from lightning_harmony.plan.task import Phase
 from lightning_harmony.plan.values import decode, encode
 

@@ -32,9 +32,9 @@ from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.footprint import footprints
 from lightning_harmony.plan.lowering import lower, owner, summing_devices
-from lightning_harmony.plan.profile import MachineLimits
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.profile import MachineLimits
 from lightning_harmony.plan.schedule import Schedule
 from lightning_harmony.plan.task import Errand, Phase, Task
 

@@ -1,0 +1,30 @@
+"""Pictures of a step."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plans import STEP
+
+from lightning_harmony.plan.replay import predict
+
+pytest.importorskip("matplotlib")
+
+from lightning_harmony.picture import draw
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_picture_is_drawn_with_a_timeline_and_the_memory_of_each_device(tmp_path: Path, num_devices: int) -> None:
+    plan = replace(STEP, num_devices=num_devices)
+    file = tmp_path / "plan.svg"
+    draw(plan, predict(plan), file)
+    text = file.read_text()
+    # Words are paths in the drawing, with what they say beside them.
+    for word in ["swap-in", "compute", "update", "memory (KiB)", "time (s)"]:
+        assert text.count(f"<!-- {word} -->") == (1 if word == "time (s)" else num_devices)
+    assert ("<!-- transfer -->" in text) == (num_devices == 2)
+
+
+def test_the_suffix_tells_the_format(tmp_path: Path) -> None:
+    draw(STEP, predict(STEP), tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
