@@ -104,6 +104,19 @@ class TestPrediction:
         assert plan.predicted is not None
         assert plan.predicted.peak_bytes == (device.peak_bytes,)
 
+    @pytest.mark.parametrize("parallel", ["pipeline", "data"])
+    def test_counts_the_bytes_of_several_devices(self, parallel: Any) -> None:
+        strategy = HarmonyStrategy(device_memory="64KiB", num_microbatches=4, parallel=parallel)
+        plan, reports = fit(strategy, devices=2)
+        devices, report = predict(plan).devices, reports[-1]
+        assert sum(d.swapped_out_bytes["gradients"] for d in devices) == report.swapped_out_bytes["gradients"]
+        assert sum(d.swapped_out_bytes["stash"] for d in devices) == report.swapped_out_bytes["stash"]
+        assert sum(d.swapped_in_bytes["weights"] for d in devices) == report.swapped_in_bytes["weights"]
+        # Glue fetches what it computes with, and layers do not pass on what they were called with.
+        assert sum(d.transferred_bytes for d in devices) == pytest.approx(report.transferred_bytes, rel=0.2)
+        for device, peak in zip(devices, report.peak_device_bytes, strict=True):
+            assert device.peak_bytes == pytest.approx(peak, rel=0.15)
+
     @pytest.mark.parametrize("capacity", [None, "96KiB", "64KiB"])
     def test_lanes_are_granted_in_the_order_that_the_schedule_tells(
         self, capacity: str | None, monkeypatch: pytest.MonkeyPatch
@@ -139,6 +152,11 @@ class TestGiven:
             again, reports = fit(HarmonyStrategy(device_memory=capacity, plan=given))
             assert replace(again, profile=None, predicted=None) == replace(plan, profile=None, predicted=None)
             assert [report.num_microbatches for report in reports] == [4, 4, 4]
+
+    def test_so_is_one_for_several_devices(self) -> None:
+        plan, _ = fit(HarmonyStrategy(device_memory="64KiB", num_microbatches=4), devices=2)
+        again, _ = fit(HarmonyStrategy(device_memory="64KiB", plan=plan), devices=2)
+        assert replace(again, profile=None, predicted=None) == replace(plan, profile=None, predicted=None)
 
     def test_packs_that_planning_would_not_choose_are_used_and_change_no_bit(self) -> None:
         plan = planned("96KiB")
@@ -177,10 +195,10 @@ class TestGiven:
 
 
 class TestRefusals:
-    def refuse(self, strategy: Any, module: Net, message: str) -> None:
+    def refuse(self, strategy: Any, module: Net, message: str, **options: Any) -> None:
         before = copy.deepcopy(module.state_dict())
         with pytest.raises(PlanError, match=message):
-            fit(strategy, module)
+            fit(strategy, module, **options)
         # Nothing was touched: the weights are as they were, and calls of layers are the module's own.
         assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
         assert not any("forward" in vars(child) for child in module.modules())
@@ -197,8 +215,11 @@ class TestRefusals:
         strategy = HarmonyStrategy(device_memory="48KiB", plan=replace(plan, kept=frozenset({2, 3})))
         self.refuse(strategy, build(), r"the plan does not fit the capacity of 48 KiB")
 
-    def test_a_plan_for_several_devices(self) -> None:
-        self.refuse(HarmonyStrategy(plan=replace(planned(), num_devices=2)), build(), "is for 2 devices")
+    @pytest.mark.parametrize(("num_devices", "parallel"), [(1, "pipeline"), (3, "pipeline"), (2, "data")])
+    def test_a_plan_for_other_devices(self, num_devices: int, parallel: Any) -> None:
+        plan = replace(planned(), num_devices=num_devices, parallel=parallel)
+        message = rf"is for {num_devices} devices \({parallel}\), not for 2 \(pipeline\)"
+        self.refuse(HarmonyStrategy(plan=plan), build(), message, devices=2)
 
     def test_two_numbers_of_microbatches(self) -> None:
         with pytest.raises(PlanError, match="is for 4 microbatches, but num_microbatches=3"):
