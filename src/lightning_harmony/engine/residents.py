@@ -14,11 +14,9 @@ from lightning_harmony.engine.device import Device, VirtualDevice
 from lightning_harmony.engine.stash import Stash
 from lightning_harmony.engine.swap import SwappedPack, Swapper
 from lightning_harmony.errors import CapacityError
+from lightning_harmony.plan.lowering import LOOKAHEAD
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.task import Phase
-
-# How many packs beyond the running one are fetched ahead, where there is room.
-LOOKAHEAD = 2
 
 
 class Place(NamedTuple):
