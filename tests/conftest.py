@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+import hypothesis
 import pytest
 import same_training
 import torch
@@ -17,6 +18,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     same_training.default_devices = config.getoption("--devices")
+
+
+# What a test takes tells of the machine and what else runs on it.
+hypothesis.settings.register_profile("any-machine", deadline=None)
+hypothesis.settings.load_profile("any-machine")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

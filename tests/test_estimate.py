@@ -93,8 +93,9 @@ def train(
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             executor = strategy._executor
             assert executor is not None
-            strategy.known = {layer.name: executor._cost(layer) for layer in executor._layers}  # type: ignore[attr-defined]
-            strategy.last_plan = strategy.plan  # type: ignore[attr-defined]
+            # Bytes alone: what was timed is no estimate's.
+            works = executor._works[True]
+            strategy.known = {layer.name: works.cost(layer, executor.store) for layer in executor._layers}  # type: ignore[attr-defined]
 
     trainer = trainer_for(strategy, steps, [reports, Known()], **options)
     trainer.fit(module, DataLoader(data, batch_size=batch_size))
@@ -115,7 +116,8 @@ def test_the_bytes_of_each_layer_and_the_packs_are_those_that_training_finds(pre
         GPT(), samples(32), device_memory=capacity, strategy={"num_microbatches": 4}, precision=precision
     )
     plan = result.prediction.plan
-    assert plan == strategy.last_plan
+    chosen = ("packs", "visits", "first_fused", "kept", "num_devices", "parallel")
+    assert all(getattr(plan, name) == getattr(strategy.plan, name) for name in chosen)
     assert len(plan.packs) > 4
     report = strategy.reports[-1]
     assert result.prediction.swapped_out_bytes["stash"] == report.swapped_out_bytes["stash"]

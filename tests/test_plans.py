@@ -34,7 +34,7 @@ def fit(
     reports = Reports()
     plans: list[Plan] = []
     reports.on_train_epoch_end = lambda trainer, module: plans.append(trainer.strategy.plan)  # type: ignore[method-assign]
-    trainer = trainer_for(strategy, 3, [reports], **options)
+    trainer = trainer_for(strategy, 3, [reports], **{"devices": 1, **options})
     trainer.fit(module or build(), DataLoader(nets.tokens() if samples is None else samples, batch_size=8))
     return plans[0], reports.reports
 
@@ -81,7 +81,7 @@ class TestProfile:
             def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
                 found.append(trainer.strategy.profile)
 
-        trainer = trainer_for(strategy, 1, [Look()])
+        trainer = trainer_for(strategy, 1, [Look()], devices=1)
         trainer.fit(build(), DataLoader(nets.tokens(), batch_size=8))
         assert len(found[0].layers) == 6
 
@@ -168,7 +168,7 @@ class TestGiven:
         assert replace(used, profile=None, predicted=None) == other
         assert [report.num_packs for report in reports] == [4, 4, 4]
         runs = [
-            train_harmony(copy.deepcopy(build()), nets.tokens(), strategy, 8, with_gradients=False)
+            train_harmony(copy.deepcopy(build()), nets.tokens(), strategy, 8, with_gradients=False, devices=1)
             for strategy in (
                 HarmonyStrategy(device_memory="96KiB", plan=other),
                 HarmonyStrategy(device_memory="96KiB", num_microbatches=4),
