@@ -207,8 +207,7 @@ class Executor:
         self._granted: Grant | None = None
         self._num_elements = 0
         self._in_backward = False
-        self._factor = 1.0
-        self._upstream = torch.ones(())
+        self._factor, self._upstream = 1.0, torch.ones(())
         self._glue_buffers = self._move_glue_buffers()
         self._intercepted = [InterceptedForward(layer, self, compile_options) for layer in self._layers]
 
