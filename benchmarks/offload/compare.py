@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 CONTENDERS: dict[str, list[str]] = {
     "in memory, recompute": ["--strategy", "recompute"],
     "in memory": ["--strategy", "plain"],
@@ -21,6 +23,12 @@ CONTENDERS: dict[str, list[str]] = {
     "in memory, recompute, gradients clipped": ["--strategy", "recompute", "--clip", "1.0"],
     "harmony, 16 GiB, gradients clipped": ["--device-memory", "16GiB", "--clip", "1.0"],
     "harmony, 16 GiB, a quarter of the tokens": ["--device-memory", "16GiB", "--num-microbatches", "2"],
+    **{
+        f"harmony, {number} x 16 GiB, twice the tokens": [
+            *("--devices", str(number), "--device-memory", "16GiB", "--num-microbatches", "16")
+        ]
+        for number in (1, 2, 4)
+    },
 }
 
 
@@ -35,11 +43,16 @@ def run(arguments: list[str]) -> dict[str, Any]:
     return row
 
 
+def _num_devices(arguments: list[str]) -> int:
+    return int(arguments[arguments.index("--devices") + 1]) if "--devices" in arguments else 1
+
+
 def main() -> None:
-    """Run those that were asked for, all by default."""
+    """Run those that were asked for; by default all that the machine has GPUs for."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS))
+    here = [name for name, arguments in CONTENDERS.items() if _num_devices(arguments) <= torch.cuda.device_count()]
+    parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=here)
     options = parser.parse_args()
     columns = ("step", "tokens", "device GiB", "reserved GiB", "host GiB", "first step")
     print("| | " + " | ".join(columns) + " | swapped in, GB | out, GB | update hidden |")

@@ -95,7 +95,7 @@ class HarmonyStrategyMixin(_Base):
 
     def __init__(
         self,
-        device_memory: int | str | Sequence[int | str] | None = None,
+        device_memory: int | str | list[int | str] | None = None,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
         layers: Collection[type] | Callable[[str, nn.Module], bool] | None = None,
@@ -122,8 +122,11 @@ class HarmonyStrategyMixin(_Base):
         _one_of("update", update, ("auto", "just-in-time", "deferred"))
         _one_of("loss_reduction", loss_reduction, ("mean", "sum", None))
         _one_of("parallel", parallel, ("pipeline", "data"))
-        several = [device_memory] if device_memory is None or isinstance(device_memory, int | str) else device_memory
-        self._device_memory = [None if each is None else parse_bytes(each) for each in several]
+        self._device_memory: list[int | None] = [None]
+        if isinstance(device_memory, list | tuple):
+            self._device_memory = [parse_bytes(each) for each in device_memory]
+        elif device_memory is not None:
+            self._device_memory = [parse_bytes(device_memory)]
         self._parallel = parallel
         self._num_microbatches = num_microbatches
         self._microbatch_size = microbatch_size

@@ -45,6 +45,9 @@ from lightning_harmony.plan.profile import MachineLimits, Profile
 from lightning_harmony.plan.replay import predict
 from lightning_harmony.plan.task import Phase, Task
 
+# Threads that a GPU machine's host keeps for the lanes and the data loader while it updates.
+SPARED_THREADS = 2
+
 
 @dataclass(frozen=True)
 class Request:
@@ -179,7 +182,7 @@ class Executor:
         in_order = dict.fromkeys([p for layer in self._layers for p in layer.parameters] + list(model.parameters()))
         self.store = HostStore(list(in_order), self._root)
         self.pool = HostPool(self._root.host_buffer)
-        self.updater = Updater(self.pool, devices)
+        self.updater = Updater(self.pool, devices, SPARED_THREADS if self._cuda_devices else 0)
         self._residents = [self._residents_on(number) for number in range(len(devices))]
         self._transfers = Transfers(devices, self.traffic, lambda number, size: self._residents[number].admit(size))
         self._glue = Glue(places_of(model, list(in_order)), self._root.torch_device, self, compute_dtype)

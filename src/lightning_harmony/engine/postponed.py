@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -37,10 +37,27 @@ class Overlap:
     Attributes:
         busy_seconds: what updates took.
         waited_seconds: how much of that all devices, with nothing else to do, waited for.
+        spared_threads: how many of torch's threads an update leaves to who launches the devices' work.
     """
 
     busy_seconds: float = 0.0
     waited_seconds: float = 0.0
+    spared_threads: int = 0
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """The context of a piece of an update, in the thread that does it."""
+        start = time.perf_counter()
+        before = torch.get_num_threads()
+        if self.spared_threads:
+            # Of this thread alone: other threads keep theirs.
+            torch.set_num_threads(max(before - self.spared_threads, 1))
+        try:
+            yield
+        finally:
+            if self.spared_threads:
+                torch.set_num_threads(before)
+            self.busy_seconds += time.perf_counter() - start
 
     def take_hidden(self) -> float:
         """The share of the updates' seconds in which other work went on, since this was last asked; 0 without an update."""
@@ -168,14 +185,13 @@ class PostponedUpdate:
         twin = _twin(optimizer, groups, stand_ins)
 
         def update() -> None:
-            start = time.perf_counter()
-            if clip is not None:
-                clip(list(stand_ins.values()))
-            twin.step()
-            for parameter, stand_in in stand_ins.items():
-                if twin.state.get(stand_in):
-                    optimizer.state[parameter] = twin.state[stand_in]
-            self._overlap.busy_seconds += time.perf_counter() - start
+            with self._overlap.updating():
+                if clip is not None:
+                    clip(list(stand_ins.values()))
+                twin.step()
+                for parameter, stand_in in stand_ins.items():
+                    if twin.state.get(stand_in):
+                        optimizer.state[parameter] = twin.state[stand_in]
 
         return update
 

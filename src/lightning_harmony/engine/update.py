@@ -83,9 +83,9 @@ class _Part:
     source: HostGradients
 
 
-# How many packs' gradients may be on their way into an update just in time: one comes, one waits, one is used. More would
-# only take host memory, where the device's work is launched far ahead.
-RING = 3
+# How many packs' gradients may be on their way into an update just in time. The fused packs, up to a quarter of them, become
+# final together; what waits beyond those would only take host memory, as the device's work is launched far ahead.
+RING = 8
 
 
 class Updater:
@@ -94,6 +94,7 @@ class Updater:
     Args:
         pool: where the buffers of gradients return to.
         devices: what computes meanwhile.
+        spared_threads: how many of torch's threads updates leave to who launches the devices' work.
 
     Attributes:
         overlap: of all updates.
@@ -102,13 +103,13 @@ class Updater:
         postponed: the update of the step before, where it runs under this one's forward.
     """
 
-    def __init__(self, pool: HostPool, devices: Sequence[Recorder]) -> None:
+    def __init__(self, pool: HostPool, devices: Sequence[Recorder], spared_threads: int = 0) -> None:
         self.speed = Speed()
         self._pool = pool
         self._devices = devices
         # A thread of its own: the update of a pack runs under the backward of the next.
         self._stream = HostStream("update")
-        self.overlap = Overlap()
+        self.overlap = Overlap(spared_threads=spared_threads)
         self.norms = Norms()
         self.postponed = PostponedUpdate(self._stream, devices, self.overlap)
         self._optimizer: Optimizer | None = None
@@ -215,15 +216,13 @@ class Updater:
 
     def _step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         start = time.perf_counter()
-        if self._clip is not None:
-            self._clip(list(parameters))
-        with _only(optimizer, self._places, parameters):
+        with self.overlap.updating(), _only(optimizer, self._places, parameters):
+            if self._clip is not None:
+                self._clip(list(parameters))
             optimizer.step()
         for parameter in parameters:
             parameter.grad = None
-        seconds = time.perf_counter() - start
-        self.overlap.busy_seconds += seconds
-        self.speed.note(sum(p.numel() * p.element_size() for p in parameters), seconds)
+        self.speed.note(sum(p.numel() * p.element_size() for p in parameters), time.perf_counter() - start)
 
     def _use_up(self, source: HostGradients) -> None:
         self._unused[id(source)] -= 1
