@@ -346,6 +346,11 @@ class VirtualDevice(Device):
 
     def _count_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
+        owner = _owners.setdefault(key, self)
+        if owner is not self:
+            # An alias: the memory stays where it is, whoever looks at it.
+            owner._count_storage(storage)
+            return
         num_bytes = storage.nbytes()
         # An operation may have resized a storage that is counted already.
         before, end = self._live.get(key) or (0, None)
@@ -364,6 +369,7 @@ class VirtualDevice(Device):
 
     def _forget(self, key: int) -> None:
         with self._lock:
+            _owners.pop(key, None)
             self._allocated_bytes -= self._live.pop(key)[0]
 
     def allocated_bytes(self) -> int:
@@ -392,7 +398,7 @@ class VirtualDevice(Device):
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether its storage is counted here."""
-        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._live
+        return tensor.layout is torch.strided and _owners.get(tensor.untyped_storage()._cdata) is self
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -474,6 +480,8 @@ class _Meter(TorchDispatchMode):
         return result
 
 
+# On which virtual device each storage is counted.
+_owners: dict[int, VirtualDevice] = {}
 # Nested modes would each see an operation: a thread has one meter, which counts for one device at a time.
 _meters = threading.local()
 

@@ -433,7 +433,9 @@ class Executor:
                 upstream = torch.tensor(self._predicted)
             progress.differentiating = True
             gradient = (upstream.to(loss.device) * progress.microbatch.weight).to(loss.dtype)
-            torch.autograd.backward(loss, gradient.expand_as(loss))
+            # Glue's backward begins where its forward ended.
+            with self.devices[self.home(loss) or 0].selected() if len(self.devices) > 1 else nullcontext():
+                torch.autograd.backward(loss, gradient.expand_as(loss))
 
     def backward(
         self, gradient: Tensor, optimizer: Optimizer | None, *, clip: Clip | None = None, with_norms: bool = False

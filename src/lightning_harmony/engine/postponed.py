@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -153,6 +153,7 @@ class PostponedUpdate:
         self._devices = devices
         self._overlap = overlap
         self._optimizer: Optimizer | None = None
+        self._known: frozenset[Tensor] = frozenset()
         self._events: dict[nn.Parameter, HostEvent] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -165,6 +166,7 @@ class PostponedUpdate:
             clip: changes the gradients of each share before they are used.
         """
         self.finish()
+        known = frozenset(optimizer.state)
         groups = enumerate(optimizer.param_groups)
         left = {p: number for number, group in groups for p in group["params"] if p.grad is not None}
         for share in [*order, list(left)]:
@@ -173,7 +175,7 @@ class PostponedUpdate:
                 event = self._stream.submit(self._share(optimizer, members, clip))
                 self._events.update(dict.fromkeys(members, event))
         if self._events:
-            self._optimizer = optimizer
+            self._optimizer, self._known = optimizer, known
             # Its state is complete for whoever asks for it, by whatever way.
             self._handles = [
                 optimizer.register_state_dict_pre_hook(lambda _: self.finish()),
@@ -211,6 +213,7 @@ class PostponedUpdate:
         """Wait until all parameters are updated; raise what failed."""
         events = list(dict.fromkeys(self._events.values()))
         optimizer, self._optimizer = self._optimizer, None
+        known, self._known = self._known, frozenset()
         self._forget()
         if optimizer is None:
             return
@@ -219,7 +222,7 @@ class PostponedUpdate:
         finally:
             # Also what comes after a share that failed.
             self._stream.submit(lambda: None).synchronize()
-            sort_state(optimizer)
+            sort_state(optimizer, known)
 
     def drain(self) -> None:
         """Wait until all parameters are updated, on the way out of another error."""
@@ -233,12 +236,12 @@ class PostponedUpdate:
         self._handles = []
 
 
-def sort_state(optimizer: Optimizer) -> None:
-    """Bring an optimizer's state into the order of its parameters, in which a step over all of them makes it."""
+def sort_state(optimizer: Optimizer, known: Collection[Tensor]) -> None:
+    """Bring what an update added to an optimizer's state into the order in which a step over all parameters adds it."""
     state = optimizer.state
-    ordered = [p for group in optimizer.param_groups for p in group["params"] if p in state]
-    if any(ours is not theirs for ours, theirs in zip(ordered, state, strict=False)):
-        for parameter in ordered:
+    added = [p for group in optimizer.param_groups for p in group["params"] if p in state and p not in known]
+    if any(ours is not theirs for ours, theirs in zip(list(state)[len(known) :], added, strict=True)):
+        for parameter in added:
             state[parameter] = state.pop(parameter)
 
 

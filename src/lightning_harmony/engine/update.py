@@ -115,6 +115,7 @@ class Updater:
         self._optimizer: Optimizer | None = None
         self._clip: Clip | None = None
         self._with_norms = False
+        self._known: frozenset[Tensor] = frozenset()
         self._held_back: list[tuple[Callable[[], None], list[Event]]] | None = None
         self._reuses = True
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
@@ -148,6 +149,7 @@ class Updater:
         self._submitted = []
         self._held_back, self._reuses = [] if hold_back else None, not hold_back
         self._optimizer, self._clip, self._with_norms = optimizer, clip, with_norms
+        self._known = frozenset[Tensor]() if optimizer is None else frozenset(optimizer.state)
         self.norms.clear()
         self._parts = defaultdict(list)
         self._num_owners = defaultdict(int)
@@ -195,7 +197,7 @@ class Updater:
             self.drain()
             optimizer, self._optimizer = self._optimizer, None
             if optimizer is not None:
-                sort_state(optimizer)
+                sort_state(optimizer, self._known)
 
     def drain(self) -> None:
         """Wait until nothing is under way, on the way out of an error or before the next step."""
