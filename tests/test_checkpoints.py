@@ -211,7 +211,9 @@ def kill() -> None:
 
 def run_until_killed(path: Path, kill_at: str, step: int) -> None:
     call = f"test_checkpoints.train({str(path)!r}, {kill_at!r}, {step})"
-    code = f"import warnings; warnings.simplefilter('ignore'); import test_checkpoints; {call}"
+    # Sums of other numbers of threads differ by their order.
+    threads = f"torch.set_num_threads({torch.get_num_threads()})"
+    code = f"import warnings, torch; warnings.simplefilter('ignore'); {threads}; import test_checkpoints; {call}"
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),

@@ -116,7 +116,8 @@ def test_nothing_grows_with_the_number_of_steps(num_steps: int, tmp_path: Path) 
     assert last.num_handles == first.num_handles
     assert last.device_bytes == first.device_bytes
     assert last.pool_bytes == first.pool_bytes
-    assert last.num_tensors == first.num_tensors
+    # Fewer are what tests before this one have left and let go of now.
+    assert last.num_tensors <= first.num_tensors
     # What the allocator and the logger keep: far less than a step allocates, times the steps.
     assert last.host_bytes - first.host_bytes < (8 << 20) + 4096 * num_steps
     gc.collect()

@@ -332,7 +332,7 @@ class TestMergeEvaluations:
             [{"a": 1}, {"b": 1}],
             [torch.ones(2), None],
         ],
-        ids=str,
+        ids=lambda outputs: "-".join(type(output).__name__ for output in outputs),
     )
     def test_anything_else_is_refused(self, outputs):
         with pytest.raises(ValueError, match="microbatch"):

@@ -41,7 +41,7 @@ class Configured(nn.Module):
 
 
 class TestIsOpaque:
-    @pytest.mark.parametrize("value", CONSTANTS, ids=repr)
+    @pytest.mark.parametrize("value", CONSTANTS, ids=lambda value: type(value).__name__)
     def test_not_what_a_layer_cannot_change(self, value: Any) -> None:
         assert not is_opaque(value)
 
