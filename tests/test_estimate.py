@@ -30,7 +30,11 @@ from lightning_harmony.plan.machine import H200
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.subject import casting, on_meta
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
+    # Of jsonargparse, about the way in which LightningCLI calls it; once in a process.
+    pytest.mark.filterwarnings("ignore:(?s).*JsonargparseDeprecationWarning.*"),
+]
 
 MACHINE = replace(H200, host_bytes=2**40, device_bytes=None, library_bytes=0)
 WIDTH, LENGTH, VOCABULARY = 64, 32, 96
