@@ -655,7 +655,7 @@ class Executor:
             not other.lane.finished
             and not other.differentiating
             and (other.lane.request is None or other.lane.request.phase is Phase.FORWARD)
-            and (other.lane.request is None or other.lane.request.position < request.position)
+            and (other.lane.request is None or other.lane.request.position <= request.position)
             for other in self._earlier(progress)
         )
 
@@ -717,6 +717,17 @@ class Executor:
         residents.pinned = frozenset() if self._predicted is None else self._pinned()
         with self._timing_swap_in(residents, place.pack):
             residents.enter(place, self._needed_bytes(place.pack, place.phase), alone=self._measuring)
+        if place.pack.buffers and place.phase is Phase.FORWARD and len(self.devices) > 1:
+            self._pass_buffers_on(residents, place.pack)
+
+    def _pass_buffers_on(self, residents: Residents, pack: SwappedPack) -> None:
+        """A microbatch finds the buffers of a pack as the one before it left them, on whichever device that was."""
+        for others in self._residents:
+            copy = others.packs[pack.index]
+            if copy is not pack and copy.residency is not None:
+                with others.device.scheduling():
+                    others.swapper.write_back(copy, copy.residency)
+        residents.swapper.read_again(pack)
 
     @contextmanager
     def _timing_swap_in(self, residents: Residents, pack: SwappedPack) -> Iterator[None]:
