@@ -23,11 +23,12 @@ from lightning_harmony.checkpoints import refuse_directory, refuse_sharded
 from lightning_harmony.engine.batch import merge_evaluations, merge_outputs, microbatch_sizes, split_batch
 from lightning_harmony.engine.decompose import find_layers
 from lightning_harmony.engine.device import CudaDevice, Device, VirtualDevice, free_device_bytes, free_host_bytes
-from lightning_harmony.engine.executor import Executor, Microbatch
+from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.postponed import Clip, by_norm, by_value
 from lightning_harmony.engine.report import StepReport
 from lightning_harmony.engine.rng import stream_seed
+from lightning_harmony.engine.turns import Microbatch
 from lightning_harmony.engine.update import fuse, why_not_separable
 from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
 from lightning_harmony.logs import MicrobatchLogs

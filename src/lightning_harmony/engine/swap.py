@@ -71,7 +71,7 @@ class Residency:
     ready: Event
     leaves: dict[nn.Parameter, nn.Parameter]
     buffers: dict[BufferKey, Tensor]
-    as_of: int
+    as_of: int = 0
     last_use: Event | None = None
     dirty_buffers: set[BufferKey] = field(default_factory=set)
 
