@@ -685,15 +685,16 @@ class Executor:
         """Whether a lane that comes to a pack goes on to its loss and comes back through it, all in one turn."""
         return self._predicted is not None and phase is Phase.FORWARD and pack.index in self.plan.fused
 
-    def _needed_bytes(self, pack: SwappedPack, phase: Phase) -> int:
-        """What a pack's gradients, work and kept graphs will allocate."""
+    def _needed_bytes(self, pack: SwappedPack, phase: Phase, layers: Sequence[SwappedLayer] | None = None) -> int:
+        """What a pack's gradients, work and kept graphs will allocate; of its work and graphs, only those of some layers."""
+        layers = layers or pack.layers
         fused = self._is_fused(pack, phase)
         gradients = pack.gradient_layout()[1] if (phase is Phase.BACKWARD or fused) and not pack.accumulators else 0
-        work = self._work.bytes(pack.layers, phase)
+        work = self._work.bytes(layers, phase)
         if phase is Phase.FORWARD and (fused or pack.index in self.plan.kept):
-            work += self._work.graph_bytes(pack.layers)
+            work += self._work.graph_bytes(layers)
         if fused and pack.index == self.plan.visits[-1]:
-            work += self._work.bytes(pack.layers, Phase.BACKWARD)
+            work += self._work.bytes(layers, Phase.BACKWARD)
         return gradients + work
 
     # ---- gradients -----------------------------------------------------------------------------------------------------
@@ -783,7 +784,7 @@ class Executor:
             # Between the layers of a pack, what the last one left to be swapped out may still be there.
             place = Place(pack, phase, progress.position[phase])
             with residents.device.scheduling():
-                residents.ensure_room(self._needed_bytes(pack, phase), place)
+                residents.ensure_room(self._needed_bytes(pack, phase, [layer]), place)
         if phase is Phase.FORWARD and pack.layout.casts and not self._casts_as_known(pack):
             self._widen(residents, Place(pack, phase, progress.position[phase]))
         residency = pack.residency
