@@ -593,8 +593,11 @@ class Executor:
         progress.task = place.phase, place.pack.index
         residents = self._residents[self.plan.device_of(place.pack.index, progress.lane.microbatch)]
         residents.pinned = frozenset() if self._predicted is None else self._pinned()
-        with self._timing_swap_in(residents, place.pack):
-            residents.enter(place, self._needed_bytes(place.pack, place.phase), alone=self._measuring)
+        work_bytes = self._needed_bytes(place.pack, place.phase)
+        if self._is_profiling and place.pack.residency is None and len(place.pack.layers) == 1:
+            self._time_swap_in(residents, place, work_bytes)
+        else:
+            residents.enter(place, work_bytes, alone=self._measuring)
         if place.pack.buffers and place.phase is Phase.FORWARD and len(self.devices) > 1:
             self._pass_buffers_on(residents, place.pack)
 
@@ -607,17 +610,14 @@ class Executor:
                     others.swapper.write_back(copy, copy.residency)
         residents.swapper.read_again(pack)
 
-    @contextmanager
-    def _timing_swap_in(self, residents: Residents, pack: SwappedPack) -> Iterator[None]:
-        """The context in which a pack is swapped in: where times are measured, that of its copy."""
-        if not self._is_profiling or pack.residency is not None or len(pack.layers) > 1:
-            yield
-            return
+    def _time_swap_in(self, residents: Residents, place: Place, work_bytes: int) -> None:
+        """Bring a layer to an empty device, and time its copy."""
+        pack = place.pack
         residents.evict_all_but(pack)
         with self._profiler.swapping_in(pack.layers[0], residents.device):
-            yield
-            if pack.residency is not None:
-                pack.residency.ready.synchronize()
+            residents.enter(place, work_bytes, alone=True)
+            assert pack.residency is not None
+            pack.residency.ready.synchronize()
 
     def _pinned(self) -> frozenset[int]:
         """The fused packs, until all lanes came through them."""
