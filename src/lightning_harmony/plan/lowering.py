@@ -127,6 +127,7 @@ class _Lowering:
         self._stays = [Stay(stay.phase, stay.place, runs) for stay in order if (runs := self._here(stay.runs))]
         # Each visit that is computed here, and whether it is the last backward of its pack.
         self._last = {run_pack: number for number, stay in enumerate(self._stays) for run_pack in self._summed(stay)}
+        self._first_visit = {pack: place for place, pack in reversed(list(enumerate(plan.visits)))}
         self._tasks: list[Task] = []
         self._resident: set[int] = set()
         self._resident_bytes = 0
@@ -259,10 +260,10 @@ class _Lowering:
         """Whether graphs of a pack are on the device when a stay begins: it has been visited, and not yet come back to."""
         if pack not in self._plan.kept:
             return False
-        places = [place for place, other in enumerate(self._plan.visits) if other == pack]
+        first = self._first_visit[pack]
         if stay.phase is Phase.FORWARD:
-            return places[0] < stay.place
-        return len(self._plan.visits) - 1 - places[0] > stay.place
+            return first < stay.place
+        return len(self._plan.visits) - 1 - first > stay.place
 
     def _swap_in(self, pack: int) -> None:
         self._tasks.append(Task(pack, Errand.SWAP_IN))
