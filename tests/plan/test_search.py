@@ -152,13 +152,15 @@ class TestCapacity:
         assert alternatives(capacity) <= alternatives(capacity + more)
 
     @pytest.mark.parametrize("num_layers", [6, 40])
-    def test_a_larger_one_is_not_predicted_to_be_slower(self, num_layers: int) -> None:
+    @pytest.mark.parametrize("num_devices", [1, 2])
+    def test_a_larger_one_is_not_predicted_to_be_slower(self, num_layers: int, num_devices: int) -> None:
         profile = chain(num_layers, MachineLimits(None, 150.0, 150.0, 1000.0, 90.0))
         found = [
             found_seconds(
                 replace(profile, machine=replace(profile.machine, capacity_bytes=capacity)),
                 range(num_layers),
                 3,
+                num_devices=num_devices,
             )
             for capacity in (420, 500, 640, 900, 1300, 2000, 4000, 10000, None)
         ]

@@ -7,7 +7,7 @@ What is searched, all within the capacity:
   last one.
 - how many of the packs before keep the graphs of all microbatches: the last ones, on each device, as far as there is room.
 
-A larger capacity only adds to this. What it adds to is never predicted slower, but for a rarity: with more room a
+A larger capacity only adds to this. So it makes the best no slower, but for a rarity of a single plan: with more room a
 prefetch may come so early that it takes what another task waits for.
 
 Up to `ALL_LAYERS` layers all of it is searched; beyond, the packs of four packers at a ladder of counts, and a ladder of
