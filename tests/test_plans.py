@@ -194,6 +194,40 @@ class TestGiven:
         assert [report.num_microbatches for report in reports] == [4, 4, 3]
 
 
+class TestSearched:
+    def test_a_plan_that_is_found_is_run_by_and_changes_no_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def train() -> Any:
+            strategy = HarmonyStrategy(device_memory="160KiB", num_microbatches=4)
+            return train_harmony(build(), nets.tokens(), strategy, 8, with_gradients=False, devices=1)
+
+        expected = train()
+        searched = []
+
+        def found(plan: Plan, calls: list[int], *, with_its_packs: bool) -> Plan:
+            searched.append((plan, calls, with_its_packs))
+            packs = (("net.embed", "net.blocks.0"), ("net.blocks.1",), ("net.blocks.2", "net.blocks.3"), ("net.head",))
+            return replace(plan, packs=packs, visits=(0, 1, 2, 3), first_fused=2, kept=frozenset({1}))
+
+        monkeypatch.setattr("lightning_harmony.engine.executor.search_better", found)
+        compare(expected, train())
+        plan, calls, with_its_packs = searched[0]
+        assert plan.profile is not None
+        assert plan.predicted is not None
+        assert calls == list(range(6))
+        assert not with_its_packs
+        plan, reports = fit(HarmonyStrategy(device_memory="160KiB", num_microbatches=4))
+        assert [len(pack) for pack in plan.packs] == [2, 1, 2, 1]
+        assert (plan.first_fused, plan.kept) == (2, {1})
+        assert plan.predicted is not None
+        assert predict(plan).peak_bytes == plan.predicted.peak_bytes
+        assert reports[-1].num_packs == 4
+
+    def test_a_plan_that_is_given_is_not_searched_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        plan = planned()
+        monkeypatch.setattr("lightning_harmony.engine.executor.search_better", None)
+        fit(HarmonyStrategy(device_memory="96KiB", plan=plan))
+
+
 class TestRefusals:
     def refuse(self, strategy: Any, module: Net, message: str, **options: Any) -> None:
         before = copy.deepcopy(module.state_dict())

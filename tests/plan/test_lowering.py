@@ -65,6 +65,14 @@ def test_devices_with_microbatches_of_their_own_add_their_gradients() -> None:
     assert "1SWAP_OUT" not in first
 
 
+def test_what_is_not_needed_any_more_makes_way_before_anything_waits_for_what_leaves() -> None:
+    # Both packs, the gradients of one on their way out, and those of the other.
+    plan, packs = plan_of(2, 1, num_microbatches=1), [Cost("pack", 10, 10)] * 2
+    for capacity, following in ((40, "0B0"), (39, "1EVICT")):
+        tasks = [str(task) for task in lower(plan, packs, capacity).devices[0]]
+        assert tasks[tasks.index("1U") + 1] == following
+
+
 def test_a_device_without_a_microbatch_has_nothing_to_do() -> None:
     plan = plan_of(4, 3, num_microbatches=2, num_devices=3, parallel="data")
     assert lower(plan, [PACK] * 4, None).devices[2] == ()

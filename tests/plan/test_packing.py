@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_harmony.plan.cost import Cost
-from lightning_harmony.plan.packing import BUFFERING, USEFUL_PACKS, fill_capacity
+from lightning_harmony.plan.packing import (
+    BUFFERING,
+    USEFUL_PACKS,
+    balanced,
+    fill_capacity,
+    filled,
+    filled_from_end,
+)
 
 num_bytes = st.integers(0, 40)
 costs_lists = st.lists(st.builds(Cost, st.just("layer"), num_bytes, num_bytes, num_bytes, num_bytes), max_size=14)
@@ -83,3 +90,25 @@ def test_a_layer_larger_than_the_capacity_stands_alone() -> None:
 def test_however_much_fits_there_are_packs_to_hide_copies_behind() -> None:
     assert len(fill_capacity([layer(10)] * 2 * USEFUL_PACKS, 10**9)) == USEFUL_PACKS
     assert len(fill_capacity([layer(10)] * 3, 10**9)) == 3
+
+
+def test_balanced() -> None:
+    assert balanced([1, 1, 1, 1], 2) == (0, 2)
+    assert balanced([5, 1, 1, 1], 2) == (0, 1)
+    assert balanced([1, 1, 1, 5], 2) == (0, 3)
+    assert balanced([0, 0, 0], 3) == (0,)
+
+
+def test_filled_from_either_end() -> None:
+    assert filled([1, 1, 1, 1, 1], 2) == (0, 2, 4)
+    assert filled_from_end([1, 1, 1, 1, 1], 2) == (0, 1, 3)
+    assert filled([3, 1, 3], 2) == (0, 1, 2)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 12), st.integers(0, 30))
+def test_cuts_begin_at_the_first_layer_and_go_up(sizes: list[int], number: int, most: int) -> None:
+    for starts in (balanced(sizes, number), filled(sizes, most), filled_from_end(sizes, most)):
+        assert starts[0] == 0
+        assert sorted(set(starts)) == list(starts)
+        assert starts[-1] < len(sizes)
+    assert len(balanced(sizes, number)) <= number

@@ -25,7 +25,7 @@ def test_every_task_is_drawn_in_the_row_of_its_stream_and_tells_what_it_is() -> 
     (drawing,) = drawings(to_html(STEP, PREDICTION))
     told = [box.find("title").text for box in drawing.iter("rect")]  # type: ignore[union-attr]
     assert len(told) == len(PREDICTION.devices[0].spans)
-    assert "1B1: 2 s from 7 s\nc, d" in told
+    assert "1B1: 1 s from 6 s\nc, d" in told
     assert "0F0: 1 s from 1 s\na & b" in told
     rows = {box.find("title").text.split(":")[0]: box.get("y") for box in drawing.iter("rect")}  # type: ignore[union-attr]
     assert rows["0F0"] == rows["1B1"] != rows["0SWAP_IN"] == rows["1SWAP_IN"]
@@ -34,7 +34,7 @@ def test_every_task_is_drawn_in_the_row_of_its_stream_and_tells_what_it_is() -> 
 def test_the_summary_tells_seconds_share_peak_and_bytes() -> None:
     first, second = summary(STEP, PREDICTION)
     assert first == f"2 packs, 2 microbatches, 1 device: {PREDICTION.seconds:.3g} s a step"
-    share = 12 / PREDICTION.seconds
+    share = 10 / PREDICTION.seconds
     peak = PREDICTION.peak_bytes[0] / 1024
     assert second == (
         f"device 0: computes {share:.0%} of the time, at most {peak:g} KiB; "

@@ -184,6 +184,13 @@ class TestNeededLast:
         assert chosen in packs
         assert next_use(chosen) == max(map(next_use, packs))
 
+    def test_a_pack_is_over_with_its_last_backward(self) -> None:
+        plan = plan_of((0, 1, 0, 2))
+        backward = plan.order(Phase.BACKWARD)
+        assert [plan.is_over(0, Phase.BACKWARD, place) for place in range(len(backward))] == [False, False, False, True]
+        assert not any(plan.is_over(pack, Phase.FORWARD, 3) for pack in plan.visits)
+        assert plan.is_over(2, Phase.BACKWARD, 0)
+
     @given(visits=visits_lists, slots=st.integers(1, 3))
     def test_evicting_it_swaps_in_as_seldom_as_any_choice_could(self, visits: tuple[int, ...], slots: int) -> None:
         plan = plan_of(visits)

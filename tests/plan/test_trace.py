@@ -15,7 +15,7 @@ def test_every_task_is_an_event_on_the_thread_of_its_stream() -> None:
     tasks = [event for event in EVENTS if event["ph"] == "X"]
     assert [event["name"] for event in tasks] == [str(span.task) for span in PREDICTION.devices[0].spans]
     backward = next(event for event in tasks if event["name"] == "1B1")
-    assert (backward["pid"], STREAMS[backward["tid"]], backward["dur"]) == (0, "compute", 2e6)
+    assert (backward["pid"], STREAMS[backward["tid"]], backward["dur"]) == (0, "compute", 1e6)
     assert backward["args"] == {"pack": 1, "layers": "c, d"}
 
 

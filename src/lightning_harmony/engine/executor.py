@@ -44,6 +44,7 @@ from lightning_harmony.plan.packing import fill_capacity
 from lightning_harmony.plan.plan import Parallel, Plan, Predicted, fingerprint, merge_calls, visits_of
 from lightning_harmony.plan.profile import MachineLimits, Profile
 from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.search import search_better
 from lightning_harmony.plan.task import Phase, Task
 
 # Threads that a GPU machine's host keeps for the lanes and the data loader while it updates.
@@ -287,6 +288,21 @@ class Executor:
         packed = {layer.index for pack in packs for layer in pack}
         self._arrange([*packs, *([layer] for layer in self._layers if layer.index not in packed)])
         self._set_plan(calls, num_microbatches=num_microbatches)
+        self._improve(calls)
+
+    def _improve(self, calls: Sequence[int], *, with_its_packs: bool = False) -> None:
+        """Run by a plan that is predicted to be clearly faster than the one in use, if the search finds one."""
+        plan = self.plan
+        if self._given is not None or plan.profile is None:
+            return
+        places = {cost.name: place for place, cost in enumerate(plan.profile.layers)}
+        order = [places[self._layers[call].name] for call in calls]
+        better = search_better(plan, order, with_its_packs=with_its_packs)
+        if better is plan:
+            return
+        by_name = {layer.name: layer for layer in self._layers}
+        self._arrange([[by_name[name] for name in pack] for pack in better.packs])
+        self._use(self._foresee(better))
 
     def _given_packs(self, given: Plan) -> list[list[SwappedLayer]]:
         """The packs of a given plan. Parameters that glue used when it was made may not have been used yet."""
@@ -483,8 +499,10 @@ class Executor:
         elif measured and self._recorded:
             # The packs stay, but the graphs of larger microbatches may no longer fit.
             self._set_plan(self._calls, num_microbatches=num_microbatches)
+            self._improve(self._calls, with_its_packs=True)
         elif self.updater.speed.num_bytes and _lacks_update(self.plan):
             self._use(self._foresee(self.plan))
+            self._improve(self._calls)
 
     def abandon(self) -> None:
         """End a step that has no backward, or whose backward never came."""

@@ -40,6 +40,11 @@ class Cost:
         return self.weight_bytes + self.gradient_bytes
 
     @property
+    def spared_backward_seconds(self) -> float:
+        """Of its backward alone, where its graph was kept: the recompute is its forward once more."""
+        return max(self.backward_seconds - self.forward_seconds, 0.0)
+
+    @property
     def work_bytes(self) -> int:
         """Work space for forward and backward together, as where one follows the other at once."""
         return self.forward_work_bytes + self.backward_work_bytes

@@ -1,4 +1,4 @@
-"""The footprint: what each task takes on its device while it runs, and what it leaves there."""
+"""The footprint: what each task takes on its device while it runs, what it leaves there, and how long it runs."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from lightning_harmony.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one visit of a pack, for one microbatch.
+    """Bytes and seconds of one visit of a pack, for one microbatch.
 
     Attributes:
         forward_bytes: what a forward takes when it begins.
@@ -22,6 +22,8 @@ class Footprint:
         stash_bytes: what the forward leaves for the backward, and the stash takes to the host.
         graph_bytes: what it leaves where graphs are kept.
         gradient_bytes: the sums of gradients, which are made for the first backward.
+        forward_seconds: of the forward.
+        backward_seconds: of the backward, with the recompute where no graph is kept.
     """
 
     forward_bytes: int
@@ -33,6 +35,8 @@ class Footprint:
     stash_bytes: int
     graph_bytes: int
     gradient_bytes: int
+    forward_seconds: float
+    backward_seconds: float
 
 
 def footprints(plan: Plan, packs: Sequence[Cost]) -> list[Footprint]:
@@ -62,6 +66,8 @@ def footprints(plan: Plan, packs: Sequence[Cost]) -> list[Footprint]:
                 stash_bytes=stash,
                 graph_bytes=graph,
                 gradient_bytes=cost.gradient_bytes,
+                forward_seconds=cost.forward_seconds,
+                backward_seconds=cost.spared_backward_seconds if keeps else cost.backward_seconds,
             )
         )
     return found

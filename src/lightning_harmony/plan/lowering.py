@@ -97,10 +97,14 @@ def _num_microbatches(plan: Plan) -> int:
 
 @dataclass
 class _Held:
-    """What a device holds beside weights, in the order of its tasks. What is on its way out counts as gone."""
+    """What a device holds beside weights, in the order of its tasks.
+
+    What is on its way out counts as gone; how much that is since the stay before is kept beside.
+    """
 
     num_bytes: int = 0
     most_bytes: int = 0
+    leaving_bytes: int = 0
     sums: set[tuple[int, int]] = field(default_factory=set)
     outputs: dict[int, int] = field(default_factory=dict)
 
@@ -127,6 +131,7 @@ class _Lowering:
         self._stays = [Stay(stay.phase, stay.place, runs) for stay in order if (runs := self._here(stay.runs))]
         # Each visit that is computed here, and whether it is the last backward of its pack.
         self._last = {run_pack: number for number, stay in enumerate(self._stays) for run_pack in self._summed(stay)}
+        self._first_visit = {pack: place for place, pack in reversed(list(enumerate(plan.visits)))}
         self._tasks: list[Task] = []
         self._resident: set[int] = set()
         self._resident_bytes = 0
@@ -146,7 +151,8 @@ class _Lowering:
     def tasks(self) -> tuple[Task, ...]:
         for number, stay in enumerate(self._stays):
             computing, held = self._compute(stay)
-            self._bring(number, held.most_bytes)
+            self._drop(stay, held)
+            self._bring(number, held.most_bytes, held.leaving_bytes + self._held.leaving_bytes)
             self._tasks += computing
             self._held = held
             held.most_bytes = held.num_bytes
@@ -160,7 +166,7 @@ class _Lowering:
         """The tasks of a stay besides those of weights, and what the device holds behind them."""
         tasks: list[Task] = []
         before = self._held
-        held = _Held(before.num_bytes, before.num_bytes, set(before.sums), dict(before.outputs))
+        held = _Held(before.num_bytes, before.num_bytes, 0, set(before.sums), dict(before.outputs))
         for run in stay.runs:
             pack = self._plan.visits[run.position]
             if self._comes_from_elsewhere(run):
@@ -196,6 +202,7 @@ class _Lowering:
         if footprint.stash_bytes:
             tasks.append(Task(pack, Errand.STASH_OUT, run.microbatch))
             held.num_bytes -= footprint.stash_bytes
+            held.leaving_bytes += footprint.stash_bytes
 
     def _backward(self, run: Run, pack: int, tasks: list[Task], held: _Held) -> None:
         footprint = self._footprint[run.position]
@@ -210,7 +217,17 @@ class _Lowering:
         held.outputs[run.microbatch] = footprint.backward_left_bytes
         tasks.append(Task(pack, Phase.BACKWARD, run.microbatch))
 
-    def _bring(self, number: int, work_bytes: int) -> None:
+    def _drop(self, stay: Stay, held: _Held) -> None:
+        """Evict packs that aren't needed any more, before anything waits for what is on its way out."""
+        needed = held.most_bytes + held.leaving_bytes + self._held.leaving_bytes
+        wanted = {self._plan.visits[run.position] for run in stay.runs}
+        for pack in sorted(self._resident - wanted):
+            if self._capacity_bytes is None or self._resident_bytes + needed <= self._capacity_bytes:
+                return
+            if self._plan.is_over(pack, stay.phase, stay.place):
+                self._evict(pack)
+
+    def _bring(self, number: int, work_bytes: int, leaving_bytes: int) -> None:
         """Swap in the packs of a stay, with room for its work, and those that come next as far as there is room."""
         stay = self._stays[number]
         # In the order of their first use.
@@ -221,7 +238,9 @@ class _Lowering:
         for pack in missing:
             self._swap_in(pack)
         for pack in self._following(number, wanted):
-            if not self._make_room(work_bytes + self._packs[pack].weight_bytes, stay, frozenset(wanted), before=pack):
+            # Nothing waits for what leaves because of what is fetched ahead.
+            needed = work_bytes + leaving_bytes + self._packs[pack].weight_bytes
+            if not self._make_room(needed, stay, frozenset(wanted), before=pack):
                 break
             self._swap_in(pack)
 
@@ -259,10 +278,10 @@ class _Lowering:
         """Whether graphs of a pack are on the device when a stay begins: it has been visited, and not yet come back to."""
         if pack not in self._plan.kept:
             return False
-        places = [place for place, other in enumerate(self._plan.visits) if other == pack]
+        first = self._first_visit[pack]
         if stay.phase is Phase.FORWARD:
-            return places[0] < stay.place
-        return len(self._plan.visits) - 1 - places[0] > stay.place
+            return first < stay.place
+        return len(self._plan.visits) - 1 - first > stay.place
 
     def _swap_in(self, pack: int) -> None:
         self._tasks.append(Task(pack, Errand.SWAP_IN))
@@ -288,3 +307,4 @@ class _Lowering:
             self._tasks += [Task(pack, Errand.SWAP_OUT), Task(pack, Errand.UPDATE)]
         self._held.sums -= sums
         self._held.num_bytes -= num_bytes * len(sums)
+        self._held.leaving_bytes += num_bytes * len(sums)

@@ -1,8 +1,10 @@
 """Cut the layers, in execution order, into packs that fit the capacity."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
-from lightning_harmony.plan.cost import Cost, pack_cost
+from lightning_harmony.plan.cost import Cost
 
 # The pack that runs, the one that comes in behind it, and the gradients of the one that goes out.
 BUFFERING = 3
@@ -33,16 +35,65 @@ def fill_capacity(
     packs: list[list[int]] = []
     for index in range(len(costs)):
         candidate = [*packs[-1], index] if packs else [index]
-        cost = pack_cost([costs[i] for i in candidate])
-        needed = BUFFERING * cost.state_bytes + _work_bytes([costs[i] for i in candidate])
-        fits = capacity_bytes is None or needed <= capacity_bytes
-        if packs and fits and cost.state_bytes <= share:
+        chosen = [costs[i] for i in candidate]
+        if packs and has_room(chosen, capacity_bytes) and sum(cost.state_bytes for cost in chosen) <= share:
             packs[-1] = candidate
         else:
             packs.append([index])
     return tuple(tuple(pack) for pack in packs)
 
 
-def _work_bytes(pack: Sequence[Cost]) -> int:
-    """The most that one of a pack's layers takes for its own forward and backward."""
-    return max(cost.work_bytes for cost in pack)
+def has_room(pack: Sequence[Cost], capacity_bytes: int | None) -> bool:
+    """Whether several layers may be a pack: three of its like fit beside the work space of the hungriest layer."""
+    if capacity_bytes is None:
+        return True
+    needed = BUFFERING * sum(cost.state_bytes for cost in pack) + max(cost.work_bytes for cost in pack)
+    return needed <= capacity_bytes
+
+
+def balanced(sizes: Sequence[float], num_packs: int) -> tuple[int, ...]:
+    """Cut a sequence where its sums come nearest to equal shares.
+
+    Args:
+        sizes: one for each layer, in execution order.
+        num_packs: how many packs are wanted. They are fewer where single layers are larger than a share.
+
+    Returns:
+        Where each pack begins.
+    """
+    sums = list(accumulate(sizes, initial=0.0))
+    starts = {0}
+    for number in range(1, num_packs):
+        wanted = sums[-1] * number / num_packs
+        place = min(bisect_left(sums, wanted), len(sizes))
+        if place and wanted - sums[place - 1] < sums[place] - wanted:
+            place -= 1
+        if place < len(sizes):
+            starts.add(place)
+    return tuple(sorted(starts))
+
+
+def filled(sizes: Sequence[float], most: float) -> tuple[int, ...]:
+    """Cut a sequence into packs that are as large as they may be, from its beginning on.
+
+    Args:
+        sizes: one for each layer, in execution order.
+        most: what a pack of several layers may come to.
+
+    Returns:
+        Where each pack begins.
+    """
+    starts: list[int] = []
+    size = 0.0
+    for index, each in enumerate(sizes):
+        size += each
+        if not starts or size > most:
+            starts.append(index)
+            size = each
+    return tuple(starts)
+
+
+def filled_from_end(sizes: Sequence[float], most: float) -> tuple[int, ...]:
+    """The same from its end: what is left over is the first pack, whose way in nothing hides."""
+    starts = filled(sizes[::-1], most)
+    return tuple(len(sizes) - end for end in [*starts[1:], len(sizes)][::-1])

@@ -143,13 +143,17 @@ class Plan:
     def needed_last(self, packs: Sequence[int], phase: Phase, position: int) -> int:
         """The one of ``packs`` that is needed last, or never again: the one to evict (Belady's rule)."""
         now = self._place(phase, position)
+        return max(packs, key=lambda pack: self._next_visit(pack, now))
 
-        def next_visit(pack: int) -> int:
-            places = self._places[pack]
-            following = bisect_right(places, now)
-            return places[following] if following < len(places) else len(self._step)
+    def is_over(self, pack: int, phase: Phase, position: int) -> bool:
+        """Whether a pack is not needed any more after ``position`` of ``phase``."""
+        return self._next_visit(pack, self._place(phase, position)) == len(self._step)
 
-        return max(packs, key=next_visit)
+    def _next_visit(self, pack: int, now: int) -> int:
+        """The place in the step where a pack is visited next; the end if it isn't."""
+        places = self._places[pack]
+        following = bisect_right(places, now)
+        return places[following] if following < len(places) else len(self._step)
 
     @cached_property
     def _step(self) -> tuple[int, ...]:

@@ -463,7 +463,7 @@ class _Replay:
         position = lane.position
         footprint = self._footprints[position]
         after = max(lane.ready, device.weights[pack])
-        run = self._begin(device, footprint.forward_bytes, after, self._packs[pack].forward_seconds)
+        run = self._begin(device, footprint.forward_bytes, after, footprint.forward_seconds)
         if run is None:
             return self._no_room(device, footprint.forward_bytes)
         end = device.last_use[pack] = lane.ready = run[1]
@@ -497,7 +497,7 @@ class _Replay:
             raise _BrokenError(f"gradients of microbatch {of_device[summed]} are to be summed first")
         num_bytes = footprint.backward_bytes + (0 if summed else footprint.gradient_bytes)
         after = max(lane.ready, device.weights[pack], 0.0 if stashed is None else stashed.ready)
-        run = self._begin(device, num_bytes, after, self._packs[pack].backward_seconds)
+        run = self._begin(device, num_bytes, after, footprint.backward_seconds)
         if run is None:
             return self._no_room(device, num_bytes)
         end = device.last_use[pack] = lane.ready = run[1]
