@@ -17,6 +17,7 @@ from lightning_harmony.engine.batch import merge_evaluations, split_batch
 from lightning_harmony.engine.executor import Executor, Microbatch
 from lightning_harmony.engine.rng import stream_seed
 from lightning_harmony.errors import CapacityError
+from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.microbatches import merging_logs, num_elements, run_without_backward
 from lightning_harmony.settings import Settings
@@ -100,8 +101,10 @@ class Evaluation:
         microbatches = [
             Microbatch(partial(run, number), 1.0, stream_seed(*key, number)) for number in range(len(sizes))
         ]
-        with merging_logs(self.engine, self.trainer._results, sizes):
+        attributes = LaneAttributes(self.trainer.lightning_module)
+        with merging_logs(self.engine, self.trainer._results, sizes, attributes):
             run_without_backward(self.engine, microbatches, max(map(num_elements, parts)))
+        attributes.finish()
         try:
             ordered = [outputs[number] for number in range(len(sizes))]
             return merge_evaluations(ordered, sizes, averages=name != "predict_step")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_harmony.engine.executor import Executor, Microbatch
+from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.logs import MicrobatchLogs
 
 
@@ -55,12 +56,29 @@ def num_elements(value: Any) -> int:
 
 
 @contextmanager
-def merging_logs(engine: Executor, results: Any, sizes: Sequence[int]) -> Iterator[None]:
-    """A context in which microbatches of these sizes run, and what they log is logged as one batch's."""
-    logs = MicrobatchLogs(results if len(sizes) > 1 else None, sizes)
-    engine.on_switch = lambda number: setattr(logs, "microbatch", number)
-    with logs:
+def merging_logs(engine: Executor, results: Any, sizes: Sequence[int], attributes: LaneAttributes) -> Iterator[None]:
+    """A context in which microbatches of these sizes run, and what they log is logged as one batch's.
+
+    What they keep on modules is each one's own, also after the context, until `attributes` hear that the step is over.
+    """
+    engine.on_switch = None
+    if len(sizes) == 1:
         yield
+        return
+    logs = MicrobatchLogs(results, sizes)
+
+    def switch(microbatch: int) -> None:
+        logs.microbatch = microbatch
+        attributes.switch(microbatch)
+
+    attributes.begin()
+    engine.on_switch = switch
+    try:
+        with logs:
+            yield
+    except BaseException:
+        attributes.finish()
+        raise
 
 
 def run_without_backward(engine: Executor, microbatches: Sequence[Microbatch], num_elements: int) -> None:

@@ -17,6 +17,7 @@ from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.postponed import by_value
 from lightning_harmony.engine.rng import stream_seed
 from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.microbatches import TrainingStep, merging_logs
 from lightning_harmony.settings import Settings
@@ -41,6 +42,9 @@ class Training:
     split_check: SplitCheck
     fused: FusedGroups
     reports: StepReports
+
+    def __post_init__(self) -> None:
+        self._attributes = LaneAttributes(self._module)
 
     def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a batch; the backward runs when that of the result does.
@@ -69,12 +73,12 @@ class Training:
         output = merge_outputs([each.output for each in steps], sizes)
         losses = [each.loss for each in steps if each.loss is not None]
         if len(losses) < len(steps):
-            self.engine.abandon()
+            self._abandon()
             return output
         loss = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
         # The last epoch of stochastic weight averaging has no backward: what it is for, statistics, must reach the host.
         if self.trainer.fit_loop._skip_backward or not any(each.requires_grad for each in steps):
-            self.engine.abandon()
+            self._abandon()
         else:
             loss = _DeferredBackward.apply(
                 torch.zeros((), requires_grad=True), loss, lambda gradient: self._backward(gradient, len(sizes))
@@ -108,7 +112,7 @@ class Training:
         seed = torch.initial_seed()
         seeds = [stream_seed(seed, batch_number, number) if len(steps) > 1 else None for number in range(len(steps))]
         microbatches = [Microbatch(*each) for each in zip(steps, weights, seeds, strict=True)]
-        with merging_logs(self.engine, self.trainer._results, sizes), without_caches(self._module):
+        with merging_logs(self.engine, self.trainer._results, sizes, self._attributes), without_caches(self._module):
             self.engine.forward(
                 microbatches,
                 num_elements=max(step.num_elements() for step in steps),
@@ -128,6 +132,12 @@ class Training:
 
     def _backward(self, gradient: Tensor, num_microbatches: int) -> None:
         """Run the backward of all microbatches, with the gradient of the batch's loss."""
+        try:
+            self._backward_and_report(gradient, num_microbatches)
+        finally:
+            self._finish_attributes()
+
+    def _backward_and_report(self, gradient: Tensor, num_microbatches: int) -> None:
         self._fuse()
         policy = self.deferred.policy
         update, reason = policy.choose()
@@ -142,6 +152,19 @@ class Training:
                 waits = policy.why_at_once()
                 reason += f"; before the next batch, as {waits}" if waits else "; under the forward of the next batch"
         self._report(num_microbatches, update, reason)
+
+    def _abandon(self) -> None:
+        """No backward will come."""
+        self.engine.abandon()
+        self._finish_attributes()
+
+    def _finish_attributes(self) -> None:
+        late = self._attributes.finish()
+        if late:
+            self.tree.warn(
+                f"attributes of {', '.join(map(repr, late[:3]))} were changed in a step for the first time: its microbatches, "
+                "which take turns, may have seen each other's. From the next step on, each sees its own"
+            )
 
     def _report(self, num_microbatches: int, update: str, reason: str) -> None:
         reason = f"{reason}; fused on the host" if self.fused else reason
