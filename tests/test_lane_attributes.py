@@ -200,9 +200,10 @@ class Module(nn.Module):
         super().__init__()
         self.count = 0
         self.kept: Any = None
-        self.all: list[int] = [0]
-        self.latest: list[int] = [0]
-        self.by_name: dict[str, int | str] = {}
+        self.all = [torch.tensor(0)]
+        self.latest = [torch.tensor(0)]
+        self.names: list[str] = []
+        self.by_name: dict[str, Any] = {}
         self.total = SumMetric()
 
 
@@ -215,19 +216,22 @@ def test_in_the_end_all_is_as_if_one_microbatch_had_run_after_the_other() -> Non
             lanes.switch(microbatch)
             # What it left in its first turn.
             assert turn == 1 or module.kept == f"turn 1 of {microbatch}"
-            assert module.all == [0] if turn == 1 else [0, 10 + microbatch]
+            assert [int(each) for each in module.all] == [0] if turn == 1 else [0, 10 + microbatch]
             module.kept = f"turn {turn} of {microbatch}"
             module.count += 1
             module.total.update(1)
-            module.all.append(10 * turn + microbatch)
+            module.all.append(torch.tensor(10 * turn + microbatch))
             module.latest.clear()
-            module.latest.append(microbatch)
-            module.by_name["x"] = f"{microbatch}"
-            module.by_name["n"] = int(module.by_name.get("n", 0)) + 1
+            module.latest.append(torch.tensor(microbatch))
+            if "seen" not in module.names:
+                module.names.append("seen")
+            module.by_name["x"] = torch.tensor(microbatch)
+            module.by_name["n"] = module.by_name.get("n", 0) + 1
     assert lanes.finish() == []
-    assert (module.count, module.kept, module.latest) == (4, "turn 2 of 1", [1])
-    assert module.all == [0, 10, 20, 11, 21]
-    assert module.by_name == {"x": "1", "n": 4}
+    assert (module.count, module.kept, module.names) == (4, "turn 2 of 1", ["seen"])
+    assert [int(each) for each in module.latest] == [1]
+    assert [int(each) for each in module.all] == [0, 10, 20, 11, 21]
+    assert {name: int(each) for name, each in module.by_name.items()} == {"x": 1, "n": 4}
     assert module.total.compute() == 4
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 _MISSING = object()
@@ -75,15 +77,21 @@ class _Space:
 
     def _changed(self) -> dict[Any, Any]:
         if isinstance(self.content, list):
-            return {None: self.content.copy()}
+            return {None: self.content.copy()} if _has_tensors([*self.content, *self.seen]) else {}
         values = {name: self.content.get(name, _MISSING) for name in {**self.seen, **self.content}}
-        return {
-            name: value
-            for name, value in values.items()
-            if value is not self.seen.get(name, _MISSING)
-            and type(value) not in (int, float)
-            and not (self.is_module and name in _OF_TORCH)
-        }
+        return {name: value for name, value in values.items() if self._is_own(name, value)}
+
+    def _is_own(self, name: Any, value: Any) -> bool:
+        before = self.seen.get(name, _MISSING)
+        if value is before:
+            return False
+        if self.is_module:
+            return name not in _OF_TORCH and type(value) not in (int, float)
+        return _has_tensors([value, before])
+
+    def has_own_tensors(self) -> bool:
+        """Whether a microbatch that saw another's change would compute something else."""
+        return any(_has_tensors(own.values()) or "training" in own for own in self.own.values())
 
     def _base_of(self, name: Any) -> Any:
         return self.base if isinstance(self.base, list) else self.base.get(name, _MISSING)
@@ -98,14 +106,19 @@ class _Space:
                 self.content[name] = value
 
 
+def _has_tensors(values: Iterable[Any]) -> bool:
+    """Whether tensors are among these, or in a list, tuple or dict among them."""
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(list(values)))
+
+
 class LaneAttributes:
     """Lets microbatches that take turns change the same modules, as if each ran alone after the one before.
 
     An attribute that a microbatch has set, it finds as it left it, whatever others did meanwhile, such as a mask for its
-    layers or the features of its encoder. One that it has not set is as the newest one left it. What is in lists and dicts,
-    where hooks collect features, and whether a module is in training, each microbatch finds as the step began, with
-    its own changes. In the end all is what the last microbatch left; lists to which all have only added hold what
-    each added. Numbers are not told apart, for they count; nor is the state of metrics, which add up.
+    layers. One that it has not set is as the newest one left it. Tensors in lists and dicts, where hooks collect
+    features, and whether a module is in training, each microbatch finds as the step began, with its own changes. In the end
+    all is what the last microbatch left; lists to which all have only added hold what each added. Numbers, and what else is
+    in lists and dicts, are not told apart, for they count; nor is the state of metrics, which add up.
 
     To look at all modules in every turn takes its time: after the first step, only those are looked at that were changed in
     an earlier one. `finish` names the others.
@@ -149,7 +162,7 @@ class LaneAttributes:
         """The step is over.
 
         Returns:
-            The modules, lists and dicts that were changed, but in none of the steps before; none in the first step.
+            The modules, lists and dicts whose tensors were changed, but in none of the steps before; none in the first.
         """
         if self._current is None:
             return []
@@ -157,7 +170,8 @@ class LaneAttributes:
             space.leave(self._current)
             space.finish()
         changed = {space.name for space in self._spaces if space.own}
-        late = [] if self._known is None else sorted(changed - self._known)
+        grave = {space.name for space in self._spaces if space.has_own_tensors()}
+        late = [] if self._known is None else sorted(grave - self._known)
         self._known = changed | (self._known or set())
         self._spaces, self._watched, self._current = [], [], None
         return late
