@@ -329,6 +329,28 @@ def test_sparse_gradients_are_refused() -> None:
     assert_trains(module, lambda: fit(module))
 
 
+class Lazy(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LazyLinear(4), nn.LazyLinear(4)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch.float())
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def test_lazy_parameters_are_refused_until_they_have_a_shape() -> None:
+    module = Lazy()
+    with pytest.raises(UnsupportedModelError, match=r"'layers\.0\.weight'.*configure_model"):
+        fit(module)
+    module.training_step(nets.tokens(), 0)
+    assert_trains(module, lambda: fit(module))
+
+
 class OnlyParameters(pl.LightningModule):
     def __init__(self, held: Callable[[Tensor], Any]) -> None:
         super().__init__()

@@ -68,3 +68,17 @@ def refuse_sparse(module: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"module {name!r} has sparse gradients, which are summed as dense ones here: set sparse=False"
             )
+
+
+def refuse_uninitialized(module: nn.Module) -> None:
+    """Refuse parameters that have no shape yet: nobody knows what they will take.
+
+    Raises:
+        UnsupportedModelError: naming the first.
+    """
+    for name, parameter in module.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise UnsupportedModelError(
+                f"parameter {name!r} has no shape yet: run the lazy module once on a sample before the fit, for example in "
+                "configure_model"
+            )

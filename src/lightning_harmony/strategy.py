@@ -32,6 +32,7 @@ from lightning_harmony.refusals import (
     refuse_pruning,
     refuse_several_processes,
     refuse_sparse,
+    refuse_uninitialized,
 )
 from lightning_harmony.settings import Settings
 from lightning_harmony.signals import HeldSignals
@@ -253,6 +254,7 @@ class HarmonyStrategyMixin(_Base):
         assert self.accelerator is not None
         assert self.model is not None
         refuse_pruning(self._lightning, trainer)
+        refuse_uninitialized(self._module)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
