@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.decompose import Layer
 from lightning_harmony.engine.device import VirtualDevice
-from lightning_harmony.engine.executor import Executor, Microbatch
+from lightning_harmony.engine.executor import Executor
+from lightning_harmony.engine.turns import Microbatch
 
 NUM_LAYERS = 100
 NUM_MICROBATCHES = 4

@@ -55,6 +55,15 @@ def test_batch_norm_statistics_are_made_in_the_order_of_microbatches() -> None:
     assert_same_training(build(nets.Convolutions), nets.images(), device_memory="64KiB", devices=2)
 
 
+@pytest.mark.parametrize("device_memory", ["96KiB", None])
+def test_batch_norm_statistics_go_from_device_to_device(device_memory: str | None) -> None:
+    """Each device has a copy of the statistics of its own: the last one's took the place of all others'."""
+    module = build(nets.Convolutions)
+    one = train(module, 1, nets.images(), device_memory=device_memory)
+    several = train(module, 3, nets.images(), device_memory=device_memory, parallel="data")
+    compare(one, several, 1e-5)
+
+
 def test_without_a_limit_the_packs_still_go_round_the_devices() -> None:
     reports = assert_same_training(build(nets.Language), nets.tokens(), devices=2)
     assert all(min(report.peak_device_bytes) > 0 for report in reports)

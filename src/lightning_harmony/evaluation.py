@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_harmony.engine.batch import merge_evaluations, split_batch
-from lightning_harmony.engine.executor import Executor, Microbatch
+from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.rng import stream_seed
+from lightning_harmony.engine.turns import Microbatch
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.lightning_tree import LightningTree

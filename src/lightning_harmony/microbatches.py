@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_harmony.engine.executor import Executor, Microbatch
+from lightning_harmony.engine.executor import Executor
+from lightning_harmony.engine.turns import Microbatch
 from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.logs import MicrobatchLogs
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from lightning_harmony.engine.batch import split_batch
-from lightning_harmony.engine.executor import Executor, Microbatch
+from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.opaque import without_caches
+from lightning_harmony.engine.turns import Microbatch
 from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.microbatches import TrainingStep, run_without_backward

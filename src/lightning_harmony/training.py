@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lightning_harmony.deferred_update import DeferredUpdate
 from lightning_harmony.engine.batch import merge_outputs, split_batch
-from lightning_harmony.engine.executor import Executor, Microbatch
+from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.postponed import by_value
 from lightning_harmony.engine.rng import stream_seed
+from lightning_harmony.engine.turns import Microbatch
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.lightning_tree import LightningTree

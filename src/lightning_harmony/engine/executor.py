@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from lightning_harmony.engine.stash import LaneStash, Stash, Stashed
 from lightning_harmony.engine.stream import Moment
 from lightning_harmony.engine.swap import HostGradients, Residency, SwappedPack, Swapper
 from lightning_harmony.engine.transfer import LaneTransfers, OneDevice, Transfers
+from lightning_harmony.engine.turns import LaneProgress, Microbatch, Request, Turns
 from lightning_harmony.engine.update import Updater
 from lightning_harmony.engine.verify import verify_layer
 from lightning_harmony.engine.workspace import WorkSpace
@@ -50,55 +51,22 @@ SPARED_THREADS = 2
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a parked lane asks for: its turn in a pack, or, with no pack, the gradient of its loss.
+class Observation:
+    """What is measured of a turn.
 
     Attributes:
-        phase: the phase of the pack.
-        pack: its index.
-        position: where in the plan's order of that phase; before all where no pack is asked for.
+        peak: gives the most bytes that were allocated since it began.
+        bytes_before: what was allocated before it.
+        stashed_before: what had been stashed before it.
+        summing: whether the pack had gradients before it.
+        began: when it began, where that is measured.
     """
 
-    phase: Phase
-    pack: int | None
-    position: int = -1
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """What one lane runs.
-
-    Attributes:
-        step: the user's step on this microbatch; returns its loss, None if there is nothing to differentiate.
-        weight: the loss's share in the loss of the batch.
-        seed: of its random stream; None to go on with the caller's.
-    """
-
-    step: Callable[[], Tensor | None]
-    weight: float
-    seed: int | None
-
-
-@dataclass
-class LaneProgress:
-    """How far a lane has come in its step.
-
-    `ready_at` counts turns: when its last one ends, if each takes as long as another and devices work side by side.
-    """
-
-    lane: Lane
-    microbatch: Microbatch
-    stashes: list[LaneStash]
-    transfers: LaneTransfers
-    glue: OneDevice | None
-    ready_at: int = 0
-    task: tuple[Phase, int] | None = None
-    position: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
-    uses: Counter[int] = field(default_factory=Counter)
-    tokens: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    pending: Counter[int] = field(default_factory=Counter)
-    calls: list[int] = field(default_factory=list)
-    differentiating: bool = False
+    peak: Callable[[], int]
+    bytes_before: int
+    stashed_before: int
+    summing: bool
+    began: Moment | None
 
 
 @dataclass
@@ -110,22 +78,14 @@ class Grant:
         device: the number of the device where it runs.
         phase: the phase of the pack.
         pack: the one that it runs; None for the code before the first layer.
-        measured: gives the most bytes that were allocated during the turn, where that is measured.
-        bytes_before: what was allocated before it.
-        summing: whether the pack had gradients before it.
-        began: when it began, where that is measured.
-        stashed_before: what had been stashed before it.
+        observation: what is measured of it.
     """
 
     progress: LaneProgress
     device: int
     phase: Phase
     pack: SwappedPack | None
-    measured: Callable[[], int] | None
-    bytes_before: int
-    summing: bool
-    began: Moment | None
-    stashed_before: int
+    observation: Observation | None
 
 
 class Executor:
@@ -190,7 +150,6 @@ class Executor:
         self._lanes = LanePool()
         self._progress: dict[Lane, LaneProgress] = {}
         self._random = RandomStreams([], [])
-        self._free_at = [0] * len(devices)
         self._pack_of: dict[int, int] = {}
         self._is_training = True
         self._works = {is_training: WorkSpace() for is_training in (True, False)}
@@ -206,7 +165,7 @@ class Executor:
         self._fuses = True
         self._arrange([[layer] for layer in self._layers])
         self._set_plan(list(range(len(self._layers))))
-        self._running: list[LaneProgress] = []
+        self._start([])
         self._granted: Grant | None = None
         self._num_elements = 0
         self._in_backward = False
@@ -400,15 +359,20 @@ class Executor:
             residents.device.begin_step()
             for pack in residents.packs:
                 pack.is_narrow = is_training
-        self._free_at = [0] * len(self.devices)
         jobs = [lambda number=number: self._run_lane(number) for number in range(len(microbatches))]
         lanes = self._lanes.lanes(jobs)
-        self._running = [self._begin(lane, each) for lane, each in zip(lanes, microbatches, strict=True)]
-        self._progress = {progress.lane: progress for progress in self._running}
+        running = [self._begin(lane, each) for lane, each in zip(lanes, microbatches, strict=True)]
+        self._start(running)
         with self._glue.stand_ins(), self._unwinding_on_error():
             self._drive(Phase.FORWARD)
             # What comes next is user code that sees parameters, and gradients that take the place of those it uses.
             self.updater.postponed.finish()
+
+    def _start(self, running: list[LaneProgress]) -> None:
+        """These lanes run from now on."""
+        self._progress = {progress.lane: progress for progress in running}
+        having_buffers = {pack.index for pack in self._packs if pack.buffers}
+        self._turns = Turns(running, self.plan, having_buffers, fuses=self._predicted is not None)
 
     def _begin(self, lane: Lane, microbatch: Microbatch) -> LaneProgress:
         stashes = [LaneStash(residents.stash) for residents in self._residents]
@@ -417,7 +381,7 @@ class Executor:
         return LaneProgress(lane, microbatch, stashes, transfers, glue)
 
     def _run_lane(self, number: int) -> None:
-        progress = self._running[number]
+        progress = self._turns.running[number]
         with ExitStack() as stack:
             # The root last: it is the current one.
             for device in reversed(self.devices):
@@ -494,8 +458,11 @@ class Executor:
         """Nothing outlives a step on the device: its weights are stale after an update, whoever makes it."""
         if self._measuring:
             self._measured_elements[True] = self._num_elements
-        calls, num_microbatches = merge_calls([progress.calls for progress in self._running]), len(self._running)
-        for progress in self._running:
+        calls, num_microbatches = (
+            merge_calls([progress.calls for progress in self._turns.running]),
+            len(self._turns.running),
+        )
+        for progress in self._turns.running:
             self._work.note_calls(progress.calls)
         measured = self._measuring
         self._reset()
@@ -537,7 +504,7 @@ class Executor:
         self._measured_elements[False] = -1
 
     def _reset(self) -> None:
-        self._progress, self._running = {}, []
+        self._start([])
         self._random.switch_back()
         for residents in self._residents:
             residents.reset()
@@ -586,104 +553,13 @@ class Executor:
             if granted is not None:
                 with self.devices[granted.device].scheduling():
                     self._take_stock(granted)
-            progress = self._next_progress(until, previous)
+            progress = self._turns.next(until, None if previous is None else self._progress.get(previous))
             if progress is None:
                 return None
-            number = self._device_for(progress)
+            number = self._turns.device_of(progress)
             with self.devices[number].scheduling():
                 self._granted = self._grant(progress, number)
             return progress.lane
-
-    def _next_progress(self, until: Phase, previous: Lane | None) -> LaneProgress | None:
-        """The lane whose turn it is; None if none may run."""
-        if previous in self._progress and len(self.devices) > 1:
-            # To go on takes no change of threads, and the order of work is the same on each device.
-            progress = self._progress[previous]
-            if not previous.finished and self._is_first_on_its_device(progress) and self._may_run(progress, until):
-                return progress
-        soonest, its_turn = None, (0, False, 0, 0, 0)
-        for progress in self._running:
-            if progress.lane.finished:
-                continue
-            turn = self._turn(progress)
-            # Last: it looks at all lanes again.
-            if (soonest is None or turn < its_turn) and self._may_run(progress, until):
-                soonest, its_turn = progress, turn
-        return soonest
-
-    def _is_first_on_its_device(self, progress: LaneProgress) -> bool:
-        """Whether no other lane asks for the same device at an earlier place."""
-        number, place = self._device_for(progress), self._turn(progress)[1:]
-        return all(
-            other is progress
-            or other.lane.finished
-            or self._device_for(other) != number
-            or place < self._turn(other)[1:]
-            for other in self._running
-        )
-
-    def _device_for(self, progress: LaneProgress) -> int:
-        """The device of what a lane asks for."""
-        request = progress.lane.request
-        if request is None or request.pack is None:
-            return 0
-        return self.plan.device_of(request.pack, progress.lane.microbatch)
-
-    def _may_run(self, progress: LaneProgress, until: Phase) -> bool:
-        request = progress.lane.request
-        if request is None:
-            return True
-        if request.phase is Phase.FORWARD:
-            return not self._is_too_early(progress, request.pack) and not self._would_overtake_buffers(progress)
-        if request.pack is not None and not progress.differentiating:
-            # The step itself asks for a gradient, as torch.autograd.grad of an activation.
-            return True
-        return until is Phase.BACKWARD and not self._is_overtaking(progress, request.pack)
-
-    def _is_too_early(self, progress: LaneProgress, pack: int | None) -> bool:
-        """Whether a lane asks for the fused packs while one before it has not yet been through: it would have to wait."""
-        if self._predicted is None or pack not in self.plan.fused:
-            return False
-        return not all(other.differentiating or other.lane.finished for other in self._earlier(progress))
-
-    def _would_overtake_buffers(self, progress: LaneProgress) -> bool:
-        """Whether an earlier microbatch is still on its way to a pack whose layers may change their buffers."""
-        request = progress.lane.request
-        if len(self.devices) == 1 or request.pack is None or not self._packs[request.pack].buffers:
-            return False
-        return any(
-            not other.lane.finished
-            and not other.differentiating
-            and (other.lane.request is None or other.lane.request.phase is Phase.FORWARD)
-            and (other.lane.request is None or other.lane.request.position < request.position)
-            for other in self._earlier(progress)
-        )
-
-    def _earlier(self, progress: LaneProgress) -> list[LaneProgress]:
-        """The lanes of the microbatches before one."""
-        return self._running[: progress.lane.microbatch]
-
-    def _is_overtaking(self, progress: LaneProgress, pack: int | None) -> bool:
-        """Whether an earlier microbatch still has gradients for a pack: sums are made in the order of microbatches."""
-        if pack is None:
-            return False
-        layers = self._packs[pack].layers
-        return any(
-            not other.lane.finished and any(other.pending[layer.index] for layer in layers)
-            for other in self._earlier(progress)
-        )
-
-    def _turn(self, progress: LaneProgress) -> tuple[int, bool, int, int, int]:
-        """The soonest, as far as devices and the lane's last turn allow, so that devices work side by side.
-
-        Of several, forward before backward, then by place in the plan: the lanes behind catch up, and share a pack's visit.
-        """
-        request = progress.lane.request
-        number = progress.lane.microbatch
-        soonest = max(progress.ready_at, self._free_at[self._device_for(progress)])
-        if request is None or request.pack is None:
-            return soonest, request is not None, -1, -1, number
-        return soonest, request.phase is Phase.BACKWARD, request.position, request.pack, number
 
     def _grant(self, progress: LaneProgress, number: int) -> Grant:
         request = progress.lane.request
@@ -694,19 +570,21 @@ class Executor:
         if request is not None and request.pack is not None:
             pack = self._residents[number].packs[request.pack]
             self._enter(progress, Place(pack, request.phase, request.position))
-            progress.ready_at = self._free_at[number] = max(progress.ready_at, self._free_at[number]) + 1
+            self._turns.take(progress, number)
         if self.on_switch is not None:
             self.on_switch(progress.lane.microbatch)
         phase = Phase.FORWARD if request is None else request.phase
-        measured = device.watch_peak() if self._measuring else None
+        return Grant(progress, number, phase, pack, self._observe(device, pack) if self._measuring else None)
+
+    def _observe(self, device: Device, pack: SwappedPack | None) -> Observation:
+        peak = device.watch_peak()
         summing = pack is not None and bool(pack.accumulators)
         began = device.moment() if self._is_profiling else None
-        allocated, stashed = device.allocated_bytes(), self.traffic.swapped_out["stash"]
-        return Grant(progress, number, phase, pack, measured, allocated, summing, began, stashed)
+        return Observation(peak, device.allocated_bytes(), self.traffic.swapped_out["stash"], summing, began)
 
     def _follow(self, number: int) -> None:
         """Random numbers are drawn on another device from now on."""
-        if self._cuda_devices:
+        if len(self._cuda_devices) > 1:
             self._random.follow(self._cuda_devices[number])
 
     def _enter(self, progress: LaneProgress, place: Place) -> None:
@@ -715,54 +593,70 @@ class Executor:
         progress.task = place.phase, place.pack.index
         residents = self._residents[self.plan.device_of(place.pack.index, progress.lane.microbatch)]
         residents.pinned = frozenset() if self._predicted is None else self._pinned()
-        with self._timing_swap_in(residents, place.pack):
-            residents.enter(place, self._needed_bytes(place.pack, place.phase), alone=self._measuring)
+        work_bytes = self._needed_bytes(place.pack, place.phase)
+        if self._is_profiling and place.pack.residency is None and len(place.pack.layers) == 1:
+            self._time_swap_in(residents, place, work_bytes)
+        else:
+            residents.enter(place, work_bytes, alone=self._measuring)
+        if place.pack.buffers and place.phase is Phase.FORWARD and len(self.devices) > 1:
+            self._pass_buffers_on(residents, place.pack)
 
-    @contextmanager
-    def _timing_swap_in(self, residents: Residents, pack: SwappedPack) -> Iterator[None]:
-        """The context in which a pack is swapped in: where times are measured, that of its copy."""
-        if not self._is_profiling or pack.residency is not None or len(pack.layers) > 1:
-            yield
-            return
+    def _pass_buffers_on(self, residents: Residents, pack: SwappedPack) -> None:
+        """A microbatch finds the buffers of a pack as the one before it left them, on whichever device that was."""
+        for others in self._residents:
+            copy = others.packs[pack.index]
+            if copy is not pack and copy.residency is not None:
+                with others.device.scheduling():
+                    others.swapper.write_back(copy, copy.residency)
+        residents.swapper.read_again(pack)
+
+    def _time_swap_in(self, residents: Residents, place: Place, work_bytes: int) -> None:
+        """Bring a layer to an empty device, and time its copy."""
+        pack = place.pack
         residents.evict_all_but(pack)
         with self._profiler.swapping_in(pack.layers[0], residents.device):
-            yield
-            if pack.residency is not None:
-                pack.residency.ready.synchronize()
+            residents.enter(place, work_bytes, alone=True)
+            assert pack.residency is not None
+            pack.residency.ready.synchronize()
 
     def _pinned(self) -> frozenset[int]:
         """The fused packs, until all lanes came through them."""
-        came_through = all(other.differentiating or other.lane.finished for other in self._running)
-        return frozenset() if came_through else self.plan.fused
+        return frozenset() if self._turns.have_come_to_their_losses() else self.plan.fused
 
     def _take_stock(self, granted: Grant) -> None:
         """After a lane's turn: what it took, what can go now, and which gradients are final."""
         pack = granted.pack
-        if granted.began is not None and pack is not None and len(pack.layers) == 1:
-            ended, stashed = self.devices[granted.device].moment(), self.traffic.swapped_out["stash"]
-            self._profiler.note_turn(pack.layers[0], granted.phase, granted.began, ended)
-            if granted.phase is Phase.FORWARD:
-                self._profiler.note_stash(pack.layers[0], stashed - granted.stashed_before)
-        if granted.measured is not None:
-            self._note_work(granted, granted.measured() - granted.bytes_before)
+        if granted.observation is not None:
+            self._note_seconds(granted, granted.observation)
+            self._note_work(granted, granted.observation)
         residents = self._residents[granted.device]
         residents.stash.retire()
         residents.device.retire()
         if self._in_backward and pack is not None:
             self._deliver_final([pack.index])
 
-    def _note_work(self, granted: Grant, num_bytes: int) -> None:
-        """Keep the most that was allocated in a pack."""
+    def _note_seconds(self, granted: Grant, observation: Observation) -> None:
+        """Keep how long a turn in a layer took, and what it stashed."""
         pack = granted.pack
+        if observation.began is None or pack is None or len(pack.layers) > 1:
+            return
+        ended, stashed = self.devices[granted.device].moment(), self.traffic.swapped_out["stash"]
+        self._profiler.note_turn(pack.layers[0], granted.phase, observation.began, ended)
+        if granted.phase is Phase.FORWARD:
+            self._profiler.note_stash(pack.layers[0], stashed - observation.stashed_before)
+
+    def _note_work(self, granted: Grant, observation: Observation) -> None:
+        """Keep the most that was allocated in a pack."""
+        pack, num_bytes = granted.pack, observation.peak() - observation.bytes_before
         if pack is None and granted.phase is Phase.BACKWARD and self.plan.visits:
             # From the loss back to the last layer: glue counts to the layer before it.
             pack = self._packs[self.plan.visits[-1]]
         has_watched, self._has_watched = self._has_watched, False
-        if pack is None or (has_watched and len(self._running) > 1):
+        if pack is None or (has_watched and len(self._turns.running) > 1):
             return
-        if pack.accumulators and not granted.summing:
+        if pack.accumulators and not observation.summing:
             # They were made in this turn, and count as gradients. Where others follow, those tell what the work takes.
-            if len(self._running) > 1:
+            if len(self._turns.running) > 1:
                 return
             num_bytes -= pack.gradient_layout()[1]
         self._work.note(pack.layers, granted.phase, num_bytes)
@@ -791,15 +685,16 @@ class Executor:
         """Whether a lane that comes to a pack goes on to its loss and comes back through it, all in one turn."""
         return self._predicted is not None and phase is Phase.FORWARD and pack.index in self.plan.fused
 
-    def _needed_bytes(self, pack: SwappedPack, phase: Phase) -> int:
-        """What a pack's gradients, work and kept graphs will allocate."""
+    def _needed_bytes(self, pack: SwappedPack, phase: Phase, layers: Sequence[SwappedLayer] | None = None) -> int:
+        """What a pack's gradients, work and kept graphs will allocate; of its work and graphs, only those of some layers."""
+        layers = layers or pack.layers
         fused = self._is_fused(pack, phase)
         gradients = pack.gradient_layout()[1] if (phase is Phase.BACKWARD or fused) and not pack.accumulators else 0
-        work = self._work.bytes(pack.layers, phase)
+        work = self._work.bytes(layers, phase)
         if phase is Phase.FORWARD and (fused or pack.index in self.plan.kept):
-            work += self._work.graph_bytes(pack.layers)
+            work += self._work.graph_bytes(layers)
         if fused and pack.index == self.plan.visits[-1]:
-            work += self._work.bytes(pack.layers, Phase.BACKWARD)
+            work += self._work.bytes(layers, Phase.BACKWARD)
         return gradients + work
 
     # ---- gradients -----------------------------------------------------------------------------------------------------
@@ -811,9 +706,7 @@ class Executor:
             for index in packs
             if index not in self._delivered
             and any(pack.accumulators or pack.parked for pack in self._copies(index))
-            and not any(
-                progress.pending[layer.index] for progress in self._running for layer in self._packs[index].layers
-            )
+            and not self._turns.expects_backward(index)
             and not self.reentrant
         )
 
@@ -891,7 +784,7 @@ class Executor:
             # Between the layers of a pack, what the last one left to be swapped out may still be there.
             place = Place(pack, phase, progress.position[phase])
             with residents.device.scheduling():
-                residents.ensure_room(self._needed_bytes(pack, phase), place)
+                residents.ensure_room(self._needed_bytes(pack, phase, [layer]), place)
         if phase is Phase.FORWARD and pack.layout.casts and not self._casts_as_known(pack):
             self._widen(residents, Place(pack, phase, progress.position[phase]))
         residency = pack.residency
@@ -925,7 +818,7 @@ class Executor:
             return False
         if phase is Phase.FORWARD:
             return not progress.differentiating
-        return not self._is_overtaking(progress, pack.index)
+        return not self._turns.is_overtaking(progress, pack.index)
 
     @contextmanager
     def _alone(self, index: int) -> Iterator[Residency]:
@@ -1046,7 +939,7 @@ class Executor:
             return 0
         if progress.differentiating:
             self._refuse_late_call(layer)
-        progress.pending[layer.index] += 1
+        progress.pending[self._pack_of[layer.index]] += 1
         use = progress.uses[layer.index]
         progress.uses[layer.index] += 1
         return use
@@ -1096,11 +989,10 @@ class Executor:
 
     def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Take the gradients of one announced backward."""
-        lane = current_lane()
+        lane, index = current_lane(), self._pack_of[layer.index]
         if lane in self._progress:
-            self._progress[lane].pending[layer.index] -= 1
+            self._progress[lane].pending[index] -= 1
         if gradients:
-            index = self._pack_of[layer.index]
             residents = self._residents[self._device_of(index)]
             # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
             residents.swapper.accumulate(

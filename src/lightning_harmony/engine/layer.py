@@ -54,6 +54,7 @@ class SwappedLayer:
         parameters: its parameters, each once.
         buffers: owner and name of each of its buffers.
         compute_dtype: the type in which its floating parameters and inputs are on the device; None for their own.
+        num_buffer_writes: how often the host's buffers were written by what layers changed on a device.
         narrow: the parameters that are narrower on the device: with a compute type all that it narrows, else those that
             the layer reads through a cast alone. And to which type.
     """
@@ -71,6 +72,7 @@ class SwappedLayer:
         self.module = module
         self.parameters = list(dict.fromkeys(parameters))
         self.buffers = buffers_of(module) if module is not None else []
+        self.num_buffer_writes = 0
         self.compute_dtype = compute_dtype
         types = {parameter: dtype_on_device(parameter, compute_dtype) for parameter in self.parameters}
         self.narrow = {parameter: dtype for parameter, dtype in types.items() if dtype != parameter.dtype}

@@ -7,9 +7,8 @@ import hashlib
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ def stream_seed(seed: int, *key: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-@dataclass(frozen=True)
-class RandomState:
+class RandomState(NamedTuple):
     """The state of every generator that layers draw from: torch's, on the host and on the current GPU, and Python's."""
 
     cpu: Tensor
@@ -134,36 +132,35 @@ def _numpy_random() -> Any:
 _PYTHON_STATE_BYTES = 4 + 624 * 4
 
 
-def _state_address(generator: random.Random) -> int:
-    return id(generator) + object.__basicsize__
+def _state_of(generator: random.Random) -> memoryview:
+    # A view, for `ctypes.memmove` lets other threads run meanwhile, which takes far longer than the copy.
+    content = (ctypes.c_ubyte * _PYTHON_STATE_BYTES).from_address(id(generator) + object.__basicsize__)
+    return memoryview(content).cast("B")
 
 
 @cache
-def _copies_bytes() -> bool:
-    """Whether the state of Python's generator is where CPython has it, so that it may be copied as bytes."""
+def _python_state() -> memoryview | None:
+    """The state of Python's generator, to copy as bytes; None where it isn't where CPython has it."""
     if sys.implementation.name != "cpython":
-        return False
+        return None
     generator = random.Random(1)
     generator.random()
     _, (*words, index), _ = generator.getstate()
     expected = b"".join(number.to_bytes(4, sys.byteorder) for number in (index, *words))
-    return ctypes.string_at(_state_address(generator), _PYTHON_STATE_BYTES) == expected
+    return _state_of(_python_generator()) if _state_of(generator) == expected else None
 
 
 def _get_python_state() -> Any:
-    generator = _python_generator()
-    if not _copies_bytes():
-        return generator.getstate()
-    return ctypes.string_at(_state_address(generator), _PYTHON_STATE_BYTES), generator.gauss_next
+    generator, state = _python_generator(), _python_state()
+    return generator.getstate() if state is None else (state.tobytes(), generator.gauss_next)
 
 
-def _set_python_state(state: Any) -> None:
-    generator = _python_generator()
-    if not _copies_bytes():
-        generator.setstate(state)
-        return
-    words, generator.gauss_next = state
-    ctypes.memmove(_state_address(generator), words, _PYTHON_STATE_BYTES)
+def _set_python_state(saved: Any) -> None:
+    generator, state = _python_generator(), _python_state()
+    if state is None:
+        generator.setstate(saved)
+    else:
+        state[:], generator.gauss_next = saved
 
 
 def _python_generator() -> Any:

@@ -63,6 +63,7 @@ class Residency:
         last_use: the end of the last work that used them, if it is known. What is evicted makes way for the next pack, which
             would otherwise wait for all that was launched since.
         dirty_buffers: those that layers changed.
+        as_of: how often the host's buffers had been written when these were copied.
     """
 
     device: Device
@@ -70,6 +71,7 @@ class Residency:
     ready: Event
     leaves: dict[nn.Parameter, nn.Parameter]
     buffers: dict[BufferKey, Tensor]
+    as_of: int = 0
     last_use: Event | None = None
     dirty_buffers: set[BufferKey] = field(default_factory=set)
 
@@ -249,6 +251,7 @@ class Swapper:
 
     def _start_swap_in(self, pack: SwappedPack) -> None:
         device, arena, layout = self._device, self._store.arena, pack.layout
+        as_of = _num_writes(pack)
         weights = device.empty(layout.num_bytes)
         staging = device.empty(layout.staging_bytes)
         buffers = {key: self._empty_like(_buffer(key)) for key in pack.buffers}
@@ -269,7 +272,7 @@ class Swapper:
         ready = device.swap_in.submit(copy)
         copied = sum(run.num_bytes for run in layout.runs) + sum(self._store.slot(p).num_bytes for p in layout.casts)
         self._traffic.count_in("weights", copied + pack.buffer_bytes)
-        pack.residency = Residency(device, weights, ready, leaves, buffers)
+        pack.residency = Residency(device, weights, ready, leaves, buffers, as_of)
 
     def _empty_like(self, tensor: Tensor) -> Tensor:
         (slot,), num_bytes = lay_out([tensor])
@@ -280,14 +283,16 @@ class Swapper:
         residency, pack.residency = pack.residency, None
         if residency is None:
             return
-        self.write_back(residency)
+        self.write_back(pack, residency)
         uses = [residency.last_use or self._device.record(), residency.ready]
         self._device.free(residency.weights, uses)
         for buffer in residency.buffers.values():
             self._device.free(buffer, uses)
 
-    def write_back(self, residency: Residency) -> None:
+    def write_back(self, pack: SwappedPack, residency: Residency) -> None:
         """Copy the buffers that layers changed to the host's, which are the user's own tensors."""
+        if not residency.dirty_buffers:
+            return
         for key in residency.dirty_buffers:
             host, changed = _buffer(key), residency.buffers[key]
             with torch.no_grad(), self._device.on_host():
@@ -297,6 +302,22 @@ class Swapper:
                     key[0]._buffers[key[1]] = changed.to(host.device, copy=True)
             self._traffic.count_out("weights", changed.numel() * changed.element_size())
         residency.dirty_buffers.clear()
+        for layer in pack.layers:
+            layer.num_buffer_writes += 1
+
+    def read_again(self, pack: SwappedPack) -> None:
+        """Copy a pack's buffers to the device once more, if the host's were written since."""
+        residency = pack.residency
+        assert residency is not None
+        if residency.as_of == _num_writes(pack):
+            return
+        residency.as_of = _num_writes(pack)
+        for key in residency.buffers:
+            host = _buffer(key)
+            (slot,), num_bytes = lay_out([host])
+            # Not in place: a graph that is kept may have saved the one from before.
+            residency.buffers[key] = slot.view(self._device.scratch(num_bytes)).copy_(host)
+        self._traffic.count_in("weights", pack.buffer_bytes)
 
     def accumulate(
         self,
@@ -412,6 +433,10 @@ class Swapper:
         for parked in pack.parked.values():
             parked.event.synchronize()
             torch._foreach_mul_(list(parked.sums.values()), factor)
+
+
+def _num_writes(pack: SwappedPack) -> int:
+    return sum(layer.num_buffer_writes for layer in pack.layers)
 
 
 def _buffer(key: BufferKey) -> Tensor:

@@ -16,14 +16,15 @@ class WorkSpace:
     """The most that each layer was seen to allocate for one microbatch, in each phase, and for its graph."""
 
     def __init__(self) -> None:
-        self._work: Counter[tuple[int, Phase]] = Counter()
+        self._work: dict[Phase, Counter[int]] = {phase: Counter() for phase in Phase}
         self._graphs: Counter[int] = Counter()
         self._uses: Counter[int] = Counter()
 
     def note(self, layers: Iterable[SwappedLayer], phase: Phase, num_bytes: int) -> None:
         """A phase of some layers, one after the other, was seen to allocate so much."""
+        work = self._work[phase]
         for layer in layers:
-            self._work[layer.index, phase] = max(self._work[layer.index, phase], num_bytes)
+            work[layer.index] = max(work[layer.index], num_bytes)
 
     def note_graph(self, layer: SwappedLayer, num_bytes: int) -> None:
         """A layer's graph, with its inputs, was seen to take so much."""
@@ -35,7 +36,8 @@ class WorkSpace:
 
     def bytes(self, layers: Iterable[SwappedLayer], phase: Phase) -> int:
         """What some layers allocate at most, of which one works at a time."""
-        return max(self._work[layer.index, phase] for layer in layers)
+        work = self._work[phase]
+        return max(work[layer.index] for layer in layers)
 
     def graph_bytes(self, layers: Iterable[SwappedLayer]) -> int:
         """What the graphs of all calls of some layers take together, for one microbatch."""
@@ -51,6 +53,7 @@ class WorkSpace:
 
     def clear(self) -> None:
         """Forget all."""
-        self._work.clear()
+        for work in self._work.values():
+            work.clear()
         self._graphs.clear()
         self._uses.clear()
