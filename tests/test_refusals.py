@@ -98,7 +98,7 @@ def test_too_little_host_memory_says_how_much_is_missing(monkeypatch: pytest.Mon
     module = Net(nets.Language(), torch.optim.AdamW)
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_harmony.strategy.free_host_bytes", lambda: 3 * num_bytes - 1024)
+        patch.setattr("lightning_harmony.host_memory.free_host_bytes", lambda: 3 * num_bytes - 1024)
         assert_refused(
             module, CapacityError, ["host", "1 KiB short", "Add host memory", "optimizer"], lambda: fit(module)
         )
@@ -326,6 +326,28 @@ def test_sparse_gradients_are_refused() -> None:
     module.net.embed = nn.Embedding(nets.VOCABULARY, nets.WIDTH, sparse=True)
     assert_refused(module, UnsupportedModelError, ["'net.embed'", "sparse=False"], lambda: fit(module))
     module.net.embed.sparse = False
+    assert_trains(module, lambda: fit(module))
+
+
+class Lazy(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LazyLinear(4), nn.LazyLinear(4)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch.float())
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def test_lazy_parameters_are_refused_until_they_have_a_shape() -> None:
+    module = Lazy()
+    with pytest.raises(UnsupportedModelError, match=r"'layers\.0\.weight'.*configure_model"):
+        fit(module)
+    module.training_step(nets.tokens(), 0)
     assert_trains(module, lambda: fit(module))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.rng import RandomState
 
 # What a module holds its tensors and submodules in: their entries are looked after one by one, or never change in a step.
@@ -42,6 +43,12 @@ class Snapshot:
         for owner in module.modules():
             self._remember_attributes(owner)
             self._remember(owner._buffers)
+
+    @classmethod
+    def of_trainer(cls, trainer: Any, devices: Sequence[Device]) -> Snapshot:
+        """That of the module that a trainer runs on these devices."""
+        cuda_devices = [device.torch_device for device in devices if device.torch_device.type == "cuda"]
+        return cls(trainer.lightning_module, trainer._results, cuda_devices)
 
     def has_drawn(self) -> bool:
         """Whether random numbers were drawn since."""

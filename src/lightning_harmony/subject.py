@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torchmetrics import Metric
 
 from lightning_harmony.errors import UnsupportedModelError
-from lightning_harmony.strategy import STATE_COPIES
+from lightning_harmony.host_memory import STATE_COPIES
 
 _TRUE_TYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 _MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

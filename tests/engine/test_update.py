@@ -14,7 +14,7 @@ from lightning_harmony.engine.host_store import HostPool, lay_out
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.stream import Event, Happened
 from lightning_harmony.engine.swap import HostGradients
-from lightning_harmony.engine.update import RING, SEPARABLE, Updater, fuse, why_not_separable
+from lightning_harmony.engine.update import RING, SEPARABLE, Updater, why_not_separable
 
 Groups = list[dict[str, object]]
 
@@ -484,38 +484,3 @@ class TestWhyNotSeparable:
         finally:
             handle.remove()
         assert why_not_separable(optimizer) is None
-
-
-class TestFuse:
-    @pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
-    def test_is_chosen_where_the_user_left_it_open_and_updates_alike(
-        self, optimizer_class: type[torch.optim.Optimizer]
-    ) -> None:
-        parameters = [nn.Parameter(torch.randn(5, generator=torch.Generator().manual_seed(1))) for _ in range(2)]
-        optimizers = [optimizer_class([parameter], lr=0.1) for parameter in parameters]
-        with torch.no_grad():
-            parameters[1].copy_(parameters[0])
-        for step in range(3):
-            for optimizer, parameter in zip(optimizers, parameters, strict=True):
-                parameter.grad = torch.full((5,), 0.5 + step)
-                # After a step of another implementation, too.
-                if optimizer is optimizers[1] and step > 0:
-                    assert len(fuse(optimizer)) == (step == 1)
-                optimizer.step()
-        # The fused kernel rounds at other places.
-        torch.testing.assert_close(parameters[0], parameters[1], rtol=1e-6, atol=1e-7)
-
-    @pytest.mark.parametrize("chosen", [{"fused": False}, {"foreach": True}, {"capturable": True}])
-    def test_leaves_what_the_user_chose(self, chosen: dict[str, bool]) -> None:
-        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], **chosen)
-        before = dict(optimizer.param_groups[0])
-        assert fuse(optimizer) == []
-        assert optimizer.param_groups[0] == before
-
-    def test_leaves_optimizers_without_a_fused_implementation(self) -> None:
-        assert fuse(torch.optim.Adamax([nn.Parameter(torch.ones(2))])) == []
-
-    def test_does_not_announce_that_the_optimizer_unscales_gradients(self) -> None:
-        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
-        fuse(optimizer)
-        assert not getattr(optimizer, "_step_supports_amp_scaling", False)

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,36 +41,6 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return "step hooks are registered for all optimizers"
     return None
-
-
-# Optimizers with a fused implementation on the host: one pass over memory instead of ten.
-_FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-
-
-def fuse(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Choose the fused implementation where the user left the choice open.
-
-    Not through the optimizer's constructor, which would also announce that it unscales gradients.
-
-    Returns:
-        The parameter groups that it was chosen for.
-    """
-    if type(optimizer) not in _FUSED_ON_HOST:
-        return []
-    groups = [group for group in optimizer.param_groups if _may_fuse(group)]
-    for group in groups:
-        group["fused"] = True
-        for parameter in group["params"]:
-            # Counted as a number of type float32, where the other implementations may have another one.
-            state = optimizer.state.get(parameter, {})
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].to(torch.float32)
-    return groups
-
-
-def _may_fuse(group: dict[str, Any]) -> bool:
-    chosen = any(group.get(name) for name in ("foreach", "differentiable", "capturable"))
-    return group.get("fused", False) is None and not chosen and all(p.is_floating_point() for p in group["params"])
 
 
 @dataclass

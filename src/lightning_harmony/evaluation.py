@@ -1,0 +1,115 @@
+"""Evaluation: a batch runs whole, and in microbatches once it has turned out to be too large for that."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_harmony.engine.batch import merge_evaluations, split_batch
+from lightning_harmony.engine.executor import Executor
+from lightning_harmony.engine.rng import stream_seed
+from lightning_harmony.engine.turns import Microbatch
+from lightning_harmony.errors import CapacityError
+from lightning_harmony.lane_attributes import LaneAttributes
+from lightning_harmony.lightning_tree import LightningTree
+from lightning_harmony.microbatches import merging_logs, num_elements, run_without_backward
+from lightning_harmony.settings import Settings
+from lightning_harmony.snapshot import Snapshot
+
+
+@dataclass
+class Evaluation:
+    """Runs validation_step, test_step and predict_step."""
+
+    tree: LightningTree
+    trainer: Any
+    engine: Executor
+    settings: Settings
+    # Elements of the smallest batch that did not fit whole, by the name of the step.
+    _too_large: dict[str, int] = field(default_factory=dict)
+
+    def run(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a batch whole, which is exact whatever the step does with it; in microbatches if it is too large for that.
+
+        Args:
+            name: of the user's step.
+            step: runs it.
+            args: the batch and its number, and perhaps that of its data loader.
+            kwargs: more of the same.
+        """
+        elements = num_elements(args)
+        sizes = self._sizes(name, args)
+        if sizes and elements >= self._too_large.get(name, sys.maxsize):
+            return self._run_in_microbatches(name, step, sizes, args, kwargs)
+        before = None
+        if sizes and self.engine.measures(elements, is_training=False):
+            before = Snapshot.of_trainer(self.trainer, self.engine.devices)
+        outputs: list[Any] = []
+        self.engine.on_switch = None
+        whole = Microbatch(lambda: outputs.append(self._on_root(step(*args, **kwargs))), 1.0, None)
+        try:
+            run_without_backward(self.engine, [whole], elements)
+            return outputs[0]
+        except CapacityError:
+            if before is None:
+                raise
+        # Not within the except clause: the error's frames hold what the attempt has allocated.
+        gc.collect()
+        before.restore()
+        self.engine.forget_evaluations()
+        self._too_large[name] = elements
+        self.tree.warn(
+            f"a batch of {sum(sizes)} samples exceeds the device's memory in {name}, which is run again in {len(sizes)} "
+            "microbatches: what it logs and returns is averaged and joined over them"
+        )
+        return self._run_in_microbatches(name, step, sizes, args, kwargs)
+
+    def _sizes(self, name: str, args: Any) -> tuple[int, ...]:
+        """The microbatches into which a batch can be split if it must; empty if it cannot."""
+        if self.tree.takes_iterator(getattr(self.trainer.lightning_module, name)):
+            return ()
+        try:
+            batch_size = self.tree.batch_size(args[0])
+        except Exception:
+            return ()
+        sizes = self.settings.evaluation_sizes(batch_size)
+        return sizes if len(sizes) > 1 else ()
+
+    def _on_root(self, output: Any) -> Any:
+        """What a step returns, where the model's own code expects it."""
+        return output if len(self.engine.devices) < 2 else tree_map_only(Tensor, self.engine.to_root, output)
+
+    def _run_in_microbatches(
+        self, name: str, step: Callable[..., Any], sizes: Sequence[int], args: Any, kwargs: Any
+    ) -> Any:
+        batch, batch_number, *rest = args
+        parts = split_batch(batch, sum(sizes), sizes)
+        outputs: dict[int, Any] = {}
+
+        def run(number: int) -> None:
+            outputs[number] = self._on_root(step(parts[number], batch_number, *rest, **kwargs))
+
+        # No key of a training step: those are not negative.
+        key = (torch.initial_seed(), -1, self.trainer.global_step, batch_number, *rest)
+        microbatches = [
+            Microbatch(partial(run, number), 1.0, stream_seed(*key, number)) for number in range(len(sizes))
+        ]
+        attributes = LaneAttributes(self.trainer.lightning_module)
+        with merging_logs(self.engine, self.trainer._results, sizes, attributes):
+            run_without_backward(self.engine, microbatches, max(map(num_elements, parts)))
+        attributes.finish()
+        try:
+            ordered = [outputs[number] for number in range(len(sizes))]
+            return merge_evaluations(ordered, sizes, averages=name != "predict_step")
+        except ValueError as error:
+            raise CapacityError(
+                f"a batch of {sum(sizes)} samples exceeds the device's memory in {name}, and cannot be split either. {error}"
+            ) from error

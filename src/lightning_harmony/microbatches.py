@@ -1,0 +1,88 @@
+"""The user's steps as microbatches of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_harmony.engine.executor import Executor
+from lightning_harmony.engine.turns import Microbatch
+from lightning_harmony.lane_attributes import LaneAttributes
+from lightning_harmony.logs import MicrobatchLogs
+
+
+class TrainingStep:
+    """The user's training_step on one microbatch, with what it returned.
+
+    Attributes:
+        output: as the step returned it, on the root device.
+        loss: of the microbatch, there too; None if the step returned none.
+        requires_grad: whether the loss can be differentiated.
+    """
+
+    def __init__(self, engine: Executor, precision: Any, step: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._engine = engine
+        self._precision = precision
+        self._step = step
+        self._args = args
+        self._kwargs = kwargs
+        self.output: Any = None
+        self.loss: Tensor | None = None
+        self.requires_grad = False
+
+    def num_elements(self) -> int:
+        """Elements of the microbatch."""
+        return num_elements(self._args)
+
+    def __call__(self) -> Tensor | None:
+        """Run it; return the loss with its graph."""
+        with self._precision.train_step_context():
+            output = self._step(*self._args, **self._kwargs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            self.output = output
+            return None
+        self.loss, self.requires_grad = self._engine.to_root(loss), loss.requires_grad
+        self.output = tree_map_only(Tensor, self._engine.to_root, output)
+        return loss
+
+
+def num_elements(value: Any) -> int:
+    """Elements of all tensors in a batch."""
+    return sum(leaf.numel() for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+@contextmanager
+def merging_logs(engine: Executor, results: Any, sizes: Sequence[int], attributes: LaneAttributes) -> Iterator[None]:
+    """A context in which microbatches of these sizes run, and what they log is logged as one batch's.
+
+    What they keep on modules is each one's own, also after the context, until `attributes` hear that the step is over.
+    """
+    engine.on_switch = None
+    if len(sizes) == 1:
+        yield
+        return
+    logs = MicrobatchLogs(results, sizes)
+
+    def switch(microbatch: int) -> None:
+        logs.microbatch = microbatch
+        attributes.switch(microbatch)
+
+    attributes.begin()
+    engine.on_switch = switch
+    try:
+        with logs:
+            yield
+    except BaseException:
+        attributes.finish()
+        raise
+
+
+def run_without_backward(engine: Executor, microbatches: Sequence[Microbatch], num_elements: int) -> None:
+    """Run steps that nobody differentiates, the largest of which has so many elements."""
+    engine.forward(microbatches, num_elements=num_elements, predicted_gradient=None, is_training=False)
+    engine.abandon()

@@ -1,0 +1,84 @@
+"""What is refused before training begins, with the cause and the way out.
+
+Arguments are checked in `settings`, checkpoints in `checkpoints`, precisions in `precision`, host memory in `host_memory`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.lightning_tree import LightningTree
+
+
+def refuse_other_accelerators(accelerator: Any) -> None:
+    """Refuse all but CPUs and CUDA.
+
+    Raises:
+        ValueError: naming the accelerator.
+    """
+    name = None if accelerator is None else type(accelerator).__name__
+    if name not in (None, "CPUAccelerator", "CUDAAccelerator"):
+        raise ValueError(
+            f"strategy='harmony' cannot serve {name}: use Trainer(accelerator='gpu') with CUDA, or accelerator='cpu'"
+        )
+
+
+def refuse_several_processes(num_nodes: int) -> None:
+    """Refuse to be one of several processes.
+
+    Raises:
+        ValueError: if a launcher started more than one process here, or several nodes are asked for.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if local > 1:
+        raise ValueError(
+            f"LOCAL_WORLD_SIZE={local}: strategy='harmony' runs all devices of a machine from one process; start it "
+            "with plain `python` (or `torchrun --nproc-per-node=1`)"
+        )
+    if num_nodes > 1:
+        raise ValueError("strategy='harmony' runs on one machine so far: use Trainer(num_nodes=1)")
+
+
+def refuse_pruning(tree: LightningTree, trainer: Any) -> None:
+    """Refuse the callback that replaces parameters during the fit.
+
+    Raises:
+        UnsupportedModelError: if it is among those of a fit.
+    """
+    pruning = tree.part("callbacks").ModelPruning
+    if trainer.state.fn == "fit" and any(isinstance(callback, pruning) for callback in trainer.callbacks):
+        raise UnsupportedModelError(
+            "ModelPruning replaces parameters by others during the fit, but layers are swapped as they were at its "
+            "start: set pruned weights to zero in a hook instead, or train with Trainer(strategy='auto')"
+        )
+
+
+def refuse_sparse(module: nn.Module) -> None:
+    """Refuse sparse gradients.
+
+    Raises:
+        UnsupportedModelError: naming the first submodule that has them.
+    """
+    for name, child in module.named_modules():
+        if getattr(child, "sparse", False) is True:
+            raise UnsupportedModelError(
+                f"module {name!r} has sparse gradients, which are summed as dense ones here: set sparse=False"
+            )
+
+
+def refuse_uninitialized(module: nn.Module) -> None:
+    """Refuse parameters that have no shape yet: nobody knows what they will take.
+
+    Raises:
+        UnsupportedModelError: naming the first.
+    """
+    for name, parameter in module.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise UnsupportedModelError(
+                f"parameter {name!r} has no shape yet: run the lazy module once on a sample before the fit, for example in "
+                "configure_model"
+            )

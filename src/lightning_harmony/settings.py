@@ -1,0 +1,148 @@
+"""What users choose, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_harmony.engine.batch import microbatch_sizes
+from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.given import read_plan
+from lightning_harmony.plan.memory_size import parse_bytes
+from lightning_harmony.plan.plan import Parallel, Plan
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `HarmonyStrategy`, which describes them, none of them wrong by itself or beside another.
+
+    Attributes:
+        capacities: of each device, or a single one for all.
+        compile_options: of `torch.compile`; None not to compile.
+        reduction: how losses are merged.
+        checks_reduction: whether nobody said so, and it is to be checked.
+    """
+
+    capacities: tuple[int | None, ...]
+    num_microbatches: int | None
+    microbatch_size: int | None
+    layers: Collection[type] | Callable[[str, nn.Module], bool] | None
+    update: str
+    reduction: str
+    checks_reduction: bool
+    parallel: Parallel
+    compile_options: Mapping[str, Any] | None
+    plan: Plan | None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        device_memory: Any,
+        num_microbatches: int | None,
+        microbatch_size: int | None,
+        layers: Any,
+        update: str,
+        loss_reduction: str | None,
+        parallel: Parallel,
+        compile_layers: Any,
+        plan: Plan | str | Path | None,
+    ) -> Settings:
+        """Check the arguments as they are given.
+
+        Raises:
+            ValueError: if one is wrong, or two contradict each other.
+            PlanError: if the plan cannot be read, or is for another number of microbatches.
+        """
+        if num_microbatches is not None and microbatch_size is not None:
+            raise ValueError(
+                f"HarmonyStrategy(num_microbatches={num_microbatches}, microbatch_size={microbatch_size}): "
+                "give at most one of the two, the other follows from the batch"
+            )
+        _whole_number("num_microbatches", num_microbatches)
+        _whole_number("microbatch_size", microbatch_size)
+        _one_of("update", update, ("auto", "just-in-time", "deferred"))
+        _one_of("loss_reduction", loss_reduction, ("mean", "sum", None))
+        _one_of("parallel", parallel, ("pipeline", "data"))
+        each = device_memory if isinstance(device_memory, list | tuple) else [device_memory]
+        capacities = tuple(None if one is None else parse_bytes(one) for one in each)
+        compile_options = _compile_options(compile_layers)
+        given = None if plan is None else read_plan(plan)
+        planned = None if given is None else given.num_microbatches
+        if None not in (planned, num_microbatches) and planned != num_microbatches:
+            raise PlanError(
+                f"HarmonyStrategy(plan=...) is for {planned} microbatches, but num_microbatches={num_microbatches}: "
+                "leave one of the two out"
+            )
+        return cls(
+            capacities=capacities,
+            num_microbatches=num_microbatches,
+            microbatch_size=microbatch_size,
+            layers=layers,
+            update=update,
+            reduction=loss_reduction or "mean",
+            checks_reduction=loss_reduction is None,
+            parallel=parallel,
+            compile_options=compile_options,
+            plan=given,
+        )
+
+    def capacities_of(self, num_devices: int) -> tuple[int | None, ...]:
+        """The capacity of each device.
+
+        Raises:
+            ValueError: if there are others than devices.
+        """
+        if len(self.capacities) == 1:
+            return self.capacities * num_devices
+        if len(self.capacities) != num_devices:
+            raise ValueError(
+                f"HarmonyStrategy(device_memory=...) has {len(self.capacities)} entries for {num_devices} devices: "
+                "give one for each of Trainer(devices=...), or a single one for all"
+            )
+        return self.capacities
+
+    def sizes(self, batch_size: int) -> tuple[int, ...]:
+        """The samples of each microbatch of a batch."""
+        number = self.num_microbatches
+        planned = None if self.plan is None else self.plan.num_microbatches
+        if number is None and self.microbatch_size is None and planned is not None:
+            # As with the default, a short last batch is split into fewer.
+            number = min(planned, max(batch_size, 1))
+        return microbatch_sizes(batch_size, num_microbatches=number, microbatch_size=self.microbatch_size)
+
+    def evaluation_sizes(self, batch_size: int) -> tuple[int, ...]:
+        """The samples of each microbatch of a batch that is too large to be evaluated whole: as many as it has at most."""
+        number = None if self.num_microbatches is None else min(self.num_microbatches, max(batch_size, 1))
+        return microbatch_sizes(batch_size, num_microbatches=number, microbatch_size=self.microbatch_size)
+
+    def weights(self, sizes: Sequence[int]) -> list[float]:
+        """What each microbatch's loss counts in that of the batch."""
+        if self.reduction == "sum":
+            return [1.0] * len(sizes)
+        return [size / sum(sizes) for size in sizes]
+
+
+def _whole_number(name: str, value: Any) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"HarmonyStrategy({name}={value!r}): a whole number of at least 1 is needed")
+
+
+def _one_of(name: str, value: str | None, allowed: Sequence[str | None]) -> None:
+    if value not in allowed:
+        raise ValueError(f"HarmonyStrategy({name}={value!r}): one of {', '.join(map(repr, allowed))} is needed")
+
+
+def _compile_options(compile_layers: Any) -> Mapping[str, Any] | None:
+    if not isinstance(compile_layers, bool | Mapping):
+        raise ValueError(
+            f"HarmonyStrategy(compile_layers={compile_layers!r}): True, False, or the arguments of torch.compile, such as "
+            "{'mode': 'max-autotune-no-cudagraphs'}, are needed"
+        )
+    if isinstance(compile_layers, Mapping):
+        return compile_layers
+    return {} if compile_layers else None

@@ -1,0 +1,113 @@
+"""What changes where a batch is split, said once: statistics of the batch, and a loss that is no mean over samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_harmony.engine.batch import split_batch
+from lightning_harmony.engine.executor import Executor
+from lightning_harmony.engine.opaque import without_caches
+from lightning_harmony.engine.turns import Microbatch
+from lightning_harmony.lane_attributes import LaneAttributes
+from lightning_harmony.lightning_tree import LightningTree
+from lightning_harmony.microbatches import TrainingStep, run_without_backward
+from lightning_harmony.separability import explain_difference
+from lightning_harmony.settings import Settings
+from lightning_harmony.snapshot import Snapshot
+
+
+@dataclass
+class SplitCheck:
+    """Looks at the first batch that is split, and at its loss once its backward is over."""
+
+    tree: LightningTree
+    trainer: Any
+    engine: Executor
+    settings: Settings
+    _has_seen: bool = False
+    _is_over: bool = False
+    _step: tuple[Any, Sequence[Any], dict[str, Any], Sequence[int]] | None = None
+
+    def note(self, batch: Any, rest: Sequence[Any], kwargs: dict[str, Any], sizes: Sequence[int]) -> None:
+        """Remember a step that is about to run on microbatches of these sizes."""
+        if len(sizes) == 1:
+            return
+        if not self._has_seen:
+            self._has_seen = True
+            self._warn_of_batch_statistics(sizes)
+        if self.settings.checks_reduction and not self._is_over:
+            self._step = batch, rest, kwargs, sizes
+
+    def after_backward(self) -> None:
+        """Look at the loss of the step that was noted, if none was looked at before."""
+        step, self._step = self._step, None
+        if step is not None:
+            self._is_over = True
+            self._compare(*step)
+
+    def _warn_of_batch_statistics(self, sizes: Sequence[int]) -> None:
+        """Say what a split batch changes: it is what accumulation over microbatches gives, not one whole batch."""
+        names = [
+            name
+            for name, child in self.trainer.lightning_module.named_modules()
+            if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training
+        ]
+        if names:
+            self.tree.warn(
+                f"{names[0]!r}{f' and {len(names) - 1} more' if len(names) > 1 else ''} normalize with the statistics of "
+                f"microbatches of {sizes[0]} samples, not with those of the batch of {sum(sizes)}, as they do under "
+                "accumulate_grad_batches; HarmonyStrategy(num_microbatches=1) keeps the batch whole"
+            )
+
+    def _compare(self, batch: Any, rest: Sequence[Any], kwargs: dict[str, Any], sizes: Sequence[int]) -> None:
+        """See whether the loss of a microbatch follows from those of its halves, in evaluation mode and leaving no trace.
+
+        Says nothing where it cannot tell: if the step draws random numbers, or fails when it is run so. Where microbatches
+        have one sample, two are taken.
+        """
+        module, trainer, precision = self.trainer.lightning_module, self.trainer, self.trainer.precision_plugin
+        if _is_compiled(module):
+            return
+        size = max(sizes[0], 2)
+        whole_batch = (size, sum(sizes) - size) if size < sum(sizes) else (size,)
+        microbatch = split_batch(batch, sum(sizes), whole_batch)[0]
+        halves = (size - size // 2, size // 2)
+        parts = [microbatch, *split_batch(microbatch, size, halves)]
+        steps = [TrainingStep(self.engine, precision, module.training_step, (part, *rest), kwargs) for part in parts]
+        before = Snapshot.of_trainer(trainer, self.engine.devices)
+        silent = self.tree.part("loggers.logger").DummyLogger()
+        loggers, trainer.loggers = trainer.loggers, [silent] * len(trainer.loggers)
+        try:
+            module.eval()
+            module._current_fx_name = "training_step"
+            with torch.no_grad(), without_caches(module):
+                runs = [Microbatch(step, 1.0, None) for step in steps]
+                attributes = LaneAttributes(module)
+                attributes.begin()
+                self.engine.on_switch = attributes.switch
+                run_without_backward(self.engine, runs, steps[0].num_elements())
+            whole, *losses = [math.nan if step.loss is None else float(step.loss) for step in steps]
+            has_drawn = before.has_drawn()
+        except Exception:
+            return
+        finally:
+            self.engine.on_switch = None
+            trainer.loggers = loggers
+            before.restore()
+        is_narrow = "16" in str(precision.precision)
+        found = explain_difference(whole, losses, halves, reduction=self.settings.reduction, is_narrow=is_narrow)
+        if found is not None and not has_drawn and math.isfinite(whole + sum(losses)):
+            self.tree.warn(found)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether other batch sizes may make something be compiled again."""
+    return getattr(module, "_compiler_ctx", None) is not None or any(
+        child._compiled_call_impl is not None or type(child).__name__ == "OptimizedModule" for child in module.modules()
+    )

@@ -1,0 +1,51 @@
+"""The report of each training step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from lightning_harmony.engine.executor import Executor
+from lightning_harmony.engine.report import StepReport
+from lightning_harmony.host_memory import state_bytes
+
+
+class StepReports:
+    """Writes the report of the step that has ended.
+
+    Attributes:
+        last: the newest; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.last: StepReport | None = None
+        self._state_bytes = 0
+        self._start = 0.0
+
+    def begin(self, engine: Executor) -> None:
+        """A step begins: what is counted from now on is its own."""
+        self._start = time.perf_counter()
+        engine.traffic.reset()
+
+    def write(
+        self, engine: Executor, optimizers: Sequence[Optimizer], num_microbatches: int, update: str, reason: str
+    ) -> None:
+        """A step has ended."""
+        # In the first step, buffers go as the optimizer's state comes: what they took together is no more than either end.
+        before, self._state_bytes = self._state_bytes, state_bytes(optimizers)
+        most = max(engine.pool.take_peak_bytes() + before, engine.pool.num_bytes + self._state_bytes)
+        self.last = StepReport(
+            seconds=time.perf_counter() - self._start,
+            swapped_in_bytes=dict(engine.traffic.swapped_in),
+            swapped_out_bytes=dict(engine.traffic.swapped_out),
+            transferred_bytes=engine.traffic.transferred,
+            peak_device_bytes=[device.peak_bytes() for device in engine.devices],
+            host_bytes=engine.store.num_bytes + most,
+            num_microbatches=num_microbatches,
+            num_packs=len(engine.plan.packs),
+            update=update,
+            update_reason=reason,
+            update_hidden=engine.updater.overlap.take_hidden(),
+        )

@@ -1,0 +1,201 @@
+"""Training: a batch runs in microbatches, and their backward when Lightning asks for that of the batch's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_harmony.deferred_update import DeferredUpdate
+from lightning_harmony.engine.batch import merge_outputs, split_batch
+from lightning_harmony.engine.executor import Executor
+from lightning_harmony.engine.fused import FusedGroups
+from lightning_harmony.engine.opaque import without_caches
+from lightning_harmony.engine.postponed import by_value
+from lightning_harmony.engine.rng import stream_seed
+from lightning_harmony.engine.turns import Microbatch
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.lane_attributes import LaneAttributes
+from lightning_harmony.lightning_tree import LightningTree
+from lightning_harmony.microbatches import TrainingStep, merging_logs
+from lightning_harmony.settings import Settings
+from lightning_harmony.split_check import SplitCheck
+from lightning_harmony.step_reports import StepReports
+
+
+@dataclass
+class Training:
+    """Runs the training_step.
+
+    Attributes:
+        deferred: the update that follows the backward, where none runs within it.
+        fused: the parameter groups whose optimizers run fused on the host.
+    """
+
+    tree: LightningTree
+    trainer: Any
+    engine: Executor
+    settings: Settings
+    deferred: DeferredUpdate
+    split_check: SplitCheck
+    fused: FusedGroups
+    reports: StepReports
+
+    def __post_init__(self) -> None:
+        self._attributes = LaneAttributes(self._module)
+
+    def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a batch; the backward runs when that of the result does.
+
+        Args:
+            step: runs the user's training_step as it is.
+            args: the batch and its number, and perhaps more.
+            kwargs: more of the same.
+        """
+        self.reports.begin(self.engine)
+        if self._runs_alone():
+            self._fuse()
+            output = step(*args, **kwargs)
+            does = "fetches its batches" if self._module.automatic_optimization else "steps its optimizers"
+            self._report(1, "deferred", f"the training_step {does} itself")
+            return output
+        batch, *rest = args
+        sizes = self._sizes(batch)
+        steps = [
+            TrainingStep(self.engine, self.trainer.precision_plugin, self._module.training_step, (part, *rest), kwargs)
+            for part in split_batch(batch, sum(sizes), sizes)
+        ]
+        weights = self.settings.weights(sizes)
+        self.split_check.note(batch, rest, kwargs, sizes)
+        self._forward(steps, weights, sizes)
+        output = merge_outputs([each.output for each in steps], sizes)
+        losses = [each.loss for each in steps if each.loss is not None]
+        if len(losses) < len(steps):
+            self._abandon()
+            return output
+        loss = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
+        # The last epoch of stochastic weight averaging has no backward: what it is for, statistics, must reach the host.
+        if self.trainer.fit_loop._skip_backward or not any(each.requires_grad for each in steps):
+            self._abandon()
+        else:
+            loss = _DeferredBackward.apply(
+                torch.zeros((), requires_grad=True), loss, lambda gradient: self._backward(gradient, len(sizes))
+            )
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def after_backward(self) -> None:
+        """Where layers run alone, bring the gradients of this backward to the host; once, check that the batch splits."""
+        if self._runs_alone():
+            self.engine.flush_gradients()
+        self.split_check.after_backward()
+
+    def _runs_alone(self) -> bool:
+        """Whether the training_step runs as it is: each call of a layer brings its weights, its gradients stay for later."""
+        return not self._module.automatic_optimization or self.tree.takes_iterator(self._module.training_step)
+
+    def _sizes(self, batch: Any) -> tuple[int, ...]:
+        if self.settings.num_microbatches == 1:
+            return (1,)
+        try:
+            batch_size = self.tree.batch_size(batch)
+        except Exception as error:
+            raise ValueError(
+                f"the size of a batch of type {type(batch).__name__} cannot be told, so it cannot be split into "
+                "microbatches: return tensors, or use HarmonyStrategy(num_microbatches=1)"
+            ) from error
+        return self.settings.sizes(batch_size)
+
+    def _forward(self, steps: Sequence[TrainingStep], weights: Sequence[float], sizes: Sequence[int]) -> None:
+        batch_number = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        seed = torch.initial_seed()
+        seeds = [stream_seed(seed, batch_number, number) if len(steps) > 1 else None for number in range(len(steps))]
+        microbatches = [Microbatch(*each) for each in zip(steps, weights, seeds, strict=True)]
+        with merging_logs(self.engine, self.trainer._results, sizes, self._attributes), without_caches(self._module):
+            self.engine.forward(
+                microbatches,
+                num_elements=max(step.num_elements() for step in steps),
+                predicted_gradient=self._predicted_gradient(),
+            )
+
+    def _predicted_gradient(self) -> float | None:
+        """The gradient that Lightning will bring to the batch's loss.
+
+        None where it adds to earlier gradients, or where the user's own `backward` may bring any other: to rescale what
+        was computed from a wrong prediction would round otherwise.
+        """
+        if self.trainer.accumulate_grad_batches > 1 or self.tree.overrides(self._module, "backward"):
+            return None
+        scaler = self.deferred.policy.scaler
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def _backward(self, gradient: Tensor, num_microbatches: int) -> None:
+        """Run the backward of all microbatches, with the gradient of the batch's loss."""
+        try:
+            self._backward_and_report(gradient, num_microbatches)
+        finally:
+            self._finish_attributes()
+
+    def _backward_and_report(self, gradient: Tensor, num_microbatches: int) -> None:
+        self._fuse()
+        policy = self.deferred.policy
+        update, reason = policy.choose()
+        if update == "just-in-time" and not self.deferred.may_wait:
+            if not self.engine.has_succeeded:
+                update, reason = "deferred", "the first step measures, and changes nothing until it has succeeded"
+            limit = self.trainer.gradient_clip_val
+            self.engine.backward(gradient, self.trainer.optimizers[0], clip=by_value(limit) if limit else None)
+        else:
+            self.engine.backward(gradient, None, with_norms=policy.needs_norms())
+            if self.deferred.may_wait:
+                waits = policy.why_at_once()
+                reason += f"; before the next batch, as {waits}" if waits else "; under the forward of the next batch"
+        self._report(num_microbatches, update, reason)
+
+    def _abandon(self) -> None:
+        """No backward will come."""
+        self.engine.abandon()
+        self._finish_attributes()
+
+    def _finish_attributes(self) -> None:
+        late = self._attributes.finish()
+        if late:
+            self.tree.warn(
+                f"attributes of {', '.join(map(repr, late[:3]))} were changed in a step for the first time: its microbatches, "
+                "which take turns, may have seen each other's. From the next step on, each sees its own"
+            )
+
+    def _report(self, num_microbatches: int, update: str, reason: str) -> None:
+        reason = f"{reason}; fused on the host" if self.fused else reason
+        self.reports.write(self.engine, self.trainer.optimizers, num_microbatches, update, reason)
+
+    def _fuse(self) -> None:
+        """On a GPU machine's host, where the user left it open; on the CPU arithmetic stays as the user wrote it."""
+        if self.engine.devices[0].torch_device.type == "cuda":
+            for optimizer in self.trainer.optimizers:
+                self.fused.fuse(optimizer)
+
+    @property
+    def _module(self) -> Any:
+        return self.trainer.lightning_module
+
+
+class _DeferredBackward(torch.autograd.Function):
+    """The loss of a batch: its backward runs those of the microbatches."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, run: Callable[[Tensor], None]) -> Tensor:
+        ctx.run = run
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedModelError(
+                "double backward (create_graph=True) through the loss is not possible while layers are swapped: no graph "
+                "of the backward is kept; use Trainer(strategy='auto')"
+            )
+        ctx.run(gradient)
+        return None, None, None

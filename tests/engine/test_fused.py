@@ -1,0 +1,59 @@
+"""Optimizers that run fused on the host."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_harmony.engine.fused import FusedGroups
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_it_is_chosen_where_the_user_left_it_open_and_updates_alike(
+    optimizer_class: type[torch.optim.Optimizer],
+) -> None:
+    parameters = [nn.Parameter(torch.randn(5, generator=torch.Generator().manual_seed(1))) for _ in range(2)]
+    optimizers = [optimizer_class([parameter], lr=0.1) for parameter in parameters]
+    with torch.no_grad():
+        parameters[1].copy_(parameters[0])
+    fused = FusedGroups()
+    for step in range(3):
+        for optimizer, parameter in zip(optimizers, parameters, strict=True):
+            parameter.grad = torch.full((5,), 0.5 + step)
+            # After a step of another implementation, too.
+            if optimizer is optimizers[1] and step > 0:
+                fused.fuse(optimizer)
+            optimizer.step()
+    assert len(fused) == 1
+    # The fused kernel rounds at other places.
+    torch.testing.assert_close(parameters[0], parameters[1], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("chosen", [{"fused": False}, {"foreach": True}, {"capturable": True}])
+def test_what_the_user_chose_stays(chosen: dict[str, bool]) -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], **chosen)
+    before, fused = dict(optimizer.param_groups[0]), FusedGroups()
+    fused.fuse(optimizer)
+    assert not fused
+    assert optimizer.param_groups[0] == before
+
+
+def test_optimizers_without_a_fused_implementation_stay_as_they_are() -> None:
+    fused = FusedGroups()
+    fused.fuse(torch.optim.Adamax([nn.Parameter(torch.ones(2))]))
+    assert not fused
+
+
+def test_it_does_not_announce_that_the_optimizer_unscales_gradients() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    FusedGroups().fuse(optimizer)
+    assert not getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def test_saved_state_does_not_tell_of_it() -> None:
+    chosen, open_one = ({"params": [nn.Parameter(torch.ones(2))]} for _ in range(2))
+    optimizer = torch.optim.AdamW([{**chosen, "fused": True}, open_one])
+    fused = FusedGroups()
+    fused.fuse(optimizer)
+    saved = optimizer.state_dict()
+    fused.unmark(optimizer, saved)
+    assert [group["fused"] for group in saved["param_groups"]] == [True, None]

@@ -1,0 +1,251 @@
+"""Microbatches take turns, yet what a step keeps on modules between layer calls is what this microbatch has kept there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import nets
+import pytest
+import torch
+import torch.nn.functional as F
+from same_training import Net, assert_same_training
+from torch import Tensor, nn
+from torchmetrics import SumMetric
+
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.lane_attributes import LaneAttributes
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+
+
+def samples() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [tuple(torch.randn(2, nets.WIDTH, generator=generator)) for _ in range(12)]
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
+
+    def block(self) -> nn.Module:
+        return nets.Block()
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class SetsWhatGlueReads(Blocks):
+    """Kept by the glue before the first layer, used after each."""
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        self.context = x.mean(0)
+        for block in self.blocks:
+            x = block(x) + self.context
+        return F.mse_loss(x, y)
+
+
+class SetsWhatLayersRead(Blocks):
+    """Set on the layers as a mask often is: their recompute in the backward must see it, too."""
+
+    class Scaled(nets.Block):
+        scale: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    def block(self) -> nn.Module:
+        return self.Scaled()
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        for block in self.blocks:
+            block.scale = 1 + y.mean()
+        return F.mse_loss(self.run(x), y)
+
+
+class ReadsWhatLayersSet(Blocks):
+    """Attention maps, statistics of activations."""
+
+    class Watched(nets.Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = super().forward(x).detach()
+            return super().forward(x)
+
+    def block(self) -> nn.Module:
+        return self.Watched()
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        x = self.run(x)
+        return F.mse_loss(x, y) * (1 + sum(block.seen.mean() for block in self.blocks))
+
+
+class Keep:
+    """A hook that collects what layers return."""
+
+    def __init__(self, features: Any, name: str) -> None:
+        self.features = features
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        if isinstance(self.features, dict):
+            self.features[self.name] = output.detach()
+        else:
+            self.features.append(output.detach())
+
+
+class CollectsInADict(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: Any = self.empty()
+        for number, block in enumerate(self.blocks):
+            block.register_forward_hook(Keep(self.features, str(number)))
+
+    def empty(self) -> Any:
+        return {}
+
+    def collected(self) -> list[Tensor]:
+        return list(self.features.values())
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        self.features.clear()
+        x = self.run(x)
+        return F.mse_loss(x, y) * (1 + sum(feature.mean() for feature in self.collected()))
+
+
+class CollectsInAList(CollectsInADict):
+    def empty(self) -> Any:
+        return []
+
+    def collected(self) -> list[Tensor]:
+        return list(self.features)
+
+
+class EvaluatesWithin(Blocks):
+    """Switches dropout off for a part of the step."""
+
+    def block(self) -> nn.Module:
+        return nets.Block(dropout=0.3)
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        self.eval()
+        with torch.no_grad():
+            target = self.run(x)
+        self.train()
+        return F.mse_loss(self.run(x), y + target)
+
+
+@pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "44KiB"), (2, "44KiB")])
+@pytest.mark.parametrize(
+    "net",
+    [SetsWhatGlueReads, SetsWhatLayersRead, ReadsWhatLayersSet, CollectsInADict, CollectsInAList, EvaluatesWithin],
+)
+def test_what_a_microbatch_keeps_on_modules_is_its_own(net: type[nn.Module], devices: int, memory: Any) -> None:
+    torch.manual_seed(0)
+    assert_same_training(Net(net()), samples(), num_microbatches=2, batch_size=4, devices=devices, device_memory=memory)
+
+
+class Skips(Blocks):
+    """A U-Net that keeps its skips on itself."""
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        self.skips = []
+        for block in self.blocks[:2]:
+            x = block(x)
+            self.skips.append(x)
+        for block in self.blocks[2:]:
+            x = block(x + self.skips.pop())
+        return F.mse_loss(x, y)
+
+
+def test_graphs_that_a_microbatch_keeps_on_modules_are_its_own() -> None:
+    # Tensors with two readers each.
+    torch.manual_seed(0)
+    assert_same_training(Net(Skips()), samples(), num_microbatches=2, batch_size=4, tolerance=1e-5)
+
+
+class Late(Blocks):
+    """Keeps something from its second step on."""
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        if len(self.first) > 1:
+            self.context = x.mean(0)
+        self.first.append(0)
+        return F.mse_loss(self.run(x), y)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: list[int] = []
+
+
+def test_what_is_changed_for_the_first_time_after_the_first_step_is_named() -> None:
+    strategy = HarmonyStrategy(num_microbatches=2, loss_reduction="mean")
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=3, **options)
+    with pytest.warns(UserWarning, match="attributes of 'net' were changed in a step for the first time"):
+        trainer.fit(Net(Late()), torch.utils.data.DataLoader(samples(), batch_size=4))
+
+
+class Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.kept: Any = None
+        self.all = [torch.tensor(0)]
+        self.latest = [torch.tensor(0)]
+        self.names: list[str] = []
+        self.by_name: dict[str, Any] = {}
+        self.total = SumMetric()
+
+
+def test_in_the_end_all_is_as_if_one_microbatch_had_run_after_the_other() -> None:
+    module = Module()
+    lanes = LaneAttributes(module)
+    lanes.begin()
+    for turn in (1, 2):
+        for microbatch in (0, 1):
+            lanes.switch(microbatch)
+            # What it left in its first turn.
+            assert turn == 1 or module.kept == f"turn 1 of {microbatch}"
+            assert [int(each) for each in module.all] == [0] if turn == 1 else [0, 10 + microbatch]
+            module.kept = f"turn {turn} of {microbatch}"
+            module.count += 1
+            module.total.update(1)
+            module.all.append(torch.tensor(10 * turn + microbatch))
+            module.latest.clear()
+            module.latest.append(torch.tensor(microbatch))
+            if "seen" not in module.names:
+                module.names.append("seen")
+            module.by_name["x"] = torch.tensor(microbatch)
+            module.by_name["n"] = module.by_name.get("n", 0) + 1
+    assert lanes.finish() == []
+    assert (module.count, module.kept, module.names) == (4, "turn 2 of 1", ["seen"])
+    assert [int(each) for each in module.latest] == [1]
+    assert [int(each) for each in module.all] == [0, 10, 20, 11, 21]
+    assert {name: int(each) for name, each in module.by_name.items()} == {"x": 1, "n": 4}
+    assert module.total.compute() == 4
+
+
+def test_an_attribute_that_a_microbatch_deletes_others_still_have() -> None:
+    module = Module()
+    module.extra = "before"
+    lanes = LaneAttributes(module)
+    lanes.begin()
+    lanes.switch(0)
+    module.extra = "mine"
+    lanes.switch(1)
+    module.extra = "other"
+    del module.extra
+    lanes.switch(0)
+    assert module.extra == "mine"
+    lanes.finish()
+    assert not hasattr(module, "extra")
