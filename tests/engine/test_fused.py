@@ -57,3 +57,29 @@ def test_saved_state_does_not_tell_of_it() -> None:
     saved = optimizer.state_dict()
     fused.unmark(optimizer, saved)
     assert [group["fused"] for group in saved["param_groups"]] == [True, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("written", [None, True])
+def test_in_16_bits_nothing_is_fused_for_the_hosts_kernel_is_wrong(dtype: torch.dtype, written: bool | None) -> None:
+    """The fused SGD of torch on the CPU is off by a tenth of a step from the 32nd element on (2.11, 2.13)."""
+    parameters = [nn.Parameter(torch.linspace(-1, 1, 100).to(dtype)) for _ in range(2)]
+    reference = torch.optim.SGD([parameters[0]], lr=0.1)
+    optimizer = torch.optim.SGD([parameters[1]], lr=0.1, fused=written)
+    fused = FusedGroups()
+    fused.fuse(optimizer)
+    for parameter, its in zip(parameters, (reference, optimizer), strict=True):
+        parameter.grad = torch.linspace(1, 2, 100).to(dtype)
+        its.step()
+    assert torch.equal(*parameters)
+    assert not fused
+    saved = optimizer.state_dict()
+    fused.unmark(optimizer, saved)
+    assert saved["param_groups"][0]["fused"] is written
+
+
+def test_an_adam_that_the_user_fused_in_16_bits_stays_fused() -> None:
+    """It computes in float32 inside, without which its epsilon is 0 in float16."""
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(40, dtype=torch.float16))], fused=True)
+    FusedGroups().fuse(optimizer)
+    assert optimizer.param_groups[0]["fused"] is True
