@@ -21,6 +21,7 @@ from lightning_harmony.engine.device import CudaDevice, Device, VirtualDevice, f
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.report import StepReport
+from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.evaluation import Evaluation
 from lightning_harmony.lightning_tree import LightningTree
@@ -145,6 +146,11 @@ class HarmonyStrategyMixin(_Base):
     def profile(self) -> Profile | None:
         """What layers and copies were seen to take, and what the plan in use was made from; None before the first step."""
         return None if self.plan is None else self.plan.profile
+
+    @property
+    def recorder(self) -> StepRecorder | None:
+        """Measures and records steps for those who ask, as `HarmonyMonitor` does; None outside of a fit."""
+        return None if self._executor is None else self._executor.recorder
 
     @property
     def root_device(self) -> torch.device:

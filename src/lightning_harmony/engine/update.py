@@ -187,7 +187,7 @@ class Updater:
 
     def _step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         start = time.perf_counter()
-        with self.overlap.updating(), _only(optimizer, self._places, parameters):
+        with self.overlap.updating(parameters), _only(optimizer, self._places, parameters):
             if self._clip is not None:
                 self._clip(list(parameters))
             optimizer.step()
