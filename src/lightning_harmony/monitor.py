@@ -20,8 +20,8 @@ class HarmonyMonitorMixin(_Base):
     """Logs the step report of `HarmonyStrategy` to the Trainer's loggers, every `log_every_n_steps`.
 
     What it logs are the fields of `StepReport` that are numbers, under names such as ``harmony/seconds`` and
-    ``harmony/swapped_in_bytes/weights``; `busy`, the share of its time in which each device computed, is measured for it alone.
-    It holds up neither a step nor a deferred update.
+    ``harmony/swapped_in_bytes/weights``. One of them, the share of its time in which each device computed, is measured for it
+    alone. It holds up neither a step nor a deferred update.
 
     It can also record a step: when each task ran on which device, for `lightning-harmony trace`.
 

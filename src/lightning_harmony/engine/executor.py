@@ -105,6 +105,7 @@ class Executor:
             narrower than the parameters' own; None to leave all types as they are.
         compile_options: of `torch.compile`, with which layers are compiled; None not to.
         plan: what to run by once the first step has measured work space; None to plan from that step.
+        progress: told the bytes that have been moved to the host store.
 
     Raises:
         CapacityError: if a layer's weights and gradients exceed the capacity.
@@ -120,6 +121,7 @@ class Executor:
         compute_dtype: torch.dtype | None = None,
         compile_options: Mapping[str, Any] | None = None,
         plan: Plan | None = None,
+        progress: Callable[[int], None] = lambda done: None,
     ) -> None:
         self.devices = devices
         self._root = devices[0]
@@ -142,15 +144,16 @@ class Executor:
         self._given, self._fingerprint = plan, self._fingerprint_for(plan)
         self._glue_layers: dict[nn.Parameter, SwappedLayer] = {}
         in_order = dict.fromkeys([p for layer in self._layers for p in layer.parameters] + list(model.parameters()))
-        self.store = HostStore(list(in_order), self._root)
+        self.store = HostStore(list(in_order), self._root, progress)
         self.pool = HostPool(self._root.host_buffer)
-        self.updater = Updater(self.pool, devices, SPARED_THREADS if self._cuda_devices else 0)
+        self.recorder = StepRecorder(devices)
+        self.updater = Updater(
+            self.pool, devices, SPARED_THREADS if self._cuda_devices else 0, self.recorder.note_update
+        )
         self._residents = [self._residents_on(number) for number in range(len(devices))]
         self._transfers = Transfers(devices, self.traffic, lambda number, size: self._residents[number].admit(size))
         self._glue = Glue(places_of(model, list(in_order)), self._root.torch_device, self, compute_dtype)
         self._profiler = Profiler(self.traffic)
-        self.recorder = StepRecorder(devices)
-        self.updater.overlap.on_update = self.recorder.note_update
         self._lanes = LanePool()
         self._progress: dict[Lane, LaneProgress] = {}
         self._random = RandomStreams([], [])
@@ -346,7 +349,7 @@ class Executor:
     def begin_step(self) -> None:
         """A training step begins: what is counted and noted from now on is its own."""
         self.traffic.reset()
-        self.recorder.begin(self.plan, [pack.parameters for pack in self._packs])
+        self.recorder.begin(self.plan, self._packs)
 
     def forward(
         self,

@@ -19,6 +19,8 @@ from lightning_harmony.engine.stream import Event, HostEvent, HostStream
 
 # Changes the gradients of some parameters in place, whichever they are.
 Clip = Callable[[list[nn.Parameter]], None]
+# Told the parameters of a piece of an update, and its beginning and end by `time.perf_counter`.
+UpdateHeard = Callable[[Iterable[nn.Parameter], float, float], None]
 # While it waits for an update, the host looks this often whether the device still has something to do.
 _GLANCE_SECONDS = 2e-4
 
@@ -38,13 +40,13 @@ class Overlap:
         busy_seconds: what updates took.
         waited_seconds: how much of that all devices, with nothing else to do, waited for.
         spared_threads: how many of torch's threads an update leaves to who launches the devices' work.
-        on_update: told the parameters of a piece, and its beginning and end by `time.perf_counter`.
+        on_update: told each piece of an update.
     """
 
     busy_seconds: float = 0.0
     waited_seconds: float = 0.0
     spared_threads: int = 0
-    on_update: Callable[[Iterable[nn.Parameter], float, float], None] = lambda parameters, start, end: None
+    on_update: UpdateHeard = lambda parameters, start, end: None
 
     @contextmanager
     def updating(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:

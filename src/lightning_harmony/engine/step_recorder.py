@@ -72,16 +72,16 @@ class _Step:
     """The notes of one step.
 
     Attributes:
-        plan: what it runs by.
+        plan: what it runs by, with all packs that there are.
         in_full: whether all of its tasks are noted, and not only how long devices compute.
         pack_of: the pack of each parameter.
         origins: when it began, on each device.
         start_seconds: the same by the host's clock.
         work: what ran on each device.
         memory: for each device, moments, and what was allocated from then on.
-        updates: the tasks of the host, with their beginning and end by its clock.
-        more_packs: those that the plan does not know: parameters that glue used for the first time.
         task: that of the lane that runs, or ran last.
+        updates: the tasks of the host, with their beginning and end by its clock.
+        more_packs: those that came up in it: parameters that glue used for the first time.
         open: what computes now.
     """
 
@@ -92,9 +92,9 @@ class _Step:
     start_seconds: float
     work: list[list[_Work]]
     memory: list[list[tuple[Moment, int]]]
+    task: Task
     updates: list[tuple[Task, float, float]] = field(default_factory=list)
     more_packs: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    task: Task = Task(0, Phase.FORWARD, 0)
     open: _Open | None = None
 
 
@@ -119,12 +119,12 @@ class StepRecorder:
 
     # ---- the step ------------------------------------------------------------------------------------------------------
 
-    def begin(self, plan: Plan, parameters: Iterable[Sequence[nn.Parameter]]) -> None:
+    def begin(self, plan: Plan, packs: Sequence[SwappedPack]) -> None:
         """A training step begins.
 
         Args:
             plan: what it runs by.
-            parameters: those of each pack.
+            packs: its packs, and those that the plan does not know.
         """
         self.drop()
         if not (self.measures_busy or self.records_next):
@@ -135,13 +135,14 @@ class StepRecorder:
             for device in self._devices:
                 device.record().synchronize()
         self._step = _Step(
-            plan=plan,
+            plan=replace(plan, packs=tuple(map(_names, packs))) if in_full else plan,
             in_full=in_full,
-            pack_of={p: pack for pack, several in enumerate(parameters) for p in several} if in_full else {},
+            pack_of={p: pack.index for pack in packs for p in pack.parameters} if in_full else {},
             origins=[device.moment() for device in self._devices] if in_full else [],
             start_seconds=time.perf_counter(),
             work=[[] for _ in self._devices],
             memory=[[] for _ in self._devices],
+            task=Task(0, Phase.FORWARD, 0),
         )
         for device in self._devices:
             device.recorder = self
@@ -189,7 +190,7 @@ class StepRecorder:
             return
         step.task = task
         if pack is not None and pack.index >= len(step.plan.packs):
-            step.more_packs[pack.index] = tuple(layer.name for layer in pack.layers)
+            step.more_packs[pack.index] = _names(pack)
         if len(self._devices) == 1:
             self._open(step, number, task)
 
@@ -329,6 +330,10 @@ class StepRecorder:
             swapped_out_bytes=dict(swapped_out),
             transferred_bytes=transferred,
         )
+
+
+def _names(pack: SwappedPack) -> tuple[str, ...]:
+    return tuple(layer.name for layer in pack.layers)
 
 
 def _stream(task: Task) -> str:

@@ -47,18 +47,10 @@ def _decode(expected: Any, data: Any, name: str) -> Any:
     origin, arguments = get_origin(expected), get_args(expected)
     if expected is Task:
         return _decode_task(data, name)
-    if origin is tuple and Ellipsis not in arguments:
-        return _decode_items(arguments, data, name)
     if hasattr(expected, "_fields"):
         return expected(*_decode_items(tuple(get_type_hints(expected).values()), data, name))
-    if origin in (tuple, frozenset):
-        if not isinstance(data, list):
-            raise _wrong(name, "a list", data)
-        return origin(_decode(arguments[0], item, f"{name}[{number}]") for number, item in enumerate(data))
-    if origin is Mapping:
-        if not isinstance(data, dict):
-            raise _wrong(name, "an object", data)
-        return {key: _decode(arguments[1], item, f"{name}.{key}") for key, item in data.items()}
+    if origin in (tuple, frozenset, Mapping):
+        return _decode_container(origin, arguments, data, name)
     if origin in (types.UnionType, Union):
         if data is None:
             return None
@@ -84,6 +76,18 @@ def _decode_fields(expected: Any, data: Any, name: str) -> Any:
     if unknown := [field for field in data if field not in names]:
         raise PlanError(f"{name} has {unknown[0]!r}, which is not known")
     return expected(**{field: _decode(hints[field], data[field], f"{name}.{field}") for field in names})
+
+
+def _decode_container(origin: Any, arguments: tuple[Any, ...], data: Any, name: str) -> Any:
+    if origin is Mapping:
+        if not isinstance(data, dict):
+            raise _wrong(name, "an object", data)
+        return {key: _decode(arguments[1], item, f"{name}.{key}") for key, item in data.items()}
+    if origin is tuple and Ellipsis not in arguments:
+        return _decode_items(arguments, data, name)
+    if not isinstance(data, list):
+        raise _wrong(name, "a list", data)
+    return origin(_decode(arguments[0], item, f"{name}[{number}]") for number, item in enumerate(data))
 
 
 def _decode_items(expected: tuple[Any, ...], data: Any, name: str) -> tuple[Any, ...]:
