@@ -61,9 +61,10 @@ def draw(plan: Plan, steps: Mapping[str, Prediction], file: Path) -> None:
 
 def _headline(plan: Plan, name: str, step: Prediction) -> str:
     head, *_ = summary(plan, step)
-    computing = max((device.compute_seconds for device in step.devices), default=0.0)
-    share = computing / step.seconds if step.seconds else 0.0
-    return f"{name}{': ' if name else ''}{head}, computing {share:.0%} of the time"
+    shares = [device.compute_seconds / step.seconds if step.seconds else 0.0 for device in step.devices]
+    least, most = f"{min(shares, default=0.0):.0%}", f"{max(shares, default=0.0):.0%}"
+    computing = most if least == most else f"{least} to {most}"
+    return f"{name}{': ' if name else ''}{head}, computing {computing} of the time"
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,17 @@ def _labels(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
             labels += [(str(pack), span.start_seconds, span.end_seconds) for span in several]
         else:
             name = str(several[0].task) if len(several) == 1 else f"{pack}{kind.value}"
-            labels.append((name, several[0].start_seconds, several[-1].end_seconds))
+            labels.append((name, *_extent(several)))
     return labels
+
+
+def _extent(several: Sequence[Span]) -> tuple[float, float]:
+    """From where to where a name may reach: over all that it is for, or where there are gaps, over the longest part."""
+    start, end = several[0].start_seconds, several[-1].end_seconds
+    if sum(span.end_seconds - span.start_seconds for span in several) > 0.9 * (end - start):
+        return start, end
+    longest = max(several, key=lambda span: span.end_seconds - span.start_seconds)
+    return longest.start_seconds, longest.end_seconds
 
 
 def _draw_memory(axes: Axes, strip: _Strip, unit: float) -> None:

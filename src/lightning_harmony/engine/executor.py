@@ -105,7 +105,7 @@ class Executor:
             narrower than the parameters' own; None to leave all types as they are.
         compile_options: of `torch.compile`, with which layers are compiled; None not to.
         plan: what to run by once the first step has measured work space; None to plan from that step.
-        progress: told the bytes that have been moved to the host store.
+        progress: told again and again how many bytes are in the host store.
 
     Raises:
         CapacityError: if a layer's weights and gradients exceed the capacity.

@@ -76,7 +76,7 @@ class HostStore:
     Args:
         parameters: in execution order, as far as it is known; each once.
         device: the device that will copy from the arena.
-        progress: told the bytes that are there, again and again.
+        progress: told after each parameter how many bytes are there.
     """
 
     def __init__(
@@ -86,9 +86,11 @@ class HostStore:
         slots, self.num_bytes = lay_out(parameters)
         self._map = mmap.mmap(-1, max(self.num_bytes, 1))
         self.arena = torch.frombuffer(self._map, dtype=torch.uint8)
+        done = 0
         for parameter, slot in zip(parameters, slots, strict=True):
             self._adopt(parameter, slot)
-            progress(slot.offset + slot.num_bytes)
+            done += slot.num_bytes
+            progress(done)
         self._unregister = device.register_host(self.arena)
 
     def _adopt(self, parameter: nn.Parameter, slot: Slot) -> None:
