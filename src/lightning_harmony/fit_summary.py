@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,19 +38,18 @@ class FitSummary:
         if self._is_wanted():
             self.tree.info(describe_start(self.engine, runs_alone=runs_alone))
 
-    def show_plan(self, update: str, reason: str) -> None:
+    def show_plan(self, choose: Callable[[], tuple[str, str]]) -> None:
         """A backward has ended: show the plan, if there is one by now.
 
         Args:
-            update: when parameters are updated.
-            reason: why.
+            choose: tells when parameters are updated, and why.
         """
         plan = self.engine.plan
         if self._has_shown_plan or plan.num_microbatches is None or plan.profile is None:
             return
         self._has_shown_plan = True
         if self._is_wanted():
-            self.tree.info("\n" + describe_plan(self.engine, self.trainer.optimizers, update, reason))
+            self.tree.info("\n" + describe_plan(self.engine, self.trainer.optimizers, *choose()))
 
     def _is_wanted(self) -> bool:
         kind = self.tree.part("callbacks").ModelSummary
@@ -65,14 +64,14 @@ def describe_start(engine: Executor, *, runs_alone: bool) -> str:
     if len(set(limits)) > 1:
         limit = ", ".join("no limit" if one is None else format_bytes(one) for one in limits)
     each = " each" if len(devices) > 1 and len(set(limits)) == 1 else ""
-    count = f"{len(devices)} {devices[0].torch_device.type} {'devices' if len(devices) > 1 else 'device'}"
-    layers = sum(len(pack) for pack in engine.plan.packs)
+    count = _count(len(devices), f"{devices[0].torch_device.type} device")
+    layers = _count(sum(len(pack) for pack in engine.plan.packs), "layer")
     what_next = "The first step goes layer by layer and measures; the plan follows"
     if runs_alone:
         what_next = "Each call of a layer brings its weights, for the training_step does the rest itself"
     return (
-        f"Harmony: {layers} {'layers' if layers > 1 else 'layer'}, {format_bytes(engine.store.num_bytes)} of weights in host "
-        f"memory, {count} ({limit}{each}). {what_next}."
+        f"Harmony: {layers}, {format_bytes(engine.store.num_bytes)} of weights in host memory, {count} ({limit}{each}). "
+        f"{what_next}."
     )
 
 
@@ -80,10 +79,10 @@ def describe_plan(engine: Executor, optimizers: Sequence[Any], update: str, reas
     """What the plan says, and where things live: a table, and a few lines below it."""
     plan = engine.plan
     prediction = _predicted(plan)
-    layers, devices = sum(len(pack) for pack in plan.packs), plan.num_devices
     title = (
-        f"Harmony: {layers} layers in {len(plan.packs)} packs, {plan.num_microbatches} microbatches, "
-        f"{devices} {'device' if devices == 1 else f'devices ({plan.parallel})'}"
+        f"Harmony: {_count(sum(len(pack) for pack in plan.packs), 'layer')} in {_count(len(plan.packs), 'pack')}, "
+        f"{_count(plan.num_microbatches or 1, 'microbatch', 'es')}, {_count(plan.num_devices, 'device')}"
+        f"{f' ({plan.parallel})' if plan.num_devices > 1 else ''}"
     )
     table = _table(engine, optimizers, prediction, is_deferred=update == "deferred")
     facts = [(update, f"Update: {reason}")]
@@ -120,10 +119,10 @@ def _table(
     gradients = sorted(cost.gradient_bytes for cost in plan.profile.pack_costs(plan.packs))
     state = host_memory.expected_state_bytes(optimizers)
     # Just in time, the gradients of few packs wait for their update.
-    all_or_few = format_bytes(sum(gradients)) if is_deferred else f"up to {format_bytes(sum(gradients[-RING:]))}"
+    most = sum(gradients if is_deferred else gradients[-RING:])
     on_host = {
         "weights": format_bytes(engine.store.num_bytes),
-        "gradients": all_or_few,
+        "gradients": format_bytes(most) if most == sum(gradients) else f"up to {format_bytes(most)}",
         "optimizer state": "unknown" if state is None else _amount(state),
     }
     moved: dict[str, tuple[int, int]] = {}
@@ -140,6 +139,10 @@ def _table(
     lines = [" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
     return [lines[0], rule, *lines[1:], rule]
+
+
+def _count(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}{ending if number != 1 else ''}"
 
 
 def _amount(num_bytes: int) -> str:

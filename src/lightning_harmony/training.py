@@ -97,7 +97,7 @@ class Training:
         if self._runs_alone():
             self.engine.flush_gradients()
         else:
-            self._summary.show_plan(*self.deferred.policy.choose())
+            self._summary.show_plan(self.deferred.policy.choose)
         self.split_check.after_backward()
 
     def _runs_alone(self) -> bool:
