@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -199,18 +199,18 @@ class StepRecorder:
         if self._step is not None:
             self._close(self._step)
 
-    @contextmanager
-    def computing(self, device: Device) -> Iterator[None]:
+    def computing(self, device: Device) -> AbstractContextManager[None]:
         """The context of a layer's own code on one of several devices."""
+        return device.computing() if self._step is None else self._computing(self._step, device)
+
+    @contextmanager
+    def _computing(self, step: _Step, device: Device) -> Iterator[None]:
         with device.computing():
-            step = self._step
-            if step is not None:
-                self._open(step, self._devices.index(device), step.task)
+            self._open(step, self._devices.index(device), step.task)
             try:
                 yield
             finally:
-                if step is not None:
-                    self._close(step)
+                self._close(step)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
