@@ -15,6 +15,7 @@ from lightning_harmony.fit_summary import _packs
 from lightning_harmony.host_memory import expected_state_bytes, state_bytes
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
+from lightning_harmony.plan.page import format_seconds
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -55,7 +56,9 @@ def test_it_says_what_is_known_and_then_the_plan(said: list[str]) -> None:
     plan, report = trainer.strategy.plan, trainer.strategy.step_report
     assert f"Harmony: 7 layers in {len(plan.packs)} packs, 4 microbatches, 1 device\n" in planned
     assert f"{format_bytes(plan.predicted.peak_bytes[0])} of 64 KiB  Predicted peak on device 0\n" in planned
-    assert "Predicted time of a step\n" in planned
+    # The time of the updates included, which is known from the second step on.
+    assert plan.profile.machine.update_bytes_per_second is not None
+    assert re.search(rf"{re.escape(format_seconds(plan.predicted.seconds))} +Predicted time of a step\n", planned)
     assert re.search(r"just-in-time +Update: nothing reads the gradients of all packs together", planned)
     table = cells(planned)
     assert table["weights"] == [

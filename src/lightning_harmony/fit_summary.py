@@ -39,7 +39,7 @@ class FitSummary:
             self.tree.info(describe_start(self.engine, runs_alone=runs_alone))
 
     def show_plan(self, choose: Callable[[], tuple[str, str]]) -> None:
-        """A backward has ended: show the plan, if there is one by now.
+        """A backward has ended: show the plan, if there is one by now, and no first update in it is still to be timed.
 
         Args:
             choose: tells when parameters are updated, and why.
@@ -47,9 +47,12 @@ class FitSummary:
         plan = self.engine.plan
         if self._has_shown_plan or plan.num_microbatches is None or plan.profile is None:
             return
+        update, reason = choose()
+        if update == "just-in-time" and plan.profile.machine.update_bytes_per_second is None:
+            return
         self._has_shown_plan = True
         if self._is_wanted():
-            self.tree.info("\n" + describe_plan(self.engine, self.trainer.optimizers, *choose()))
+            self.tree.info("\n" + describe_plan(self.engine, self.trainer.optimizers, update, reason))
 
     def _is_wanted(self) -> bool:
         kind = self.tree.part("callbacks").ModelSummary
