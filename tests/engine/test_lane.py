@@ -1,9 +1,12 @@
 """Lanes: one runs at a time, parks where it likes, and ends when it must."""
 
 import contextvars
+import gc
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -515,3 +518,36 @@ class TestCastingState:
             after = torch.ones(2, 2) @ weight
         assert before.sum() == 8
         assert after.sum() == 0
+
+
+class Large:
+    """What a job has made when it fails."""
+
+
+def test_what_a_job_has_made_goes_with_its_error_however_slow_its_thread_is(
+    pool: LanePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that had not fitted failed again in microbatches: a thread that came to rest late held what it had made."""
+    made: list[weakref.ref[Large]] = []
+    handed, go, give = threading.Event(), threading.Event(), LanePool._give
+
+    def give_and_rest(self: LanePool, to: Lane | None) -> None:
+        give(self, to)
+        if threading.current_thread() is not threading.main_thread():
+            handed.set()
+            go.wait(30)
+
+    def fail() -> None:
+        large = Large()
+        made.append(weakref.ref(large))
+        raise ValueError
+
+    monkeypatch.setattr(LanePool, "_give", give_and_rest)
+    try:
+        with suppress(ValueError):
+            run(pool, *pool.lanes([fail]))
+        assert handed.wait(30)
+        gc.collect()
+        assert made[0]() is None
+    finally:
+        go.set()

@@ -77,7 +77,9 @@ class Lane:
             self.go.acquire()
             if self._closing:
                 return
-            self._pool.end(self, self._run_job())
+            # Apart: who handles an error is to have it alone, with what its frames hold, however long this thread takes.
+            self._pool.note(self._run_job())
+            self._pool.end(self)
 
     def _run_job(self) -> BaseException | None:
         _local.lane = self
@@ -167,9 +169,12 @@ class LanePool:
             self._give(following)
             lane.go.acquire()
 
-    def end(self, lane: Lane, error: BaseException | None) -> None:
-        """Called by the lane whose job has ended."""
+    def note(self, error: BaseException | None) -> None:
+        """Called by the lane whose job has ended, with what it raised."""
         self._error = self._error or error
+
+    def end(self, lane: Lane) -> None:
+        """Called by the lane whose job has ended, after `note`."""
         self._give(self._following(lane))
 
     def abort(self) -> None:
