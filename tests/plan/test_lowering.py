@@ -7,8 +7,8 @@ from plans import compute, names, plans
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
-from lightning_harmony.plan.lowering import LOOKAHEAD, lower, stays
-from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.lowering import lower, stays
+from lightning_harmony.plan.plan import LOOKAHEAD, Plan
 from lightning_harmony.plan.task import Errand, Phase, Task
 
 PACK = Cost("pack", 10, 10, 2, 3, 4, 10, 1, 1)

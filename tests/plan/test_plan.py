@@ -68,7 +68,7 @@ class TestJson:
         [
             ("{", "", "not JSON"),
             ('"lightning-harmony plan"', '"something"', 'no "format"'),
-            ('"version": 1', '"version": 2', "version 2, but this release reads version 1"),
+            ('"version": 2', '"version": 3', "version 3, but this release reads version 2"),
             ('"visits"', '"order"', "plan has no 'visits'"),
             ('"format"', '"colour": 1, "format"', "plan has 'colour', which is not known"),
             ('"first_fused": 1', '"first_fused": "1"', "plan.first_fused is '1', where int is needed"),

@@ -241,11 +241,15 @@ class Executor:
         if num_microbatches is not None:
             plan = replace(plan, num_microbatches=num_microbatches)
             given = self._given
+            if given is not None:
+                plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead)
             # A step that differs from what it foresees goes by the given packs, but decides on graphs anew.
             if given is not None and all(
                 getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")
             ):
                 first_fused, keeping = given.first_fused, given.kept
+            elif not plan.just_in_time:
+                first_fused, keeping = plan.first_fused, plan.kept
             else:
                 costs = [pack_cost([self._cost(layer) for layer in pack.layers]) for pack in self._packs]
                 capacities = [device.capacity_bytes for device in self.devices]
@@ -719,13 +723,14 @@ class Executor:
 
     def _deliver_final(self, packs: Iterable[int]) -> None:
         """Hand over the gradients of those packs of which no further backward is expected."""
+        if self.reentrant or not self.plan.just_in_time:
+            return
         self._deliver(
             index
             for index in packs
             if index not in self._delivered
             and any(pack.accumulators or pack.parked for pack in self._copies(index))
             and not self._turns.expects_backward(index)
-            and not self.reentrant
         )
 
     def _copies(self, index: int) -> list[SwappedPack]:
@@ -758,7 +763,8 @@ class Executor:
     def _add_up(self, index: int) -> None:
         """Add the sums that several devices have of a pack, in the order of devices, on one of them."""
         having = [number for number, pack in enumerate(self._copies(index)) if pack.accumulators]
-        if len(having) < 2:
+        # What does not stay on the devices goes to the host from each of them, and is added there.
+        if len(having) < 2 or not self.plan.just_in_time:
             return
         # Spread over devices, as are the swaps of what comes of it.
         target = having[index % len(having)]

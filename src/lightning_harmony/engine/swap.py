@@ -356,16 +356,24 @@ class Swapper:
         pack.accumulators[use] = accumulator
         parked = pack.parked.pop(use, None)
         if parked is not None:
-            accumulator.includes_earlier = parked.includes_earlier
-            self._load(accumulator, parked.sums, [parked.event])
-            self._pool.give(parked.buffer, None)
+            self._unpark(accumulator, parked)
         elif use == 0 and add_to_earlier:
             earlier = {(layer, p): p.grad for layer, p in slots if p.grad is not None and not self.is_shared(p)}
             accumulator.includes_earlier = {p for _, p in earlier}
-            self._load(accumulator, earlier, [])
+            self._load(accumulator, earlier)
         return accumulator
 
-    def _load(self, accumulator: Accumulator, earlier: dict[GradientKey, Tensor], after: Sequence[Event]) -> None:
+    def _unpark(self, accumulator: Accumulator, parked: HostGradients) -> None:
+        """Bring sums back, in one copy. Nothing but the device waits for it."""
+        accumulator.includes_earlier = parked.includes_earlier
+        accumulator.touched.update(parked.sums)
+        copy = partial(_copy, accumulator.buffer, parked.buffer)
+        loaded = self._device.swap_in.submit(copy, [self._device.record(), parked.event])
+        loaded.wait()
+        self._pool.give(parked.buffer, loaded)
+        self._traffic.count_in("gradients", parked.buffer.numel())
+
+    def _load(self, accumulator: Accumulator, earlier: dict[GradientKey, Tensor]) -> None:
         if not earlier:
             return
         sums = accumulator.sums
@@ -374,7 +382,7 @@ class Swapper:
             for key, gradient in earlier.items():
                 sums[key].copy_(gradient)
 
-        loaded = self._device.swap_in.submit(copy, [self._device.record(), *after])
+        loaded = self._device.swap_in.submit(copy, [self._device.record()])
         # The host buffers of `earlier` may be used again from here on.
         loaded.synchronize()
         accumulator.touched.update(earlier)
