@@ -742,8 +742,10 @@ class Executor:
             self._delivered.add(index)
             self.updater.await_room()
             gradients: list[HostGradients] = []
-            self._add_up(index)
-            for residents in self._residents:
+            summing = self._summing(index)
+            if self.plan.just_in_time:
+                self._add_up(index, summing)
+            for residents in (self._residents[number] for number in summing):
                 pack = residents.packs[index]
                 with residents.device.scheduling():
                     if self._factor != 1.0:
@@ -760,19 +762,20 @@ class Executor:
                 copy.event.synchronize()
         return gradients
 
-    def _add_up(self, index: int) -> None:
-        """Add the sums that several devices have of a pack, in the order of devices, on one of them."""
-        having = [number for number, pack in enumerate(self._copies(index)) if pack.accumulators]
-        # What does not stay on the devices goes to the host from each of them, and is added there.
-        if len(having) < 2 or not self.plan.just_in_time:
-            return
-        # Spread over devices, as are the swaps of what comes of it.
-        target = having[index % len(having)]
-        residents = self._residents[target]
-        for number in having:
-            if number == target:
-                continue
-            source = self._residents[number]
+    def _summing(self, index: int) -> list[int]:
+        """The devices that have sums of a pack, in the order in which these are added.
+
+        The first one takes the others'. It is another one for each pack, so that the swaps of what comes of it are spread.
+        """
+        having = [number for number, pack in enumerate(self._copies(index)) if pack.accumulators or pack.parked]
+        first = having[index % len(having) : index % len(having) + 1] if having else []
+        return first + [number for number in having if number not in first]
+
+    def _add_up(self, index: int, summing: Sequence[int]) -> None:
+        """Add the sums that several devices have of a pack on the first of them."""
+        for number in summing[1:]:
+            target, source = summing[0], self._residents[number]
+            residents = self._residents[target]
             accumulators, source.packs[index].accumulators = source.packs[index].accumulators, {}
             for use, accumulator in accumulators.items():
                 with source.device.scheduling(), residents.device.scheduling():

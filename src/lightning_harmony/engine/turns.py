@@ -175,13 +175,19 @@ class Turns:
         number = 0 if self._plan.groups else progress.lane.microbatch
         if not self._has_several_devices:
             return 0, number, place
+        if request is None or request.pack is None:
+            # It waits for no device.
+            return progress.ready_at, number, place
         return max(progress.ready_at, self._free_at[self.device_of(progress)]), number, place
 
     def _is_first_on_its_device(self, progress: LaneProgress) -> bool:
-        """Whether no other lane asks for the same device at an earlier place."""
+        """Whether no other lane asks for the same device at an earlier place, or may do so when it has begun."""
         number, place = self.device_of(progress), self._place(progress)
         return all(
-            other is progress or other.lane.finished or self.device_of(other) != number or place < self._place(other)
+            other is progress
+            or other.lane.finished
+            or (other.lane.request is not None and self.device_of(other) != number)
+            or place < self._place(other)
             for other in self.running
         )
 
