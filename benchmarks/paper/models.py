@@ -288,10 +288,15 @@ class Model(pl.LightningModule):
 
 
 def build(shape: Shape) -> Model:
-    """A model on the host. Where there is a GPU, its numbers are drawn there: on the host that would take a minute."""
+    """A model on the host, without numbers."""
     with torch.device("meta"):
         model = Model(shape)
-    model.to_empty(device="cpu")
+    return model.to_empty(device="cpu")
+
+
+def initialise(model: Model, shape: Shape) -> None:
+    """Give a model the same numbers each time. Where there is a GPU, they are drawn there: on the host it takes a minute."""
+    model.losses = []
     where = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(where).manual_seed(0)
     with torch.no_grad():
@@ -309,7 +314,6 @@ def build(shape: Shape) -> Model:
                     parameter.fill_(1.0 if name == "weight" else 0.0)
     if where == "cuda":
         torch.cuda.empty_cache()
-    return model
 
 
 def batch_on_meta(shape: Shape, num_samples: int) -> tuple[Tensor, Tensor]:

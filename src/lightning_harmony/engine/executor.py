@@ -768,8 +768,10 @@ class Executor:
         The first one takes the others'. It is another one for each pack, so that the swaps of what comes of it are spread.
         """
         having = [number for number, pack in enumerate(self._copies(index)) if pack.accumulators or pack.parked]
-        first = having[index % len(having) : index % len(having) + 1] if having else []
-        return first + [number for number in having if number not in first]
+        if not having:
+            return []
+        first = having[index % len(having)]
+        return [first, *(number for number in having if number != first)]
 
     def _add_up(self, index: int, summing: Sequence[int]) -> None:
         """Add the sums that several devices have of a pack on the first of them."""

@@ -103,6 +103,8 @@ class Layout:
         runs: the ranges of the arena that are copied as they are.
         casts: the parameters that are cast to a narrower type on their way.
         staging_bytes: what is needed on the device besides while they come.
+        copied_bytes: what crosses from the host: more than lies there where they are cast, or where one copy takes what is
+            between them along.
     """
 
     slots: dict[nn.Parameter, Slot]
@@ -110,6 +112,7 @@ class Layout:
     runs: list[Run]
     casts: list[nn.Parameter]
     staging_bytes: int
+    copied_bytes: int
 
 
 class SwappedPack:
@@ -206,7 +209,8 @@ def _layout(parameters: Iterable[nn.Parameter], narrow: Mapping[nn.Parameter, to
             runs.append(Run(offset, slot.offset, size))
     casts = [parameter for parameter in ordered if parameter in narrow]
     staging = max((min(store.slot(parameter).num_bytes, STAGING_BYTES) for parameter in casts), default=0)
-    return Layout(dict(zip(ordered, placed, strict=True)), num_bytes, runs, casts, staging)
+    copied = sum(run.num_bytes for run in runs) + sum(store.slot(parameter).num_bytes for parameter in casts)
+    return Layout(dict(zip(ordered, placed, strict=True)), num_bytes, runs, casts, staging, copied)
 
 
 class Swapper:
@@ -270,8 +274,7 @@ class Swapper:
         for leaf in leaves.values():
             refuse_accumulation(leaf)
         ready = device.swap_in.submit(copy)
-        copied = sum(run.num_bytes for run in layout.runs) + sum(self._store.slot(p).num_bytes for p in layout.casts)
-        self._traffic.count_in("weights", copied + pack.buffer_bytes)
+        self._traffic.count_in("weights", layout.copied_bytes + pack.buffer_bytes)
         pack.residency = Residency(device, weights, ready, leaves, buffers, as_of)
 
     def _empty_like(self, tensor: Tensor) -> Tensor:
