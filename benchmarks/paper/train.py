@@ -23,7 +23,7 @@ import lightning
 import lightning.pytorch as pl
 import torch
 from models import LAYERS, SUBJECTS, Model, Samples, Subject, build, initialise, subject_of
-from plans import ROWS, Costs, costs_of, count, plan_of
+from rows import ROWS, Costs, costs_of, count, plan_of
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
@@ -134,7 +134,9 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     """What all scripts here take."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capacity", default="11GB", help="of each device")
-    parser.add_argument("--small", action="store_true", help="models of the same structure that a CPU trains in no time")
+    parser.add_argument(
+        "--small", action="store_true", help="models of the same structure that a CPU trains in no time"
+    )
     parser.add_argument("--microbatches", type=int, help="of each device")
     parser.add_argument("--microbatch-size", type=int)
     return parser
@@ -178,7 +180,11 @@ def main() -> None:
             if options.out is not None:
                 with options.out.open("a") as file:
                     file.write(line + "\n")
-            taken = f"{row['seconds']:.3f} s a step, {row['fit_seconds']:.0f} s in all" if "seconds" in row else row["error"]
+            taken = (
+                f"{row['seconds']:.3f} s a step, {row['fit_seconds']:.0f} s in all"
+                if "seconds" in row
+                else row["error"]
+            )
             _say(f"{name}, {parallel}: {taken}")
             gc.collect()
             if torch.cuda.is_available():

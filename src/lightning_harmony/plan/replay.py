@@ -607,7 +607,9 @@ class _Replay:
             return f"not all backwards of pack {pack} on devices {device.number} and {other} have run"
         source = self._devices[other]
         if pack not in source.sums or pack not in device.sums:
-            raise _BrokenError(f"gradients of pack {pack} on devices {device.number} and {other} are parked on the host")
+            raise _BrokenError(
+                f"gradients of pack {pack} on devices {device.number} and {other} are parked on the host"
+            )
         num_bytes = source.sums[pack]
         seconds = self._seconds(num_bytes, self._machine.transfer_bytes_per_second)
         after = max(source.summed_at[pack], device.summed_at[pack])
