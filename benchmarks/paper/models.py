@@ -72,8 +72,8 @@ class Subject:
 
 SUBJECTS = {
     # BERT-Large with 96 layers.
-    "bert-96": Subject("BERT-96", Transformer(1024, 96, 16, 30522, 512, is_causal=False), 1, 8),
-    "gpt2-xl": Subject("GPT2-XL", Transformer(1600, 48, 25, 50257, 1024, is_causal=True), 1, 8),
+    "bert-96": Subject("BERT-96", Transformer(1024, 96, 16, 30522, 512, is_causal=False), 4, 4),
+    "gpt2-xl": Subject("GPT2-XL", Transformer(1600, 48, 25, 50257, 1024, is_causal=True), 2, 4),
     # 413 convolutions and 3 linear layers: 80 more in each group of VGG-16.
     "vgg-416": Subject("VGG-416", Vgg((82, 82, 83, 83, 83), (64, 128, 256, 512, 512), 4096, 224, 1000), 4, 4),
     # 333 blocks of 3 convolutions, one before and a linear layer behind.

@@ -33,6 +33,8 @@ from lightning_harmony.plan.plan import Plan
 
 # The first step runs layer by layer, and the second one by the plan for the first time.
 WARM_UP = 2
+# What it takes the host to have a layer run forth and back for a microbatch: one process does so for all devices.
+LAUNCH_SECONDS = 4e-3
 
 
 class Clock(pl.Callback):
@@ -48,6 +50,12 @@ class Clock(pl.Callback):
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.seconds.append(_now() - self._began)
         self.reports.append(trainer.strategy.step_report)
+
+
+def _forget_peaks() -> None:
+    if torch.cuda.is_available():
+        for number in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(number)
 
 
 def _now() -> float:
@@ -122,6 +130,7 @@ def row_of(name: str, parallel: str, model: Model, subject: Subject, costs: Cost
     }
     try:
         initialise(model, subject.shape)
+        _forget_peaks()
         # The last row is what users get: the strategy's own plan, from what it measures.
         row |= measure(model, subject, None if name == "search" else plan, num_microbatches, options)
     except Exception as error:
@@ -198,8 +207,9 @@ def _announce(subject: Subject, rows: Any, parallels: Any, costs: Costs, options
     for name in rows:
         for parallel in parallels:
             plan = plan_of(name, costs, num_microbatches, options.devices, parallel)
-            # What is predicted leaves out what it takes the host to grant turns; the first step goes layer by layer.
-            seconds += 15 + 2 * (WARM_UP + 1 + options.steps) * count(plan, costs).seconds
+            step = max(count(plan, costs).seconds, LAUNCH_SECONDS * len(costs.calls) * num_microbatches)
+            # The first step, layer by layer and planning, takes as long as several; and the host's memory is registered.
+            seconds += 15 + (4 + WARM_UP + options.steps) * step
     _say(
         f"{subject.title}, W = {format_bytes(costs.weight_bytes)}, {num_microbatches} microbatches of "
         f"{subject.microbatch_size} on {options.devices} devices of {options.capacity}: {len(rows) * len(parallels)} rows, "
