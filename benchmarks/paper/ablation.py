@@ -2,8 +2,8 @@
 
 python benchmarks/paper/ablation.py
 
-No GPU is needed. Each row adds something to the one before. With --measured FILE, the file of lines that `train.py --out`
-wrote, each row shows the median step on one GPU, too.
+No GPU is needed. Each row adds something to the one before. With --measured FILE, the lines that `train.py --out FILE`
+wrote on one GPU, a second table has the median steps.
 """
 
 from __future__ import annotations
@@ -48,19 +48,38 @@ def lines_of(subject: Subject, costs: Costs, numbers: list[int]) -> list[Line]:
     return lines
 
 
-def table(lines: list[Line], numbers: list[int], seconds: dict[str, float]) -> str:
-    """As Markdown. Bytes are in GB, those of the formula in brackets."""
-    head = ["", "", "formula", *(f"{n} device{'s' if n > 1 else ''}" for n in numbers), "differ by"]
-    if seconds:
-        head.append("step on one GPU")
+def bytes_table(lines_by_model: dict[str, list[Line]]) -> str:
+    """As Markdown: in each cell, the GB counted on each number of devices."""
+    head = ["", "", "formula", *(SUBJECTS[name].title for name in lines_by_model), "they differ by"]
     rows = [head, ["---", "---", "---", *["--:"] * (len(head) - 3)]]
-    for line in lines:
-        cells = [f"{c.num_bytes / 1e9:.1f} ({c.formula_bytes / 1e9:.1f})" for c in line.counted.values()]
-        formula = next(iter(line.counted.values())).formula
-        name = ("" if line.row == ROWS[0] else "+ ") + line.row
-        rows.append([name, PLACEMENTS[line.parallel], formula, *cells, f"{_largest_difference(line):.2%}"])
-        if seconds:
-            rows[-1].append(f"{seconds[line.row]:.3f} s" if line.row in seconds else "")
+    for lines in zip(*lines_by_model.values(), strict=True):
+        cells = [" / ".join(_gigabytes(c.num_bytes) for c in line.counted.values()) for line in lines]
+        formula = next(iter(lines[0].counted.values())).formula
+        worst = max(map(_largest_difference, lines))
+        rows.append([_name(lines[0].row), PLACEMENTS[lines[0].parallel], formula, *cells, f"{worst:.2%}"])
+    return _markdown(rows)
+
+
+def seconds_table(seconds_by_model: dict[str, dict[str, float]]) -> str:
+    """As Markdown: the steps that were measured on one device."""
+    head = ["", *(SUBJECTS[name].title for name in seconds_by_model)]
+    rows = [head, ["---", *["--:"] * (len(head) - 1)]]
+    for row in ROWS:
+        steps = [seconds.get(row) for seconds in seconds_by_model.values()]
+        rows.append([_name(row), *("" if step is None else f"{step:.3f} s" for step in steps)])
+    return _markdown(rows)
+
+
+def _name(row: str) -> str:
+    return ("" if row == ROWS[0] else "+ ") + row
+
+
+def _gigabytes(num_bytes: int) -> str:
+    size = num_bytes / 1e9
+    return f"{size:.1f}" if size < 100 else f"{size:.0f}"
+
+
+def _markdown(rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
@@ -84,31 +103,36 @@ def main() -> None:
     parser.add_argument("--devices", nargs="*", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--measured", type=Path)
     options = parser.parse_args()
-    worst = 0.0
+    found: dict[str, list[Line]] = {}
     for name in options.models:
         began = time.perf_counter()
         subject = chosen(name, options)
         costs = costs_of(subject.shape, subject.microbatch_size, H200, parse_bytes(options.capacity))
         try:
-            lines = lines_of(subject, costs, options.devices)
+            found[name] = lines_of(subject, costs, options.devices)
         except (CapacityError, PlanError) as error:
             sys.exit(f"{subject.title}: {error}")
-        first = lines[0].counted[options.devices[-1]]
         print(
-            f"### {subject.title}: W = {costs.weight_bytes / 1e9:.2f} GB, m = {subject.num_microbatches} microbatches of "
-            f"{subject.microbatch_size} on each device, {options.capacity}\n"
-        )
-        print(table(lines, options.devices, read_seconds(options.measured, name) if options.measured else {}))
-        print(
-            f"\nWhere memory is virtual, the paper counts {first.paper}: {first.paper_bytes / 1e9:.0f} GB in data parallel on "
-            f"{options.devices[-1]} devices.\n",
+            f"- {subject.title}: W = {costs.weight_bytes / 1e9:.2f} GB, m = {subject.num_microbatches} microbatches of "
+            f"{subject.microbatch_size} on each device. Where memory is virtual, the paper counts "
+            + _paper(found[name], options.devices[-1]),
             flush=True,
         )
-        worst = max(worst, *(_largest_difference(line) for line in lines))
         print(f"{subject.title}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-    print(f"largest difference between formula and count: {worst:.2%}", file=sys.stderr)
+    numbers = " / ".join(map(str, options.devices))
+    print(f"\nGB of weights and gradients a step on {numbers} devices of {options.capacity}:\n\n{bytes_table(found)}")
+    if options.measured:
+        seconds = {name: read_seconds(options.measured, name) for name in options.models}
+        print(f"\nThe step on one device:\n\n{seconds_table(seconds)}")
+    worst = max(_largest_difference(line) for lines in found.values() for line in lines)
     if worst > 0.02:
-        sys.exit("formula and count differ by more than 2 %")
+        sys.exit(f"formula and count differ by {worst:.2%}")
+
+
+def _paper(lines: list[Line], number: int) -> str:
+    """What the paper's formulas give for the first row on a number of devices."""
+    first = [line.counted[number] for line in lines if line.row == ROWS[0]]
+    return f"{' or '.join(f'{c.paper} = {c.paper_bytes / 1e9:.0f} GB' for c in first)} on {number} devices."
 
 
 if __name__ == "__main__":
