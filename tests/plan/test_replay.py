@@ -64,6 +64,13 @@ class TestTimes:
             "0U": (58, 62),
         }
 
+    def test_weights_that_are_not_fetched_ahead_come_when_the_device_has_nothing_to_do(self) -> None:
+        machine = MachineLimits(None, 1.0, 1.0, None, 2.0)
+        spans = replay(replace(TWO, lookahead=0), grid(TWO_TASKS), [PACK] * 2, machine).devices[0].spans
+        starts = {str(span.task): span.start_seconds for span in spans}
+        # The forward of the pack before lasts from 20 to 21.
+        assert (starts["0F0"], starts["1SWAP_IN"]) == (20, 21)
+
     def test_a_task_waits_for_room_that_an_earlier_one_leaves(self) -> None:
         machine = MachineLimits(None, 1.0, 1.0, None, None)
         # Both packs (20), the gradients of one (8), its work (5) and graph (6): the stash of the other (4) has to be gone.

@@ -18,7 +18,8 @@ The rules:
 
 Times: each device has a stream of each kind, and the host one for updates. A task begins when its stream is free, what it
 needs is there, and there is room: it waits for what earlier tasks send away, as far as it has to. A copy is issued behind
-the computing that is listed before it, so it begins no sooner than that does.
+the computing that is listed before it, so it begins no sooner than that does; weights, where none are fetched ahead, no
+sooner than that has ended.
 """
 
 from __future__ import annotations
@@ -445,7 +446,8 @@ class _Replay:
             raise _BrokenError(f"pack {pack} is there already")
         cost = self._packs[pack]
         seconds = self._seconds(cost.copied_bytes, self._machine.swap_in_bytes_per_second)
-        run = self._begin(device, cost.weight_bytes, 0.0, seconds)
+        after = 0.0 if self._plan.lookahead else device.streams[COMPUTE]
+        run = self._begin(device, cost.weight_bytes, after, seconds)
         if run is None:
             return self._no_room(device, cost.weight_bytes)
         device.weights[pack] = device.last_use[pack] = run[1]
