@@ -188,6 +188,20 @@ class TestHostPool:
         pool.give(buffer, None)
         assert pool.take(10)[1] == []
 
+    def test_provides_one_where_none_is_free(self) -> None:
+        made: list[int] = []
+
+        def allocate(num_bytes: int) -> torch.Tensor:
+            made.append(num_bytes)
+            return torch.empty(num_bytes, dtype=torch.uint8)
+
+        pool = HostPool(allocate)
+        pool.provide(100)
+        pool.provide(100)
+        taken, _ = pool.take(100)
+        assert made == [100]
+        assert pool.num_bytes == taken.numel()
+
     def test_counts_what_exists_and_the_most_that_did(self) -> None:
         pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
         kept, _ = pool.take(100)

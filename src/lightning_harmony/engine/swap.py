@@ -415,6 +415,12 @@ class Swapper:
         own.touched |= accumulator.touched
         own.includes_earlier |= accumulator.includes_earlier
 
+    def provide_buffers(self, pack: SwappedPack) -> None:
+        """Make the host buffers that a pack's gradients will be copied to."""
+        with self._device.on_host():
+            for accumulator in pack.accumulators.values():
+                self._pool.provide(accumulator.buffer.numel())
+
     def swap_out_gradients(self, pack: SwappedPack) -> list[HostGradients]:
         """Start to copy a pack's gradients to the host, and close its accumulators."""
         gradients = list(pack.parked.values())

@@ -67,7 +67,7 @@ class Updater:
 
     Attributes:
         overlap: of all updates.
-        speed: of the updates just in time so far.
+        speed: of the updates just in time so far, but for those that were held back.
         norms: of the gradients of this step, where they were asked for.
         postponed: the update of the step before, where it runs under this one's forward.
     """
@@ -193,7 +193,9 @@ class Updater:
             optimizer.step()
         for parameter in parameters:
             parameter.grad = None
-        self.speed.note(sum(p.numel() * p.element_size() for p in parameters), time.perf_counter() - start)
+        # The first step of all, the one that is held back, also makes the state.
+        if self._reuses:
+            self.speed.note(sum(p.numel() * p.element_size() for p in parameters), time.perf_counter() - start)
 
     def _use_up(self, source: HostGradients) -> None:
         self._unused[id(source)] -= 1
