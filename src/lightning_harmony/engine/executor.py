@@ -247,11 +247,15 @@ class Executor:
         if num_microbatches is not None:
             plan = replace(plan, num_microbatches=num_microbatches)
             given = self._given
+            if given is not None:
+                plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead)
             # A step that differs from what it foresees goes by the given packs, but decides on graphs anew.
             if given is not None and all(
                 getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")
             ):
                 first_fused, keeping = given.first_fused, given.kept
+            elif not plan.just_in_time:
+                first_fused, keeping = plan.first_fused, plan.kept
             else:
                 costs = [pack_cost([self._cost(layer) for layer in pack.layers]) for pack in self._packs]
                 capacities = [device.capacity_bytes for device in self.devices]
@@ -741,13 +745,14 @@ class Executor:
 
     def _deliver_final(self, packs: Iterable[int]) -> None:
         """Hand over the gradients of those packs of which no further backward is expected."""
+        if self.reentrant or not self.plan.just_in_time:
+            return
         self._deliver(
             index
             for index in packs
             if index not in self._delivered
             and any(pack.accumulators or pack.parked for pack in self._copies(index))
             and not self._turns.expects_backward(index)
-            and not self.reentrant
         )
 
     def _copies(self, index: int) -> list[SwappedPack]:
@@ -759,8 +764,10 @@ class Executor:
             self._delivered.add(index)
             self.updater.await_room()
             gradients: list[HostGradients] = []
-            self._add_up(index)
-            for residents in self._residents:
+            summing = self._summing(index)
+            if self.plan.just_in_time:
+                self._add_up(index, summing)
+            for residents in (self._residents[number] for number in summing):
                 pack = residents.packs[index]
                 with residents.device.scheduling():
                     if self._factor != 1.0:
@@ -779,18 +786,22 @@ class Executor:
                 copy.event.synchronize()
         return gradients
 
-    def _add_up(self, index: int) -> None:
-        """Add the sums that several devices have of a pack, in the order of devices, on one of them."""
-        having = [number for number, pack in enumerate(self._copies(index)) if pack.accumulators]
-        if len(having) < 2:
-            return
-        # Spread over devices, as are the swaps of what comes of it.
-        target = having[index % len(having)]
-        residents = self._residents[target]
-        for number in having:
-            if number == target:
-                continue
-            source = self._residents[number]
+    def _summing(self, index: int) -> list[int]:
+        """The devices that have sums of a pack, in the order in which these are added.
+
+        The first one takes the others'. It is another one for each pack, so that the swaps of what comes of it are spread.
+        """
+        having = [number for number, pack in enumerate(self._copies(index)) if pack.accumulators or pack.parked]
+        if not having:
+            return []
+        first = having[index % len(having)]
+        return [first, *(number for number in having if number != first)]
+
+    def _add_up(self, index: int, summing: Sequence[int]) -> None:
+        """Add the sums that several devices have of a pack on the first of them."""
+        for number in summing[1:]:
+            target, source = summing[0], self._residents[number]
+            residents = self._residents[target]
             accumulators, source.packs[index].accumulators = source.packs[index].accumulators, {}
             for use, accumulator in accumulators.items():
                 with source.device.scheduling(), residents.device.scheduling():
