@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_harmony import profile_cache
 from lightning_harmony.engine.batch import microbatch_sizes
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.given import read_plan
@@ -37,6 +38,7 @@ class Settings:
     parallel: Parallel
     compile_options: Mapping[str, Any] | None
     plan: Plan | None
+    profile_cache: bool | Path
 
     @classmethod
     def of(
@@ -51,6 +53,7 @@ class Settings:
         parallel: Parallel,
         compile_layers: Any,
         plan: Plan | str | Path | None,
+        profile_cache: bool | str | Path,
     ) -> Settings:
         """Check the arguments as they are given.
 
@@ -89,6 +92,7 @@ class Settings:
             parallel=parallel,
             compile_options=compile_options,
             plan=given,
+            profile_cache=_folder_or_switch(profile_cache),
         )
 
     def capacities_of(self, num_devices: int) -> tuple[int | None, ...]:
@@ -105,6 +109,12 @@ class Settings:
                 "give one for each of Trainer(devices=...), or a single one for all"
             )
         return self.capacities
+
+    def profile_folder(self) -> Path | None:
+        """Where profiles are kept; None if they are not."""
+        if isinstance(self.profile_cache, Path):
+            return self.profile_cache
+        return profile_cache.default_folder() if self.profile_cache else None
 
     def sizes(self, batch_size: int) -> tuple[int, ...]:
         """The samples of each microbatch of a batch."""
@@ -135,6 +145,19 @@ def _whole_number(name: str, value: Any) -> None:
 def _one_of(name: str, value: str | None, allowed: Sequence[str | None]) -> None:
     if value not in allowed:
         raise ValueError(f"HarmonyStrategy({name}={value!r}): one of {', '.join(map(repr, allowed))} is needed")
+
+
+def _folder_or_switch(profile_cache: Any) -> bool | Path:
+    if isinstance(profile_cache, bool):
+        return profile_cache
+    if not isinstance(profile_cache, str | Path) or not str(profile_cache):
+        raise ValueError(
+            f"HarmonyStrategy(profile_cache={profile_cache!r}): True, False, or a folder to keep profiles in, is needed"
+        )
+    folder = Path(profile_cache).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"HarmonyStrategy(profile_cache={str(profile_cache)!r}): this is not a folder")
+    return folder
 
 
 def _compile_options(compile_layers: Any) -> Mapping[str, Any] | None:

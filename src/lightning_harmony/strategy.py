@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from lightning_harmony import host_memory
 from lightning_harmony.checkpoints import refuse_directory, refuse_sharded
 from lightning_harmony.deferred_update import DeferredUpdate
-from lightning_harmony.engine.decompose import find_layers
+from lightning_harmony.engine.decompose import Layer, find_layers
 from lightning_harmony.engine.device import CudaDevice, Device, VirtualDevice, free_device_bytes
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.fused import FusedGroups
+from lightning_harmony.engine.origin import origin_of
 from lightning_harmony.engine.report import StepReport
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.evaluation import Evaluation
@@ -27,6 +28,7 @@ from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.plan.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
+from lightning_harmony.profile_cache import ProfileCache
 from lightning_harmony.refusals import (
     refuse_other_accelerators,
     refuse_pruning,
@@ -68,6 +70,8 @@ class HarmonyStrategyMixin(_Base):
         compile_layers: whether to compile each layer, as `torch.compile` does; or the arguments to call it with.
         plan: a plan of an earlier run, or a JSON file that holds one, to run by instead of planning. It tells the number of
             microbatches, too, where that is not given.
+        profile_cache: whether what was measured of a model is kept for later fits, whose first step is planned then; or the
+            folder to keep it in. By default it is one below ``$XDG_CACHE_HOME`` or ``~/.cache``. Results do not depend on it.
     """
 
     strategy_name = "harmony"
@@ -84,6 +88,7 @@ class HarmonyStrategyMixin(_Base):
         parallel: Parallel = "pipeline",
         compile_layers: bool | dict[str, Any] = False,
         plan: Plan | str | Path | None = None,
+        profile_cache: bool | str | Path = True,
         *,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -101,6 +106,7 @@ class HarmonyStrategyMixin(_Base):
             parallel=parallel,
             compile_layers=compile_layers,
             plan=plan,
+            profile_cache=profile_cache,
         )
         self._lightning = LightningTree(self.tree)
         self._signals = HeldSignals()
@@ -292,7 +298,17 @@ class HarmonyStrategyMixin(_Base):
             compute_dtype=compute_dtype,
             compile_options=self._settings.compile_options,
             plan=self._settings.plan,
+            records=self._records(module, layers, devices),
         )
+
+    def _records(self, module: nn.Module, layers: list[Layer], devices: list[Device]) -> ProfileCache | None:
+        folder, settings = self._settings.profile_folder(), self._settings
+        if folder is None:
+            return None
+        plugin = self.precision_plugin
+        taken = [type(plugin).__qualname__, str(plugin.precision), repr(settings.compile_options)]
+        origin = origin_of(module, layers, devices, taken)
+        return ProfileCache(folder, origin, self._lightning.warn, is_chosen=settings.profile_cache is not True)
 
     def _open_devices(self) -> list[Device]:
         torch_devices = self._devices or [self.root_device]
