@@ -50,7 +50,9 @@ def build(net: Any = nets.Language) -> Net:
     return Net(net())
 
 
-def train(folder: Any, net: Any = nets.Language, samples: Any = SAMPLES, batch_size: int = 8, **options: Any) -> Training:
+def train(
+    folder: Any, net: Any = nets.Language, samples: Any = SAMPLES, batch_size: int = 8, **options: Any
+) -> Training:
     given = {name: options.pop(name) for name in ("device_memory", "num_microbatches", "update") if name in options}
     strategy = HarmonyStrategy(**{"device_memory": "96KiB", "num_microbatches": 4, **given}, profile_cache=folder)
     return train_harmony(build(net), samples, strategy, batch_size, with_gradients=False, devices=1, **options)
@@ -95,10 +97,20 @@ class TestFirstStep:
         assert [is_measured for _, is_measured in begun] == [True, False, False, False]
         assert begun[1][0].predicted is not None
 
-    @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
     @pytest.mark.parametrize(
-        "net",
-        [nets.Language, nets.SkipConnections, nets.Tied, nets.TiedByCode, nets.OwnParameters, nets.Frozen, nets.Repeated, nets.RandomlySkipped, nets.Reordered, nets.Rich],
+        ("net", "precision"),
+        [
+            (nets.Language, "32-true"),
+            (nets.Language, "bf16-mixed"),
+            (nets.SkipConnections, "32-true"),
+            (nets.Tied, "bf16-mixed"),
+            (nets.TiedByCode, "32-true"),
+            (nets.OwnParameters, "bf16-mixed"),
+            (nets.Frozen, "bf16-mixed"),
+            (nets.Repeated, "32-true"),
+            (nets.RandomlySkipped, "32-true"),
+            (nets.Reordered, "bf16-mixed"),
+        ],
     )
     def test_changes_no_bit(self, net: Any, precision: str, folder: Path) -> None:
         options: Any = {"device_memory": "128KiB", "precision": precision}
@@ -170,15 +182,14 @@ class TestOthers:
         file = file_in(folder)
         record = Record.from_json(file.read_text())
         (size,) = record.sizes
-        nothing = tuple(replace(cost, forward_work_bytes=0, backward_work_bytes=0, graph_bytes=0) for cost in size.layers)
+        nothing = tuple(
+            replace(cost, forward_work_bytes=0, backward_work_bytes=0, graph_bytes=0) for cost in size.layers
+        )
         file.write_text(replace(record, sizes=(replace(size, layers=nothing),)).to_json())
-        try:
-            train(folder, device_memory="40KiB")
-        except CapacityError as error:
-            assert f"planned from the cached profile {str(file)!r}, which is discarded" in str(error)  # noqa: PT017
-            assert not file.exists()
-        else:
-            pytest.fail("it has room after all")
+        message = rf"planned from the cached profile '{file}', which is discarded: run again"
+        with pytest.raises(CapacityError, match=message):
+            train(folder, device_memory="38KiB")
+        assert not file.exists()
 
 
 class TestFiles:
