@@ -210,17 +210,12 @@ class Executor:
     def _use(self, plan: Plan) -> None:
         """Run by a plan from now on."""
         self.plan = plan
-        if [tuple(layer.name for layer in pack.layers) for pack in self._packs] != list(plan.packs):
-            self._arrange(plan)
-        for residents in self._residents:
-            residents.plan = plan
-
-    def _arrange(self, plan: Plan) -> None:
-        """Make the packs of a plan."""
         by_name = {layer.name: layer for layer in self._layers}
         packs = [[by_name[name] for name in pack] for pack in plan.packs]
+        # Anew even where they are the same: their weights may be narrow by now.
         for residents in self._residents:
             residents.packs = [SwappedPack(index, layers, self.store) for index, layers in enumerate(packs)]
+            residents.plan = plan
         self._pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
 
     def _find_glue_layer(self, name: str) -> SwappedLayer | None:
