@@ -98,7 +98,7 @@ def fit(model: GPT, shape: Shape, row: str, options: argparse.Namespace) -> dict
     name, capacity, number = row.split("/")
     num_microbatches, is_gpu = int(number), options.accelerator == "gpu"
     batch_size = num_microbatches * (options.microbatch_size or SEQUENCES[name])
-    strategy = HarmonyStrategy(device_memory=capacity, num_microbatches=num_microbatches)
+    strategy = HarmonyStrategy(device_memory=capacity, num_microbatches=num_microbatches, profile_cache=False)
     steps = Steps(strategy, is_gpu=is_gpu)
     trainer = pl.Trainer(
         strategy=strategy,

@@ -59,10 +59,11 @@ def test_the_shortest_turn_counts(profiler: Profiler) -> None:
 def test_bytes_are_those_of_the_largest_microbatch(profiler: Profiler, traffic: Traffic, device: VirtualDevice) -> None:
     for num_bytes in (5, 9, 7):
         profiler.note_stash(LAYER, num_bytes)
+        profiler.note_input(LAYER, num_bytes - 1)
     with profiler.swapping_in(LAYER, device):
         traffic.count_in("weights", 40)
     cost = profiler.complete(Cost("layer", 1, 1), LAYER)
-    assert (cost.stash_bytes, cost.input_bytes, cost.copied_bytes) == (9, 9, 40)
+    assert (cost.stash_bytes, cost.input_bytes, cost.copied_bytes) == (9, 8, 40)
 
 
 def test_copies_are_counted_while_they_are_timed(profiler: Profiler, traffic: Traffic, device: VirtualDevice) -> None:
@@ -90,6 +91,7 @@ def test_what_is_forgotten_is_measured_anew_but_speeds_stay(
 ) -> None:
     profiler.note_turn(LAYER, Phase.FORWARD, At(0.0), At(1.0))
     profiler.note_stash(LAYER, 5)
+    profiler.note_input(LAYER, 5)
     with profiler.swapping_in(LAYER, device):
         traffic.count_in("weights", 30)
     profiler.clear()
@@ -115,7 +117,7 @@ def test_layers_that_are_not_timed_alone_any_more_need_time_in_proportion(profil
 
 
 def test_what_is_recalled_is_as_if_it_had_been_measured(profiler: Profiler) -> None:
-    cost = Cost("layer", 1, 1, copied_bytes=4, input_bytes=3, stash_bytes=3, forward_seconds=0.5, backward_seconds=1.5)
+    cost = Cost("layer", 1, 1, copied_bytes=4, input_bytes=2, stash_bytes=3, forward_seconds=0.5, backward_seconds=1.5)
     profiler.recall(LAYER, cost)
     assert profiler.complete(Cost("layer", 1, 1), LAYER) == cost
     speed = Speed()

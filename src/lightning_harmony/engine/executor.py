@@ -707,7 +707,11 @@ class Executor:
         assert residency is not None
         # Not known while it lasts. Nor afterwards, where an error ended it, or where glue uses its parameters later on.
         residency.last_use = None
+        stashed = self.traffic.swapped_out["stash"]
         yield residency
+        if self._is_profiling and phase is Phase.FORWARD:
+            # The code behind the layer stashes, too.
+            self._profiler.note_input(layer, self.traffic.swapped_out["stash"] - stashed)
         if layer.module is not None:
             residency.last_use = residents.device.record()
 

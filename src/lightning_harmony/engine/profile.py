@@ -54,6 +54,7 @@ class Profiler:
         self._seconds: dict[tuple[int, Phase], float] = {}
         self._copied: Counter[int] = Counter()
         self._stashed: Counter[int] = Counter()
+        self._inputs: Counter[int] = Counter()
         self._num_elements = 0
         self._scaled: set[tuple[int, Phase]] = set()
 
@@ -76,6 +77,7 @@ class Profiler:
                 self._seconds[layer.index, phase] = seconds
         self._copied[layer.index] = cost.copied_bytes
         self._stashed[layer.index] = cost.stash_bytes
+        self._inputs[layer.index] = cost.input_bytes
 
     def note_turn(self, layer: SwappedLayer, phase: Phase, began: Moment, ended: Moment) -> None:
         """A lane's turn in a layer."""
@@ -84,6 +86,10 @@ class Profiler:
     def note_stash(self, layer: SwappedLayer, num_bytes: int) -> None:
         """What a forward stashed."""
         self._stashed[layer.index] = max(self._stashed[layer.index], num_bytes)
+
+    def note_input(self, layer: SwappedLayer, num_bytes: int) -> None:
+        """What of that it was called with."""
+        self._inputs[layer.index] = max(self._inputs[layer.index], num_bytes)
 
     @contextmanager
     def swapping_in(self, layer: SwappedLayer, device: Device) -> Iterator[None]:
@@ -112,12 +118,11 @@ class Profiler:
         """The cost of a layer with what was seen of it added."""
         self._read_clocks()
         forward, backward = (self._seconds.get((layer.index, phase), 0.0) for phase in Phase)
-        stash = self._stashed[layer.index]
         return replace(
             cost,
             copied_bytes=self._copied[layer.index],
-            input_bytes=stash,
-            stash_bytes=stash,
+            input_bytes=self._inputs[layer.index],
+            stash_bytes=self._stashed[layer.index],
             forward_seconds=forward,
             backward_seconds=backward,
         )
@@ -140,3 +145,4 @@ class Profiler:
         self._num_elements = 0
         self._copied.clear()
         self._stashed.clear()
+        self._inputs.clear()

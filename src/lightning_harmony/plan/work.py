@@ -50,6 +50,7 @@ class LayerProfile:
         trained_bytes: its parameters that an optimizer updates.
         num_trained: how many numbers those are.
         live_bytes: what else a microbatch has on the device when it comes to the layer, in forward or backward.
+        input_bytes: what a call is made with, as far as it goes to the stash.
         stash_bytes: what goes to the stash.
         num_calls: how often a step calls it.
         forward: what its forward computes.
@@ -63,6 +64,7 @@ class LayerProfile:
     trained_bytes: int
     num_trained: int
     live_bytes: int
+    input_bytes: int
     stash_bytes: int
     num_calls: int
     forward: Work
