@@ -578,7 +578,8 @@ class Executor:
 
     def _out_of_memory(self, granted: Grant, error: BaseException) -> CapacityError:
         pack = granted.pack
-        where = f"pack {pack.index} ({pack.name})" if pack is not None else "the code before the first layer"
+        outside = "the code before the first layer" if granted.phase is Phase.FORWARD else "the backward of the loss"
+        where = f"pack {pack.index} ({pack.name})" if pack is not None else outside
         on_device = f" on device {granted.device}" if len(self.devices) > 1 else ""
         what = f"{where} with microbatch {granted.progress.lane.microbatch}{on_device}"
         return self._exceeded(what, self.devices[granted.device], error)
