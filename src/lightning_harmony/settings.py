@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -23,6 +23,7 @@ class Settings:
 
     Attributes:
         capacities: of each device, or a single one for all.
+        chooses_number: whether the number of microbatches is chosen by what is predicted.
         compile_options: of `torch.compile`; None not to compile.
         reduction: how losses are merged.
         checks_reduction: whether nobody said so, and it is to be checked.
@@ -30,6 +31,7 @@ class Settings:
 
     capacities: tuple[int | None, ...]
     num_microbatches: int | None
+    chooses_number: bool
     microbatch_size: int | None
     layers: Collection[type] | Callable[[str, nn.Module], bool] | None
     update: str
@@ -45,7 +47,7 @@ class Settings:
         cls,
         *,
         device_memory: Any,
-        num_microbatches: int | None,
+        num_microbatches: int | Literal["auto"] | None,
         microbatch_size: int | None,
         layers: Any,
         update: str,
@@ -66,7 +68,9 @@ class Settings:
                 f"HarmonyStrategy(num_microbatches={num_microbatches}, microbatch_size={microbatch_size}): "
                 "give at most one of the two, the other follows from the batch"
             )
-        _whole_number("num_microbatches", num_microbatches)
+        chooses_number = num_microbatches == "auto"
+        if not chooses_number:
+            _whole_number("num_microbatches", num_microbatches)
         _whole_number("microbatch_size", microbatch_size)
         _one_of("update", update, ("auto", "just-in-time", "deferred"))
         _one_of("loss_reduction", loss_reduction, ("mean", "sum", None))
@@ -83,7 +87,8 @@ class Settings:
             )
         return cls(
             capacities=capacities,
-            num_microbatches=num_microbatches,
+            num_microbatches=None if num_microbatches == "auto" else num_microbatches,
+            chooses_number=chooses_number,
             microbatch_size=microbatch_size,
             layers=layers,
             update=update,
@@ -116,8 +121,15 @@ class Settings:
             return self.profile_cache
         return profile_cache.default_folder() if self.profile_cache else None
 
-    def sizes(self, batch_size: int) -> tuple[int, ...]:
-        """The samples of each microbatch of a batch."""
+    def sizes(self, batch_size: int, chosen: int | None = None) -> tuple[int, ...]:
+        """The samples of each microbatch of a batch.
+
+        Args:
+            batch_size: samples of the batch.
+            chosen: the number of microbatches where nobody gave one.
+        """
+        if chosen is not None:
+            return microbatch_sizes(batch_size, num_microbatches=min(chosen, max(batch_size, 1)), microbatch_size=None)
         number = self.num_microbatches
         planned = None if self.plan is None else self.plan.num_microbatches
         if number is None and self.microbatch_size is None and planned is not None:

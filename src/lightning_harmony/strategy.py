@@ -56,7 +56,9 @@ class HarmonyStrategyMixin(_Base):
     Args:
         device_memory: the capacity of each device, in bytes or as text such as "16GiB", or a list with that of each;
             None for what is free on it (on the CPU: no limit).
-        num_microbatches: how many microbatches a batch is split into.
+        num_microbatches: how many microbatches a batch is split into; "auto" for the number that is predicted to be fastest,
+            of those that divide the first batch. It is chosen from what an earlier fit measured, or else after the first step,
+            which has the default's, and stays for the fit. As it depends on measured times, so does what depends on it.
         microbatch_size: how many samples a microbatch has. Give at most one of the two; with neither, a batch is split
             into 4 microbatches, or as many as it has samples.
         layers: the classes of the modules to schedule as layers, or a predicate on name and module; None to find them.
@@ -80,7 +82,7 @@ class HarmonyStrategyMixin(_Base):
     def __init__(
         self,
         device_memory: int | str | list[int | str] | None = None,
-        num_microbatches: int | None = None,
+        num_microbatches: int | Literal["auto"] | None = None,
         microbatch_size: int | None = None,
         layers: Collection[type] | Callable[[str, nn.Module], bool] | None = None,
         update: Literal["auto", "just-in-time", "deferred"] = "auto",

@@ -40,13 +40,22 @@ class TestOtherSizes:
     def test_a_size_that_was_seen_is_told_as_it_was(self) -> None:
         assert record(2, 8).costs_at(8) == costs(8)
 
-    def test_between_two_and_below_the_smallest_they_lie_on_the_line_through_two(self) -> None:
-        for size in (1, 3, 5, 7, 11):
+    def test_between_two_and_beyond_them_they_lie_on_the_line_through_two(self) -> None:
+        for size in (1, 3, 5, 7, 11, 20):
             assert record(2, 8, 16).costs_at(size) == costs(size), size
 
     @given(st.integers(1, 64))
     def test_of_one_size_alone_nothing_smaller_is_said_to_take_less(self, size: int) -> None:
         assert record(64).costs_at(size) == costs(64)
+
+    @given(st.integers(8, 640))
+    def test_nor_that_anything_larger_takes_less_than_in_proportion(self, size: int) -> None:
+        known = record(8)
+        for cost, real in zip(known.costs_at(size), costs(size), strict=True):
+            # What the weights take does not depend on microbatches.
+            assert (cost.weight_bytes, cost.gradient_bytes, cost.copied_bytes) == (100, 80, 100)
+            assert cost.forward_work_bytes >= real.forward_work_bytes
+            assert cost.forward_seconds == pytest.approx(real.forward_seconds)
 
     def test_a_size_is_kept_once(self) -> None:
         again = record(2, 8).with_size(SeenSize(2, costs(2, fixed=9))).with_size(SeenSize(4, costs(4)))

@@ -413,6 +413,16 @@ class Executor:
         """Whether so many elements in a microbatch are more than ever before."""
         return num_elements > (self._planner.measured_elements if is_training else self._evaluated_elements)
 
+    def choose_number(self, batch_size: int, num_elements: int, usual: int) -> int | None:
+        """The number of microbatches that is predicted to make a training step fastest; None as long as nothing is known.
+
+        Args:
+            batch_size: samples of a batch.
+            num_elements: of its tensors.
+            usual: the number to use where nothing is known.
+        """
+        return self._planner.choose_number(batch_size, num_elements, usual)
+
     def forget_evaluations(self) -> None:
         """Forget the work space of evaluations: a batch that failed is not run again."""
         self._works[False].clear()

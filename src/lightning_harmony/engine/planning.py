@@ -17,6 +17,7 @@ from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost, pack_cost
 from lightning_harmony.plan.given import refuse_unfit
 from lightning_harmony.plan.graphs import graphs_to_keep
+from lightning_harmony.plan.microbatches import choose_number
 from lightning_harmony.plan.packing import fill_capacity
 from lightning_harmony.plan.plan import Parallel, Plan, Predicted, fingerprint, visits_of
 from lightning_harmony.plan.profile import MachineLimits, Profile, share_seconds
@@ -159,7 +160,7 @@ class Planner:
         self._has_begun = False
         # What earlier fits have seen, whether all that is known is known from there, and whether that is yet to be checked.
         self._record: Record | None = None
-        self._rests_on_record = self._is_to_be_checked = False
+        self._rests_on_record = self._is_to_be_checked = self._changes_number = False
         self._plan = self.layer_by_layer(range(len(layers)))
 
     @property
@@ -184,10 +185,12 @@ class Planner:
             num_microbatches: of the batch.
             find: makes a layer of a parameter, given by its name, that glue used in an earlier fit; None if there is none.
         """
+        if self._changes_number:
+            return self._planned_again(num_elements, num_microbatches)
         if self._has_begun or self._records is None:
             return None
         self._has_begun = True
-        record = self._record = self._records.read()
+        record = self._record = self._record or self._records.read()
         # What a larger microbatch allocates is nobody's guess.
         if record is None or num_elements > record.most_elements:
             return None
@@ -228,6 +231,35 @@ class Planner:
             self._write(self._record)
             return self._plan
         return None
+
+    def choose_number(self, batch_size: int, num_elements: int, usual: int) -> int | None:
+        """The number of microbatches that is predicted to make a step fastest; None as long as nothing is known.
+
+        Args:
+            batch_size: samples of a batch.
+            num_elements: of its tensors.
+            usual: the number to use where nothing is known.
+        """
+        if not self._has_begun and self._record is None and self._records is not None:
+            self._record = self._records.read()
+        if self._record is None:
+            return None
+        capacities = [device.capacity_bytes for device in self._devices]
+        number = choose_number(self._record, batch_size, num_elements, usual, capacities, self._parallel)
+        self._changes_number = self.is_planned and number != self._plan.num_microbatches
+        return number
+
+    def _planned_again(self, num_elements: int, num_microbatches: int) -> Plan:
+        """For another number of microbatches: from what is known, or measured anew where they are larger."""
+        self._changes_number = False
+        record = self._record
+        assert record is not None
+        self._forget()
+        if num_elements > record.most_elements:
+            self.is_planned, self.measured_elements = False, -1
+            return self.layer_by_layer(self._calls)
+        self._recall(record, num_elements)
+        return self._planned(num_elements, num_microbatches)
 
     def discard_record(self) -> str:
         """What did not fit was planned from what an earlier fit saw: do not use that again. Return a word on it."""
@@ -286,20 +318,22 @@ class Planner:
         self._calls = seen.calls
         plan = self._planned(seen.num_elements, seen.num_microbatches)
         self._rests_on_record = False
-        if self._records is not None:
-            size = SeenSize(seen.num_elements, tuple(self._cost(layer) for layer in self._layers))
-            calls = tuple(self._layers[call].name for call in seen.calls)
-            is_cast = self.knows_casts or seen.is_cast
-            record = Record(self._records.origin, calls, is_cast, self._narrow(), (size,), MachineLimits())
-            known = self._record
-            if known is not None and replace(known, sizes=record.sizes, machine=record.machine) == record:
-                record = known.with_size(size)
-            self._write(record)
+        size = SeenSize(seen.num_elements, tuple(self._cost(layer) for layer in self._layers))
+        calls = tuple(self._layers[call].name for call in seen.calls)
+        is_cast = self.knows_casts or seen.is_cast
+        origin = Origin("", "", "") if self._records is None else self._records.origin
+        record = Record(origin, calls, is_cast, self._narrow(), (size,), MachineLimits())
+        known = self._record
+        if known is not None and replace(known, sizes=record.sizes, machine=record.machine) == record:
+            record = known.with_size(size)
+        self._write(record)
         return plan
 
     def _write(self, record: Record | None) -> None:
-        if record is not None and self._records is not None:
-            self._record = replace(record, machine=replace(self._machine(), capacity_bytes=None))
+        if record is None:
+            return
+        self._record = replace(record, machine=replace(self._machine(), capacity_bytes=None))
+        if self._records is not None:
             self._records.write(self._record)
 
     def _narrow(self) -> tuple[NarrowWeights, ...]:

@@ -86,16 +86,18 @@ class Record:
     def costs_at(self, num_elements: int) -> tuple[Cost, ...]:
         """The cost of each layer with microbatches of another size.
 
-        Between two sizes that were seen, bytes and seconds lie on the line through both; below the smallest, on the line
-        through the two smallest. Where a single size was seen, what is smaller is taken to cost as much: never too little.
+        Between two sizes that were seen, bytes and seconds lie on the line through both; beyond them, on the line through
+        the two nearest. Where a single size was seen, what is smaller is taken to cost as much, and what is larger to cost
+        more in proportion: never too little.
 
         Args:
-            num_elements: of a microbatch; at most `most_elements`.
+            num_elements: of a microbatch.
         """
         place = bisect_left(self.sizes, num_elements, key=lambda size: size.num_elements)
-        if self.sizes[place].num_elements == num_elements or len(self.sizes) == 1:
-            return self.sizes[place].layers
-        one, other = self.sizes[max(place - 1, 0) : max(place - 1, 0) + 2]
+        if len(self.sizes) == 1:
+            factor = max(num_elements / max(self.most_elements, 1), 1.0)
+            return tuple(_scaled(cost, factor) for cost in self.sizes[0].layers)
+        one, other = self.sizes[(first := min(max(place - 1, 0), len(self.sizes) - 2)) : first + 2]
         factor = (num_elements - one.num_elements) / (other.num_elements - one.num_elements)
         return on_line(one.layers, other.layers, factor)
 
@@ -127,6 +129,12 @@ class Record:
         record = decode(cls, data, "profile")
         _refuse_contradictions(record)
         return record
+
+
+def _scaled(cost: Cost, factor: float) -> Cost:
+    """What a layer costs where all that depends on the microbatch grows by a factor."""
+    nothing = Cost(cost.name, cost.weight_bytes, cost.gradient_bytes, copied_bytes=cost.copied_bytes)
+    return on_line(nothing, cost, factor)
 
 
 def _refuse_contradictions(record: Record) -> None:
