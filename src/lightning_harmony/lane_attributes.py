@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
+from lightning_harmony.engine.derived import OutOfReach
+
 _MISSING = object()
 # What torch itself keeps on every module: hooks, parameters, buffers, submodules.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -86,7 +88,12 @@ class _Space:
         if value is before:
             return False
         if self.is_module:
-            return name not in _OF_TORCH and type(value) not in (int, float)
+            return (
+                name not in _OF_TORCH
+                and type(value) not in (int, float)
+                and not isinstance(value, OutOfReach)
+                and not isinstance(before, OutOfReach)
+            )
         return _has_tensors([value, before])
 
     def has_own_tensors(self) -> bool:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
 
 from lightning_harmony.engine.decompose import Layer
+from lightning_harmony.engine.derived import DerivedWeight, derived_weights, out_of_reach
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.glue import Glue
 from lightning_harmony.engine.host_store import HostPool, HostStore, lies_in
@@ -104,6 +105,7 @@ class Executor:
             narrower than the parameters' own; None to leave all types as they are.
         compile_options: of `torch.compile`, with which layers are compiled; None not to.
         plan: what to run by once the first step has measured work space; None to plan from that step.
+        store: one that was closed, where it has all of the model's parameters; None to make one.
 
     Raises:
         CapacityError: if a layer's weights and gradients exceed the capacity.
@@ -119,6 +121,7 @@ class Executor:
         compute_dtype: torch.dtype | None = None,
         compile_options: Mapping[str, Any] | None = None,
         plan: Plan | None = None,
+        store: HostStore | None = None,
     ) -> None:
         self.devices = devices
         self._root = devices[0]
@@ -141,7 +144,9 @@ class Executor:
         self._given, self._fingerprint = plan, self._fingerprint_for(plan)
         self._glue_layers: dict[nn.Parameter, SwappedLayer] = {}
         in_order = dict.fromkeys([p for layer in self._layers for p in layer.parameters] + list(model.parameters()))
-        self.store = HostStore(list(in_order), self._root)
+        self.store = HostStore(list(in_order), self._root) if store is None else store
+        if store is not None:
+            store.reopen(self._root)
         self.pool = HostPool(self._root.host_buffer)
         self.updater = Updater(self.pool, devices, SPARED_THREADS if self._cuda_devices else 0)
         self._residents = [self._residents_on(number) for number in range(len(devices))]
@@ -172,7 +177,15 @@ class Executor:
         self._in_backward = False
         self._factor, self._upstream = 1.0, torch.ones(())
         self._glue_buffers = self._move_glue_buffers()
+        self._derived = self._derived_weights()
         self._intercepted = [InterceptedForward(layer, self, compile_options) for layer in self._layers]
+
+    def _derived_weights(self) -> dict[str, DerivedWeight]:
+        """The weights that hooks of layers compute, by their qualified names."""
+        names = {id(owner): name for name, owner in self._model.named_modules()}
+        modules = [layer.module for layer in self._layers if layer.module is not None]
+        weights = [weight for module in modules for weight in derived_weights(module)]
+        return {f"{names[id(weight.owner)]}.{weight.name}": weight for weight in weights}
 
     def _residents_on(self, number: int) -> Residents:
         device = self.devices[number]
@@ -338,6 +351,32 @@ class Executor:
         """Whether lanes run, or wait for each other: parameters are then not what they are between hooks."""
         return self._lanes.is_driving
 
+    # ---- between steps -------------------------------------------------------------------------------------------------
+
+    def is_outdated(self) -> bool:
+        """Whether the model has other parameters than when it was set up, or has them elsewhere, as pruning leaves it."""
+        return self._glue.is_outdated() or any(parameter not in self.store for parameter in self._model.parameters())
+
+    def catch_up(self) -> None:
+        """Before a step, see to what was done to parameters since the last one.
+
+        Raises:
+            UnsupportedModelError: if one has another type or shape.
+        """
+        self._follow(self._names)
+        if self._derived:
+            self.updater.postponed.finish()
+            for weight in self._derived.values():
+                weight.compute()
+
+    def _follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        misfits = self.store.follow(parameters)
+        if misfits:
+            raise UnsupportedModelError(
+                f"parameter {self._names[misfits[0]]!r} was given another type or shape during the fit, but layers are "
+                "swapped as they were at its start; do that before the fit"
+            )
+
     # ---- the step ------------------------------------------------------------------------------------------------------
 
     def forward(
@@ -359,7 +398,6 @@ class Executor:
                 the last packs then follows each loss at once.
         """
         self.abandon()
-        self._glue.refuse_replaced()
         self._is_training = is_training
         self._measuring = self.measures(num_elements, is_training=is_training)
         # Where work space isn't known, a lane goes from pack to pack.
@@ -379,7 +417,7 @@ class Executor:
         lanes = self._lanes.lanes(jobs)
         running = [self._begin(lane, each) for lane, each in zip(lanes, microbatches, strict=True)]
         self._start(running)
-        with self._glue.stand_ins(), self._unwinding_on_error():
+        with self._glue.stand_ins(), out_of_reach(self._derived), self._unwinding_on_error():
             self._drive(Phase.FORWARD)
             # What comes next is user code that sees parameters, and gradients that take the place of those it uses.
             self.updater.postponed.finish()
@@ -393,7 +431,7 @@ class Executor:
     def _begin(self, lane: Lane, microbatch: Microbatch) -> LaneProgress:
         stashes = [LaneStash(residents.stash) for residents in self._residents]
         transfers = LaneTransfers(self._transfers)
-        glue = OneDevice(transfers, self._transfers, self._follow) if len(self.devices) > 1 else None
+        glue = OneDevice(transfers, self._transfers, self._draw_on) if len(self.devices) > 1 else None
         return LaneProgress(lane, microbatch, stashes, transfers, glue)
 
     def _run_lane(self, number: int) -> None:
@@ -443,7 +481,7 @@ class Executor:
             hold_back=optimizer is not None and not self.has_succeeded,
         )
         self._factor = factor
-        with self._glue.stand_ins(), self._unwinding_on_error():
+        with self._glue.stand_ins(), out_of_reach(self._derived), self._unwinding_on_error():
             self._deliver_final(range(len(self._packs)))
             self._drive(Phase.BACKWARD)
             self._deliver(pack.index for pack in self._packs if pack.index not in self._delivered)
@@ -583,7 +621,7 @@ class Executor:
         request = progress.lane.request
         device = self.devices[number]
         self._random.switch_to(progress.lane.microbatch)
-        self._follow(number)
+        self._draw_on(number)
         pack = None
         if request is not None and request.pack is not None:
             pack = self._residents[number].packs[request.pack]
@@ -600,7 +638,7 @@ class Executor:
         began = device.moment() if self._is_profiling else None
         return Observation(peak, device.allocated_bytes(), self.traffic.swapped_out["stash"], summing, began)
 
-    def _follow(self, number: int) -> None:
+    def _draw_on(self, number: int) -> None:
         """Random numbers are drawn on another device from now on."""
         if len(self._cuda_devices) > 1:
             self._random.follow(self._cuda_devices[number])
@@ -843,6 +881,14 @@ class Executor:
         """A call outside of any step: the pack comes for it alone, for between two calls anyone may change weights."""
         residents = self._residents[0]
         pack = residents.packs[index]
+        for layer in pack.layers:
+            if layer.is_outdated():
+                raise UnsupportedModelError(
+                    f"layer {layer.name!r} is called outside of a step, after its parameters were replaced, as pruning does, "
+                    "and before the next step: call it in a later hook"
+                )
+            layer.derive()
+        self._follow(pack.parameters)
         try:
             residents.swapper.swap_in(pack)
             assert pack.residency is not None

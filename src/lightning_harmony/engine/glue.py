@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_harmony.engine.host_store import lies_in
-from lightning_harmony.engine.layer import Place, SwappedLayer, dtype_on_device
+from lightning_harmony.engine.layer import Place, SwappedLayer, dtype_on_device, is_replaced
 from lightning_harmony.engine.stash import Stashed
 from lightning_harmony.engine.swap import Residency
 from lightning_harmony.errors import UnsupportedModelError
@@ -238,20 +238,9 @@ class Glue:
         self._runtime = runtime
         self._stand_ins: dict[nn.Parameter, StandIn] = {}
 
-    def refuse_replaced(self) -> None:
-        """Refuse a model whose parameters are no longer where they were when it was set up.
-
-        Raises:
-            UnsupportedModelError: if one was replaced, or its module was parametrized anew.
-        """
-        for place in self._places:
-            entries = place.container if isinstance(place.container, dict) else dict(enumerate(place.container))
-            if entries.get(place.key) is not place.parameter:
-                name = self._runtime.glue_layer(place.parameter).name
-                raise UnsupportedModelError(
-                    f"parameter {name!r} was replaced during the fit, as pruning and parametrizations do, but layers are "
-                    "swapped as they were at its start; do that before the fit, or change the parameter's values instead"
-                )
+    def is_outdated(self) -> bool:
+        """Whether parameters are no longer where they were when the model was set up."""
+        return any(is_replaced(place) for place in self._places)
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
