@@ -33,8 +33,6 @@ from test_lightning import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_harmony.errors import UnsupportedModelError
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
@@ -44,11 +42,14 @@ pytestmark = [
 ROOM_FOR_WHOLE_BATCH = "72KiB"
 
 
-def trainer_of(kind: str, num_microbatches: int = NUM_MICROBATCHES, **options: Any) -> Any:
+def trainer_of(
+    kind: str, num_microbatches: int = NUM_MICROBATCHES, device_memory: str | None = None, **options: Any
+) -> Any:
     """A Trainer of plain Lightning or of harmony."""
     if kind == "plain":
         return trainer_for("auto", accumulate_grad_batches=num_microbatches, **options)
     memory = {} if num_microbatches > 1 else {"device_memory": ROOM_FOR_WHOLE_BATCH}
+    memory = {"device_memory": device_memory} if device_memory is not None else memory
     return trainer_for(harmony(num_microbatches=num_microbatches, **memory), **options)
 
 
@@ -271,13 +272,37 @@ def test_a_backbone_that_is_unfrozen_in_mid_run_gives_equal_bits() -> None:
     fit_both(callback, Finetuned, max_epochs=2)
 
 
-def test_pruning_is_refused_before_anything_is_trained() -> None:
-    module = Model()
-    before = values(module)
-    pruned = [(block.up, "weight") for block in module.net.blocks]
-    with pytest.raises(UnsupportedModelError, match="ModelPruning replaces parameters"):
-        fit("harmony", module, callbacks=[cb.ModelPruning("l1_unstructured", pruned, amount=0.3)])
-    assert_equal(values(module), before)
+def inner_weights(module: Any) -> list[Any]:
+    return [(block.up, "weight") for block in module.net.blocks]
+
+
+def weights_of_layers(module: Any) -> list[Any]:
+    return [*inner_weights(module), (module.net.head, "weight"), (module.net.embed, "weight")]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "options"),
+    [
+        (weights_of_layers, {"pruning_fn": "l1_unstructured", "use_lottery_ticket_hypothesis": False}),
+        (inner_weights, {"pruning_fn": "l1_unstructured", "make_pruning_permanent": False}),
+        (lambda module: None, {"pruning_fn": "random_unstructured", "prune_on_train_epoch_end": False}),
+    ],
+    ids=["weights", "lottery-and-not-permanent", "all-at-random"],
+)
+def test_pruning_in_every_epoch_gives_equal_bits(parameters: Any, options: dict[str, Any]) -> None:
+    """The second time it looks at the weights of the last forward, not at those of the last update."""
+    runs = []
+    for kind in ("plain", "harmony"):
+        module = Model()
+        pruning = cb.ModelPruning(parameters_to_prune=parameters(module), amount=0.3, **options)
+        memory = {"device_memory": "112KiB"} if kind == "harmony" else {}
+        runs.append(fit(kind, module, max_epochs=3, validate=True, callbacks=[pruning], **memory))
+    assert_same(*runs)
+    found = [values(run.lightning_module) for run in runs]
+    assert found[1].keys() == found[0].keys()
+    sparse = [name for name, value in found[1].items() if (value == 0).float().mean() > 0.5 and "norm" not in name]
+    assert sparse or not options.get("make_pruning_permanent", True)
+    assert runs[1].strategy.step_report.update == "just-in-time"
 
 
 # --- Callbacks that watch.

@@ -214,10 +214,104 @@ class Pruning(Replacing):
         prune.l1_unstructured(layer, "weight", amount=0.3)
 
 
-@pytest.mark.parametrize("module", [Replacing, Pruning])
-def test_a_parameter_that_is_replaced_in_mid_run_is_refused(module: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"net\.blocks\.1\.up\.weight.* was replaced during the fit"):
-        fit("harmony", module(), max_epochs=2)
+class Renewing(Replacing):
+    """Takes another layer for its own, which nobody optimizes."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            torch.manual_seed(1)
+            self.net.blocks[2] = nets.Block()
+
+
+@pytest.mark.parametrize("module", [Replacing, Pruning, Renewing])
+def test_parameters_that_are_replaced_in_mid_run_give_equal_bits(module: Any) -> None:
+    assert_same_fits(module, max_epochs=3)
+
+
+def test_a_layer_that_is_called_between_its_replacement_and_the_next_step_is_refused() -> None:
+    class Calls(Replacing):
+        def change(self, layer: nn.Module) -> None:
+            super().change(layer)
+            self(nets.tokens(2))
+
+    with pytest.raises(UnsupportedModelError, match=r"'net\.blocks\.1' is called outside of a step.*call it in a later"):
+        fit("harmony", Calls(), max_epochs=2)
+
+
+def test_a_parameter_of_another_type_is_refused() -> None:
+    class Widens(Replacing):
+        def change(self, layer: nn.Module) -> None:
+            layer.weight.data = layer.weight.data.double()
+
+    with pytest.raises(UnsupportedModelError, match=r"net\.blocks\.1\.up\.weight' was given another type or shape"):
+        fit("harmony", Widens(), max_epochs=2)
+
+
+# --- Other data for parameters, assigned in hooks. Layers used to go on with what had been there before.
+
+
+class Following(Model):
+    """Half of it follows the other half and is never trained: the target network of BYOL, DINO or a Q-function."""
+
+    def __init__(self) -> None:
+        super().__init__(sgd)
+        self.target = nets.Language()
+        self.target.requires_grad_(False)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) * (1 + self.target(batch))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # Plain Lightning counts each microbatch as a batch.
+        if self.trainer.strategy.strategy_name == "harmony" or batch_idx % 4 == 3:
+            for mine, other in zip(self.target.parameters(), self.net.parameters(), strict=True):
+                mine.data = 0.9 * mine.data + 0.1 * other.data
+
+
+class Averaging(Model):
+    """Keeps averages of its weights, and validates with them: a recipe from before there was a callback for it."""
+
+    def __init__(self) -> None:
+        super().__init__(sgd)
+        self.average = {name: p.detach().clone() for name, p in self.named_parameters()}
+        self.backup: dict[str, Tensor] = {}
+        self.seen: list[Any] = []
+
+    def on_validation_start(self) -> None:
+        for name, p in self.named_parameters():
+            self.average[name] = 0.5 * self.average[name] + 0.5 * p.data
+            self.backup[name] = p.data
+            p.data = self.average[name]
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.seen.append(self.loss(batch).detach())
+
+    def on_validation_end(self) -> None:
+        for name, p in self.named_parameters():
+            p.data = self.backup.pop(name)
+
+
+class Rewinding(Model):
+    """Goes back to weights that it keeps, and trains those: two names for one memory."""
+
+    def __init__(self) -> None:
+        super().__init__(sgd)
+        self.first = [p.detach().clone() for p in self.parameters()]
+
+    def on_train_epoch_start(self) -> None:
+        for p, first in zip(self.parameters(), self.first, strict=True):
+            p.data = first
+
+
+@pytest.mark.parametrize("module", [Following, Averaging, Rewinding], ids=lambda module: module.__name__)
+def test_data_that_hooks_assign_to_parameters_gives_equal_bits(module: Any) -> None:
+    validate = module is Averaging
+    plain, swapped = (
+        fit(kind, module(), max_epochs=3, validate=validate, device_memory="96KiB") for kind in ("plain", "harmony")
+    )
+    assert_same(plain, swapped)
+    for name in ("seen", "first"):
+        assert_equal(getattr(plain.lightning_module, name, None), getattr(swapped.lightning_module, name, None))
 
 
 # --- Schedulers.

@@ -313,12 +313,16 @@ def test_a_layer_that_swapping_would_get_wrong_is_named(
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-def test_weight_norm_of_the_old_style_is_refused_and_that_of_the_new_style_trains() -> None:
+def test_a_weight_that_a_hook_computes_is_refused_to_all_but_its_module() -> None:
     module = with_blocks(lambda: torch.nn.utils.weight_norm(nn.Linear(nets.WIDTH, nets.WIDTH)))
-    words = ["net.blocks.", "torch.nn.utils.parametrizations.weight_norm"]
-    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
-    mended = with_blocks(lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(nets.WIDTH, nets.WIDTH)))
-    assert_trains(mended, lambda: fit(mended))
+    assert_trains(module, lambda: fit(module))
+
+    class Reads(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + self.net.blocks[1].weight.sum()
+
+    module = Reads(module.net)
+    assert_refused(module, UnsupportedModelError, ["net.blocks.1.weight", "call the module"], lambda: fit(module))
 
 
 def test_sparse_gradients_are_refused() -> None:
