@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import nets
 import pytest
+import same_training
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -88,9 +89,9 @@ def trainer_for(strategy: Any, *, tree: Any = pl, **options: Any) -> Any:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return tree.Trainer(
-        **{"accelerator": "cpu", "devices": 1, "max_epochs": 1, "strategy": strategy, **quiet, **options}
-    )
+    devices = 1 if strategy == "auto" else same_training.default_devices
+    where = {"accelerator": same_training.accelerator, "devices": devices}
+    return tree.Trainer(**{**where, "max_epochs": 1, "strategy": strategy, **quiet, **options})
 
 
 def fit_plain(module: Any, *, accumulate: int = 1, **options: Any) -> Any:
@@ -107,7 +108,8 @@ def plainly() -> Any:
 
 
 def harmony(**arguments: Any) -> Any:
-    return HarmonyStrategy(**{"device_memory": CAPACITY, "num_microbatches": NUM_MICROBATCHES, **arguments})
+    arguments = {"device_memory": CAPACITY, "num_microbatches": NUM_MICROBATCHES, **arguments}
+    return HarmonyStrategy(**arguments | {"device_memory": same_training.capacity(arguments["device_memory"])})
 
 
 def fit_harmony(module: Any, strategy: Any = None, **options: Any) -> Any:
@@ -121,7 +123,8 @@ def values(module: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_equal(a: Any, b: Any) -> None:
-    torch.testing.assert_close(a, b, rtol=0, atol=0)
+    tolerance = same_training.least_tolerance()
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, check_device=tolerance == 0)
 
 
 def assert_same(plain: Any, other: Any) -> None:

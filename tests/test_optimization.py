@@ -234,7 +234,9 @@ def test_a_layer_that_is_called_between_its_replacement_and_the_next_step_is_ref
             super().change(layer)
             self(nets.tokens(2))
 
-    with pytest.raises(UnsupportedModelError, match=r"'net\.blocks\.1' is called outside of a step.*call it in a later"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"'net\.blocks\.1' is called outside of a step.*call it in a later"
+    ):
         fit("harmony", Calls(), max_epochs=2)
 
 

@@ -28,7 +28,7 @@ from lightning_harmony.engine.profile import Profiler
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.rng import RandomStreams
-from lightning_harmony.engine.stash import LaneStash, Stash, Stashed
+from lightning_harmony.engine.stash import Alias, LaneStash, Stash, Stashed, is_small
 from lightning_harmony.engine.stream import Moment
 from lightning_harmony.engine.swap import HostGradients, Residency, SwappedPack, Swapper
 from lightning_harmony.engine.transfer import LaneTransfers, OneDevice, Transfers
@@ -144,9 +144,7 @@ class Executor:
         self._given, self._fingerprint = plan, self._fingerprint_for(plan)
         self._glue_layers: dict[nn.Parameter, SwappedLayer] = {}
         in_order = dict.fromkeys([p for layer in self._layers for p in layer.parameters] + list(model.parameters()))
-        self.store = HostStore(list(in_order), self._root) if store is None else store
-        if store is not None:
-            store.reopen(self._root)
+        self.store = HostStore(list(in_order), self._root) if store is None else store.reopened(self._root)
         self.pool = HostPool(self._root.host_buffer)
         self.updater = Updater(self.pool, devices, SPARED_THREADS if self._cuda_devices else 0)
         self._residents = [self._residents_on(number) for number in range(len(devices))]
@@ -364,6 +362,12 @@ class Executor:
             UnsupportedModelError: if one has another type or shape.
         """
         self._follow(self._names)
+        for parameter, name in self._names.items():
+            if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+                raise UnsupportedModelError(
+                    f"parameter {name!r} has a hook that waits for its gradient (register_post_accumulate_grad_hook), but "
+                    "gradients are summed elsewhere: use on_after_backward, or leave the update just in time to the strategy"
+                )
         if self._derived:
             self.updater.postponed.finish()
             for weight in self._derived.values():
@@ -978,16 +982,23 @@ class Executor:
                     return layer, pack.residency.leaves[layer.parameters[0]]
         return None
 
-    def stash(self, tensor: Tensor) -> Stashed | Tensor:
-        """Keep a tensor for the backward: on the host, unless it is small or needed again at once."""
+    def stash(self, tensor: Tensor) -> Stashed:
+        """Keep what a layer takes for the backward: on the host, unless it is small or needed again at once."""
+        if is_small(tensor):
+            # Counters and the like, which code between layers may change afterwards.
+            tensor = tensor.detach().clone()
+        return self.stash_unchanged(tensor)
+
+    def stash_unchanged(self, tensor: Tensor) -> Stashed:
+        """Keep a tensor that nobody may change, such as those that autograd saves."""
         lane = current_lane()
         progress = self._progress.get(lane) if lane is not None else None
         number = self.home(tensor) or 0
         if progress is None:
-            return self._residents[number].stash.put(tensor) or tensor.detach()
+            return self._residents[number].stash.put(tensor) or Alias(tensor)
         if self._keeps_graph_in(progress.task):
-            return tensor.detach()
-        return progress.stashes[number].put(tensor) or tensor.detach()
+            return Alias(tensor)
+        return progress.stashes[number].put(tensor) or Alias(tensor)
 
     def _keeps_graph_in(self, task: tuple[Phase, int] | None) -> bool:
         """Whether a task keeps graphs on the device, and with them what would go to the stash."""
@@ -1055,13 +1066,36 @@ class Executor:
         """Take the gradients of one announced backward."""
         lane, index = current_lane(), self._pack_of[layer.index]
         if lane in self._progress:
+            if gradients and not self._progress[lane].differentiating:
+                raise UnsupportedModelError(
+                    "the step runs a backward of its own, whose gradients of parameters must not add to those of the batch's "
+                    "loss: ask for the gradients of inputs alone with torch.autograd.grad(loss, inputs), or optimize manually "
+                    "(self.automatic_optimization = False)"
+                )
             self._progress[lane].pending[index] -= 1
         if gradients:
+            if any(parameter._backward_hooks for parameter, _ in gradients):
+                gradients = [(p, self._after_hooks(p, gradient, use)) for p, gradient in gradients]
             residents = self._residents[self._device_of(index)]
             # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
             residents.swapper.accumulate(
                 residents.packs[index], layer, use, gradients, add_to_earlier=self._in_backward
             )
+
+    def _after_hooks(self, parameter: nn.Parameter, gradient: Tensor, use: int) -> Tensor:
+        """What the user's hooks of a parameter make of the gradient of one microbatch."""
+        hooks = list((parameter._backward_hooks or {}).values())
+        if hooks and (use > 0 or self._num_owners[parameter] > 1):
+            raise UnsupportedModelError(
+                f"parameter {self._names[parameter]!r} has a hook (register_hook) and is used several times in a step: the hook "
+                "would see the gradient of each use apart; change the gradients in on_after_backward instead"
+            )
+        if hooks:
+            gradient = gradient.to(parameter.dtype)
+        for hook in hooks:
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
 
     def verify(self, layer: SwappedLayer, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
         """Check a layer when it first runs backward."""

@@ -36,8 +36,8 @@ class Runtime(Protocol):
     def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
         """The layer of the glue whose parameter on the device ``tensor`` is a view of, and that parameter."""
 
-    def stash(self, tensor: Tensor) -> Stashed | Tensor:
-        """Keep a tensor for the backward, on the host or as an alias."""
+    def stash_unchanged(self, tensor: Tensor) -> Stashed:
+        """Keep a tensor that nobody may change, on the host or as an alias."""
 
     def expect_backward(self, layer: SwappedLayer) -> int:
         """Announce a backward of a layer; return which use of the layer in its microbatch this is."""
@@ -277,15 +277,13 @@ class Glue:
     def _pack(self, tensor: Tensor) -> Any:
         found = self._runtime.resident_parameter(tensor)
         if found is None:
-            return self._runtime.stash(tensor)
+            return self._runtime.stash_unchanged(tensor)
         layer, leaf = found
         return SavedWeight(tensor, leaf, layer, self._runtime)
 
     def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, SavedWeight | Stashed):
-            return saved.load()
-        assert isinstance(saved, Tensor)
-        return saved
+        tensor: Tensor = saved.load()
+        return tensor
 
 
 class SavedWeight:

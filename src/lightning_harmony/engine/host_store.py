@@ -102,7 +102,7 @@ class HostStore:
         for parameter, slot in zip(parameters, slots, strict=True):
             self._slots[parameter] = slot
             self._adopt(parameter)
-        self.reopen(device)
+        self._unregister = device.register_host(self.arena)
 
     def _adopt(self, parameter: nn.Parameter) -> None:
         slot = self._slots[parameter]
@@ -154,9 +154,10 @@ class HostStore:
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._slots
 
-    def reopen(self, device: Device) -> None:
-        """After `close`, let a device copy from the arena again."""
+    def reopened(self, device: Device) -> HostStore:
+        """Itself, after `close`, with another device that will copy from it."""
         self._unregister = device.register_host(self.arena)
+        return self
 
     def close(self) -> None:
         """Unregister the arena. Parameters stay views of it, ordinary host tensors."""

@@ -106,6 +106,12 @@ class SwappedLayer:
             A dict that holds, once the context is left, the buffers as the code left them.
         """
         outside = [(place, place.container[place.key]) for place in self._places]
+        if any(_is_foreign(value, place.parameter) for place, value in outside):
+            raise UnsupportedModelError(
+                f"layer {self.name!r} is called with tensors in place of its parameters (torch.func.functional_call), but it "
+                "is swapped with its own: compute with the functions of torch.nn.functional instead, or train with "
+                "Trainer(strategy='auto')"
+            )
         outside_buffers = {(owner, name): owner._buffers[name] for owner, name in buffers}
         containers = [(attributes, name, attributes[name]) for attributes, name in self._containers]
         derived = [(weight, weight.get()) for weight in self._derived]
@@ -127,6 +133,11 @@ class SwappedLayer:
             for (owner, name), value in outside_buffers.items():
                 left[owner, name] = owner._buffers[name]
                 owner._buffers[name] = value
+
+
+def _is_foreign(value: Any, parameter: nn.Parameter) -> bool:
+    """Whether what is in a parameter's place neither is it nor stands in for it."""
+    return value is not parameter and getattr(value, "_parameter", None) is not parameter
 
 
 def dtype_on_device(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> torch.dtype:

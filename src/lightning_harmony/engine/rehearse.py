@@ -29,7 +29,7 @@ from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.rng import RandomState
-from lightning_harmony.engine.stash import LaneStash, Stash, Stashed
+from lightning_harmony.engine.stash import Alias, LaneStash, Stash, Stashed
 from lightning_harmony.engine.stream import Event, Happened
 from lightning_harmony.engine.swap import Residency
 from lightning_harmony.engine.workspace import WorkSpace
@@ -636,10 +636,12 @@ class _Rehearsal:
                 self._begin(layer, phase, is_visit=True)
         yield self._residency(layer)
 
-    def stash(self, tensor: Tensor) -> Stashed | Tensor:
+    def stash(self, tensor: Tensor) -> Stashed:
         """Keep a tensor for the backward."""
         stash = self._lane_stash if self._measured is None else self._measured.stash
-        return stash.put(tensor) or tensor.detach()
+        return stash.put(tensor) or Alias(tensor)
+
+    stash_unchanged = stash
 
     def brought(self, tensors: Sequence[Tensor], residency: Residency) -> list[Tensor]:
         """All are on the one device."""
