@@ -249,6 +249,33 @@ def test_a_parameter_of_another_type_is_refused() -> None:
         fit("harmony", Widens(), max_epochs=2)
 
 
+# --- Hooks on parameters, which see the gradient of each backward. They used not to be called.
+
+
+class Masking(Model):
+    """Trains a part of its vocabulary, and clamps and scales what it trains."""
+
+    def __init__(self) -> None:
+        super().__init__(sgd)
+        kept = (torch.arange(nets.VOCABULARY) % 2).unsqueeze(1)
+        self.net.embed.weight.register_hook(lambda gradient: gradient * kept)
+        self.net.blocks[1].up.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        self.scale.register_hook(lambda gradient: gradient.mul_(0.5) and None)
+
+
+def test_hooks_of_parameters_change_their_gradients_in_automatic_and_in_manual_optimization() -> None:
+    plain, _ = assert_same_fits(Masking, max_epochs=2)
+    with pytest.raises(AssertionError):
+        assert_same(plain, fit("plain", Model(sgd), max_epochs=2))
+
+    class ByHand(Manual):
+        def __init__(self) -> None:
+            super().__init__(sgd)
+            self.net.blocks[1].up.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+    assert_same_fits(ByHand, num_microbatches=1)
+
+
 # --- Other data for parameters, assigned in hooks. Layers used to go on with what had been there before.
 
 

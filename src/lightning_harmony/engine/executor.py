@@ -1087,8 +1087,8 @@ class Executor:
         hooks = list((parameter._backward_hooks or {}).values())
         if hooks and (use > 0 or self._num_owners[parameter] > 1):
             raise UnsupportedModelError(
-                f"parameter {self._names[parameter]!r} has a hook (register_hook) and is used several times in a step: the hook "
-                "would see the gradient of each use apart; change the gradients in on_after_backward instead"
+                f"parameter {self._names[parameter]!r} has a hook (register_hook) and is used several times in a step: the "
+                "hook would see the gradient of each use apart; change the gradients in on_after_backward instead"
             )
         if hooks:
             gradient = gradient.to(parameter.dtype)

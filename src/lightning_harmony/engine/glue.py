@@ -176,7 +176,7 @@ def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
     token = runtime.token(parameter)
     if token is None:
         anchor = torch.zeros((), requires_grad=True)
-        token = _Token.apply(anchor, layer, parameter, runtime.device_of(layer), stand_in.dtype, runtime)
+        token = _Token.apply(anchor, layer, runtime.device_of(layer), stand_in.dtype, runtime)
         runtime.keep_token(parameter, token)
     with runtime.visit(layer, Phase.FORWARD) as residency:
         tensor = _Use.apply(token, residency.leaves[parameter].detach())
@@ -191,11 +191,12 @@ class _Token(torch.autograd.Function):
         ctx: Any,
         anchor: Tensor,
         layer: SwappedLayer,
-        parameter: nn.Parameter,
         device: torch.device,
         dtype: torch.dtype,
         runtime: Runtime,
     ) -> Tensor:
+        # Not an argument of its own: autograd would call the hooks that it has.
+        (parameter,) = layer.parameters
         ctx.layer, ctx.parameter, ctx.runtime = layer, parameter, runtime
         ctx.use = runtime.expect_backward(layer)
         return torch.zeros((), dtype=dtype, device=device).expand(parameter.shape)
@@ -204,7 +205,7 @@ class _Token(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         with ctx.runtime.visit(ctx.layer, Phase.BACKWARD):
             ctx.runtime.accumulate(ctx.layer, ctx.use, [(ctx.parameter, gradient)])
-        return None, None, None, None, None, None
+        return None, None, None, None, None
 
 
 class _Use(torch.autograd.Function):
