@@ -177,6 +177,7 @@ class NotesException(pl.Callback):
 
 @pytest.mark.filterwarnings("ignore:.*was called without a model. The last model of the previous")
 @pytest.mark.filterwarnings("ignore:.*is set, but there is no last checkpoint available")
+@pytest.mark.devices(1, 2)
 def test_what_is_saved_on_an_exception_is_the_state_after_the_last_whole_step(tmp_path: Path) -> None:
     notes = []
     for kind in ("plain", "harmony"):
@@ -204,10 +205,12 @@ def test_what_is_saved_on_an_exception_is_the_state_after_the_last_whole_step(tm
     ],
     ids=["ema", "ema-every-2", "average"],
 )
+@pytest.mark.devices(1, 2)
 def test_averaged_weights_are_equal_and_validated(callback: Callable[[], Any]) -> None:
     fit_both(callback, max_epochs=2, validate=True)
 
 
+@pytest.mark.devices(1, 2)
 def test_stochastic_weight_averaging_gives_equal_bits() -> None:
     fit_both(
         lambda: cb.StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2), max_epochs=3, validate=True
@@ -263,6 +266,7 @@ class Finetuned(Model):
 
 
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
+@pytest.mark.devices(1, 2)
 def test_a_backbone_that_is_unfrozen_in_mid_run_gives_equal_bits() -> None:
     def callback() -> Any:
         return cb.BackboneFinetuning(
@@ -289,6 +293,7 @@ def weights_of_layers(module: Any) -> list[Any]:
     ],
     ids=["weights", "lottery-and-not-permanent", "all-at-random"],
 )
+@pytest.mark.devices(1, 2)
 def test_pruning_in_every_epoch_gives_equal_bits(parameters: Any, options: dict[str, Any]) -> None:
     """The second time it looks at the weights of the last forward, not at those of the last update."""
     runs = []
@@ -450,6 +455,7 @@ class Anomalous(Model):
 
 @pytest.mark.filterwarnings("ignore:Error detected in")
 @pytest.mark.parametrize("kind", ["plain", "harmony"])
+@pytest.mark.devices(1, 2)
 def test_anomaly_detection_finds_a_nan_in_the_backward_of_a_layer(kind: str) -> None:
     with pytest.raises(RuntimeError, match=r"BrokenBackward.*returned nan"):
         fit(kind, Anomalous(), detect_anomaly=True)
@@ -527,6 +533,7 @@ class Late(Model):
 
 
 @pytest.mark.filterwarnings("ignore:The state dict in .* contains parameters that")
+@pytest.mark.devices(1, 2)
 def test_a_model_that_is_built_in_configure_model_gives_equal_bits() -> None:
     assert_same(fit("plain", Late()), fit("harmony", Late()))
 

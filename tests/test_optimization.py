@@ -162,6 +162,7 @@ class Growing(Model):
             self.optimizers().add_param_group({"params": list(self.net.blocks[3].parameters()), "lr": 0.05})
 
 
+@pytest.mark.devices(1, 2)
 def test_parameters_that_are_added_in_mid_run_give_equal_bits() -> None:
     _, swapped = assert_same_fits(Growing, max_epochs=2)
     assert len(swapped.optimizers[0].param_groups) == 2
@@ -180,6 +181,7 @@ class Toggling(Model):
 
 
 @pytest.mark.parametrize("update", ["just-in-time", "deferred"])
+@pytest.mark.devices(1, 2)
 def test_layers_that_are_frozen_and_released_in_mid_run_give_equal_bits(update: Any) -> None:
     plain = fit("plain", Toggling(), max_epochs=3)
     swapped = trainer_for(harmony(update=update), max_epochs=3)
@@ -224,6 +226,7 @@ class Renewing(Replacing):
 
 
 @pytest.mark.parametrize("module", [Replacing, Pruning, Renewing])
+@pytest.mark.devices(1, 2)
 def test_parameters_that_are_replaced_in_mid_run_give_equal_bits(module: Any) -> None:
     assert_same_fits(module, max_epochs=3)
 
@@ -263,6 +266,7 @@ class Masking(Model):
         self.scale.register_hook(lambda gradient: gradient.mul_(0.5) and None)
 
 
+@pytest.mark.devices(1, 2)
 def test_hooks_of_parameters_change_their_gradients_in_automatic_and_in_manual_optimization() -> None:
     plain, _ = assert_same_fits(Masking, max_epochs=2)
     with pytest.raises(AssertionError):
@@ -333,6 +337,7 @@ class Rewinding(Model):
 
 
 @pytest.mark.parametrize("module", [Following, Averaging, Rewinding], ids=lambda module: module.__name__)
+@pytest.mark.devices(1, 2)
 def test_data_that_hooks_assign_to_parameters_gives_equal_bits(module: Any) -> None:
     validate = module is Averaging
     plain, swapped = (
@@ -452,6 +457,7 @@ class OwnZeroGrad(Model):
 
 @pytest.mark.parametrize("module", [OwnStep, OwnClipping], ids=lambda module: module.__name__)
 @pytest.mark.parametrize("memory", [CAPACITY, None], ids=["some", "all"])
+@pytest.mark.devices(1, 2)
 def test_overridden_hooks_give_equal_bits(module: Any, memory: Any) -> None:
     plain = fit("plain", module(), max_epochs=2)
     swapped = trainer_for(harmony(device_memory=memory), max_epochs=2)
@@ -484,6 +490,7 @@ class Sharpness(Model):
         optimizer.step()
 
 
+@pytest.mark.devices(1, 2)
 def test_a_closure_that_runs_twice_a_step_gives_equal_bits() -> None:
     assert_same_fits(Sharpness, num_microbatches=1)
 
@@ -506,6 +513,7 @@ class ReturnsDict(Model):
         self.seen.append(outputs)
 
 
+@pytest.mark.devices(1, 2)
 def test_a_step_that_returns_a_dict_gives_equal_bits_and_passes_its_outputs_on() -> None:
     plain, swapped = assert_same_fits(ReturnsDict)
     expected, found = plain.lightning_module.seen, swapped.lightning_module.seen
@@ -595,6 +603,7 @@ def test_reentrant_checkpointing_within_a_layer_is_refused_before_anything_is_tr
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.devices(1, 2)
 def test_checkpointing_around_layers_gives_equal_bits(reentrant: bool) -> None:
     plain = fit("plain", Checkpointed(reentrant=reentrant), max_epochs=2)
     swapped = trainer_for(harmony(update="deferred" if reentrant else "auto"), max_epochs=2)
@@ -618,6 +627,7 @@ class Sharing(Model):
 
 @pytest.mark.parametrize("whole_block", [False, True])
 @pytest.mark.parametrize("memory", [CAPACITY, None], ids=["some", "all"])
+@pytest.mark.devices(1, 2)
 def test_parameters_that_layers_share_differ_by_rounding_only(whole_block: bool, memory: Any) -> None:
     plain = fit("plain", Sharing(whole_block=whole_block), max_epochs=2)
     swapped = trainer_for(harmony(device_memory=memory), max_epochs=2)
@@ -641,6 +651,7 @@ class Accumulates(pl.callbacks.GradientAccumulationScheduler):
         return True
 
 
+@pytest.mark.devices(1, 2)
 def test_accumulation_by_a_schedule_gives_equal_bits() -> None:
     plain = trainer_for("auto", max_epochs=3, callbacks=[Accumulates(4)])
     plain.fit(Model(sgd), loader(2))
@@ -673,6 +684,7 @@ class SeesGradients(pl.Callback):
         self.seen.append({name: p.grad.clone() for name, p in module.named_parameters()})
 
 
+@pytest.mark.devices(1, 2)
 def test_every_gradient_is_there_after_the_backward() -> None:
     plain, swapped = SeesGradients(), SeesGradients()
     fit("plain", callbacks=[plain], num_microbatches=1)
