@@ -23,7 +23,12 @@ from torchmetrics import MeanMetric
 
 from lightning_harmony import HarmonyPrecision, HarmonyStrategy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    # The mask of one of the networks depends on the size of the batch.
+    pytest.mark.filterwarnings("ignore:the loss of 2 samples:UserWarning"),
+]
 
 
 @pytest.fixture(autouse=True)

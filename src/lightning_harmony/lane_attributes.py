@@ -12,14 +12,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
+from lightning_harmony.engine.attributes import LONGEST, OF_TORCH
 from lightning_harmony.engine.derived import OutOfReach
 
 _MISSING = object()
-# What torch itself keeps on every module: hooks, parameters, buffers, submodules.
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _CONTAINERS = (list, dict, OrderedDict, defaultdict)
-# Longer ones, such as vocabularies, are no place for features, and take long to compare.
-_LONGEST = 4096
 
 
 @dataclass
@@ -89,7 +86,7 @@ class _Space:
             return False
         if self.is_module:
             return (
-                name not in _OF_TORCH
+                name not in OF_TORCH
                 and type(value) not in (int, float)
                 and not isinstance(value, OutOfReach)
                 and not isinstance(before, OutOfReach)
@@ -151,7 +148,7 @@ class LaneAttributes:
             self._spaces += [
                 _Space(f"{name}.{attribute}" if name else attribute, value, is_module=False)
                 for attribute, value in vars(module).items()
-                if attribute not in _OF_TORCH and type(value) in _CONTAINERS and len(value) <= _LONGEST
+                if attribute not in OF_TORCH and type(value) in _CONTAINERS and len(value) <= LONGEST
             ]
         self._watched = [space for space in self._spaces if self._known is None or space.name in self._known]
 

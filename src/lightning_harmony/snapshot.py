@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.attributes import restore_of_generator
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.rng import RandomState
 
@@ -32,7 +32,6 @@ class Snapshot:
     def __init__(self, module: nn.Module, results: Any, cuda_devices: Sequence[torch.device]) -> None:
         self._cuda_devices = cuda_devices
         self._random, self._cuda = self._states()
-        self._numpy = _numpy_state()
         self._undo: list[Callable[[], None]] = []
         self._seen: set[int] = set()
         logged = [] if results is None else [results, *results.values()]
@@ -55,7 +54,7 @@ class Snapshot:
         now, cuda = self._states()
         tensors = [(now.cpu, self._random.cpu), *zip(cuda, self._cuda, strict=True)]
         same = all(torch.equal(one, other) for one, other in tensors)
-        return not same or now.python != self._random.python or _position(_numpy_state()) != _position(self._numpy)
+        return not same or (now.python, now.numpy) != (self._random.python, self._random.numpy)
 
     def restore(self) -> None:
         """Make everything what it was."""
@@ -68,8 +67,6 @@ class Snapshot:
         self._random.restore(None)
         for device, state in zip(self._cuda_devices, self._cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
-        if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(self._numpy)
 
     def _states(self) -> tuple[RandomState, list[Tensor]]:
         return RandomState.capture(None), [torch.cuda.get_rng_state(device) for device in self._cuda_devices]
@@ -88,6 +85,10 @@ class Snapshot:
                 self._remember(value)
 
     def _remember(self, value: Any) -> None:
+        if isinstance(value, tuple):
+            for inner in value:
+                self._remember(inner)
+            return
         undo = self._undo_of(value)
         if undo is None or id(value) in self._seen:
             return
@@ -102,11 +103,9 @@ class Snapshot:
             return None
         if isinstance(value, Tensor):
             return _undo_tensor(value)
-        if isinstance(value, torch.Generator):
-            return _undo_generator(value)
         if type(value) in (list, deque):
             return _undo_sequence(value)
-        return _undo_collection(value) if isinstance(value, dict | set) else None
+        return _undo_collection(value) if isinstance(value, dict | set) else restore_of_generator(value)
 
 
 def _undo_tensor(value: Tensor) -> Callable[[], None]:
@@ -118,15 +117,6 @@ def _undo_tensor(value: Tensor) -> Callable[[], None]:
         if version is None or value._version != version:
             with torch.inference_mode(version is None):
                 value.detach().copy_(before)
-
-    return undo
-
-
-def _undo_generator(value: torch.Generator) -> Callable[[], None]:
-    before = value.get_state()
-
-    def undo() -> None:
-        value.set_state(before)
 
     return undo
 
@@ -156,13 +146,3 @@ def _contents(value: Any) -> Iterator[Any]:
         yield from value.values()
     elif isinstance(value, list | deque):
         yield from value
-
-
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy.random")
-    return None if numpy is None else numpy.get_state()
-
-
-def _position(numpy_state: Any) -> Any:
-    """Where NumPy's generator is in its stream."""
-    return None if numpy_state is None else (numpy_state[1].tobytes(), *numpy_state[2:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 
@@ -54,9 +55,10 @@ def test_out_of_reach_only_the_modules_own_call_can_use_them() -> None:
     (weight,) = derived_weights(module)
     with out_of_reach({"net.0.weight": weight}):
         for use in (
-            lambda: 2 * module.weight,
+            lambda: torch.ones(4) * module.weight,
             lambda: torch.add(torch.ones(4), module.weight),
             lambda: module.weight.shape,
+            lambda: F.linear(torch.ones(4), module.weight),
         ):
             with pytest.raises(UnsupportedModelError, match=r"net\.0\.weight.* is used outside of its module's call"):
                 use()

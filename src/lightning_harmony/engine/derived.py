@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -66,26 +66,28 @@ def _of(owner: nn.Module) -> Iterator[DerivedWeight]:
             yield DerivedWeight(owner, hook.name, hook)
 
 
-class OutOfReach(Tensor):
-    """What is in a derived weight's place while layers are swapped: nobody but its module's call may use that."""
+class OutOfReach:
+    """What is in a derived weight's place while layers are swapped: nobody but its module's call may use that.
 
-    _name: str
+    Args:
+        name: the qualified name of the attribute.
+    """
 
-    @staticmethod
-    def of(name: str) -> OutOfReach:
-        """In place of the attribute of this qualified name."""
-        placeholder: OutOfReach = torch.empty(0).as_subclass(OutOfReach)
-        placeholder._name = name
-        return placeholder
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise self._refusal()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse whatever is asked of it."""
-        found = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OutOfReach)), None)
-        name = "a weight" if found is None else repr(vars(found)["_name"])
-        raise UnsupportedModelError(
-            f"{name} is used outside of its module's call, which computes it from parameters that are swapped, as pruning and "
-            "the older weight_norm and spectral_norm do: call the module, or use the parameters that it is computed from"
+        """Refuse whatever it is passed to."""
+        raise next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OutOfReach))._refusal()
+
+    def _refusal(self) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{self._name!r} is used outside of its module's call, which computes it from parameters that are swapped, as "
+            "pruning and the older weight_norm and spectral_norm do: call the module, or use those parameters"
         )
 
 
@@ -94,7 +96,7 @@ def out_of_reach(weights: Mapping[str, DerivedWeight]) -> Iterator[None]:
     """Within the context, nobody but their modules' calls can use these weights, given by their qualified names."""
     before = {name: weight.get() for name, weight in weights.items()}
     for name, weight in weights.items():
-        weight.set(OutOfReach.of(name))
+        weight.set(OutOfReach(name))
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_harmony.engine.compiled import compiled_whole, is_compiled
+from lightning_harmony.engine.containers import Containers
 from lightning_harmony.engine.derived import derives_weights
 from lightning_harmony.engine.glue import StandIn
 from lightning_harmony.engine.host_store import lies_in
@@ -113,7 +114,16 @@ class InterceptedForward:
     # A container around layers may be compiled: not what comes in between.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer, swapped in."""
+        """Run the layer, swapped in.
+
+        Raises:
+            UnsupportedModelError: within `torch.func` transformations, or if the layer does what would be lost.
+        """
+        if torch._C._are_functorch_transforms_active():
+            raise UnsupportedModelError(
+                f"layer {self.layer.name!r} is called within a transformation of torch.func (vmap, grad, jvp), which cannot "
+                "see through the swapping: make the module that does so a layer with HarmonyStrategy(layers=...)"
+            )
         call = self._call(args, kwargs)
         with self._runtime.calling():
             if not call.needs_gradients():
@@ -152,7 +162,8 @@ class LayerCall:
 
     residency: Residency
     _buffers_before: dict[BufferKey, Tensor]
-    _graph: tuple[list[Tensor], list[Any]] | None = None
+    _graph: tuple[list[Tensor], list[Any], list[Tensor]] | None = None
+    _distinct: list[int] | None = None
 
     def __init__(
         self, intercepted: InterceptedForward, runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -161,6 +172,7 @@ class LayerCall:
         self._original = intercepted.original
         self._is_compiled = intercepted.is_compiled
         self._runtime = runtime
+        self._containers = Containers(args, kwargs)
         leaves, self._spec = tree_flatten((args, kwargs))
         leaves = [leaf.use() if isinstance(leaf, StandIn) else leaf for leaf in leaves]
         self._leaves: list[Any] = _cast(leaves, self._layer.compute_dtype)
@@ -169,6 +181,11 @@ class LayerCall:
         self.tensors: list[Tensor] = list(unique.values())
         numbers = {key: number for number, key in enumerate(unique)}
         self._numbers = [numbers.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in self._leaves]
+        # As the caller has them, not cast.
+        self._given: list[Any] = []
+        if not self._containers.are_none:
+            of_caller = {n: leaf for n, leaf in zip(self._numbers, leaves, strict=True) if n is not None}
+            self._given = [of_caller[n] for n in range(len(of_caller))]
 
     def needs_gradients(self) -> bool:
         """Whether a backward can come of it."""
@@ -191,24 +208,25 @@ class LayerCall:
         with self.visit(Phase.FORWARD):
             self.tensors = self._runtime.brought(self.tensors, self.residency)
             with self._runtime.running(self.residency):
-                leaves, unflatten = flatten(self._run_only())
+                leaves, unflatten = self._flatten(self._run_only())
                 leaves = [self.own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             self.residency.device.hand_out(leaf for leaf in leaves if isinstance(leaf, Tensor))
-            return unflatten(iter(leaves))
+            return self._returned(unflatten(iter(leaves)))
 
-    def _run_only(self) -> Any:
+    def _run_only(self) -> tuple[Any, list[Any]]:
         watch = self._runtime.watch(self._layer, self.residency)
         if watch is not None:
-            self._random = self._capture_random()
+            self._random, self._attributes = self._capture_random(), self._layer.attributes.read()
         args, kwargs = tree_unflatten(self._with_tensors(self.tensors, self._leaves), self._spec)
+        contents = self._containers.watched(args, kwargs, self.tensors)
         with self._bound(self.residency.buffers) as left, self._watching(watch):
-            result = self._run(*args, **kwargs)
+            result = self._run(*args, **kwargs), contents()
         changed = self._keep_buffers(left)
         if watch is not None and not changed:
             self._casting, self._buffers_before, self._objects = CastingState(), {}, self._leaves
             self._requires_grad = [False] * len(self.tensors)
             # Without gradients, a layer may change its inputs in place.
-            self._try_narrow(watch, [tensor.clone() for tensor in self.tensors], flatten(result)[0])
+            self._try_narrow(watch, [tensor.clone() for tensor in self.tensors], self._flatten(result)[0])
         return result
 
     def forward(self) -> tuple[Any, ...]:
@@ -222,7 +240,9 @@ class LayerCall:
 
     def _run_and_stash(self) -> tuple[Any, ...]:
         self._inputs = [self._runtime.stash(tensor) for tensor in self.tensors]
-        self._objects = [self._snapshot(leaf) for leaf in self._leaves]
+        hidden: list[Tensor] = []
+        self._objects = [self._snapshot(leaf, hidden) for leaf in self._leaves]
+        self._attributes = self._layer.attributes.read()
         self._random = self._capture_random()
         self._casting = CastingState()
         # All weights of a pack are views of one buffer, and count their changes together.
@@ -238,13 +258,14 @@ class LayerCall:
             args, kwargs = self._arguments(inputs, self._leaves)
             for tensor in inputs:
                 refuse_accumulation(tensor)
+            contents = self._containers.watched(args, kwargs, inputs)
             watch = self._runtime.watch(self._layer, self.residency)
             with self._bound(buffers) as left, self._explaining(), self._watching(watch):
-                result = self._run(*args, **kwargs)
+                result = self._run(*args, **kwargs), contents()
         self._buffers_before = {key: before[key] for key in self._keep_buffers(left)}
         self._refuse_changed([t._version == version for t, version in zip(checked, versions, strict=True)])
-        flat, self._unflatten = flatten(result)
-        self._graph = (inputs, flat) if keeps else None
+        flat, self._unflatten = self._flatten(result)
+        self._graph = (inputs, flat, [*self._attributes.needing_gradients(), *hidden]) if keeps else None
         if watch is not None:
             self._try_narrow(watch, [tensor.detach() for tensor in self.tensors], flat)
         self._leaves = []
@@ -303,7 +324,13 @@ class LayerCall:
 
     def unflatten_outputs(self, outputs: Any) -> Any:
         """The result in the shape in which the layer returned it."""
-        return self._unflatten(iter(outputs))
+        return self._returned(self._unflatten(iter(outputs)))
+
+    def _returned(self, result: tuple[Any, list[Any]]) -> Any:
+        returned, contents = result
+        self._containers.write_back(contents, self._given)
+        self._given = []
+        return returned
 
     def backward(self, gradients: Sequence[Tensor | None], *, sum_parameters: bool) -> list[Tensor | None]:
         """Recompute, and return the gradients of the tensors that it was called with, each where that is."""
@@ -339,20 +366,21 @@ class LayerCall:
         if self._runtime.is_last_backward():
             # The node lives as long as its graph; what it kept need not.
             self._inputs, self._objects = [], []
+            del self._attributes
         return [next(of_inputs) if tensor.requires_grad else None for tensor in inputs]
 
     def _graph_of_forward(self) -> tuple[list[Tensor], list[Any], list[Tensor]]:
         """Inputs, flat result and hidden tensors with the graph between them: kept, or recomputed."""
         kept, self._graph = self._graph, None
         if kept is not None:
-            return *kept, []
+            return kept
         with self._runtime.measuring_graph(self._layer):
             inputs = [(value.load() if isinstance(value, Stashed) else value).detach() for value in self._inputs]
             return inputs, *self._recompute(inputs)
 
     def _recompute(self, inputs: list[Tensor], run: Callable[..., Any] | None = None) -> tuple[list[Any], list[Tensor]]:
         """Run the forward again as it ran; return its flat result, and the tensors hidden in objects."""
-        hidden: list[Tensor] = []
+        hidden = self._attributes.needing_gradients()
         leaves = [self._restored(leaf, hidden) for leaf in self._objects]
         buffers = {**self.residency.buffers, **{key: t.clone() for key, t in self._buffers_before.items()}}
         now = self._capture_random()
@@ -360,11 +388,29 @@ class LayerCall:
         try:
             with torch.enable_grad(), self._casting.applied():
                 args, kwargs = self._arguments(inputs, leaves)
-                with self._bound(buffers):
-                    result = (run or self._run)(*args, **kwargs)
+                contents = self._containers.watched(args, kwargs, inputs)
+                with self._layer.attributes.as_they_were(self._attributes), self._bound(buffers):
+                    result = (run or self._run)(*args, **kwargs), contents()
         finally:
             now.restore(self._cuda_device())
-        return flatten(result)[0], hidden
+        return self._flatten(result)[0], hidden
+
+    def _flatten(self, result: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
+        """Like `flatten`; a tensor that is in several places is one leaf, and comes back as one to each of them."""
+        leaves, unflatten = flatten(result)
+        first: dict[int, int] = {}
+        places = [first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves)]
+        if self._distinct is None:
+            self._distinct = [place for place, at in enumerate(places) if place == at]
+        if len(self._distinct) == len(leaves):
+            return leaves, unflatten
+        distinct = self._distinct
+
+        def unflatten_all(values: Iterator[Any]) -> Any:
+            by_place = dict(zip(distinct, values, strict=True))
+            return unflatten(iter([by_place[place] for place in places]))
+
+        return [leaves[place] for place in distinct], unflatten_all
 
     def _arguments(self, tensors: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
         for tensor, requires_grad in zip(tensors, self._requires_grad, strict=True):
@@ -400,13 +446,14 @@ class LayerCall:
         self.residency.dirty_buffers.update(changed)
         return changed
 
-    def _snapshot(self, leaf: Any) -> Any:
+    def _snapshot(self, leaf: Any, hidden: list[Tensor]) -> Any:
         if not is_opaque(leaf):
             return None if isinstance(leaf, Tensor) else leaf
         try:
             snapshot = ObjectSnapshot(leaf)
         except TypeError:
             return leaf
+        hidden += [tensor for tensor in snapshot.tensors if tensor.requires_grad]
         stashed = [self._runtime.stash(tensor) for tensor in snapshot.tensors]
         return _StashedObject(snapshot, stashed, [tensor.requires_grad for tensor in snapshot.tensors])
 
@@ -443,7 +490,7 @@ class LayerCall:
     def _refuse_hidden(self, gradients: Sequence[Tensor | None]) -> None:
         if any(gradient is not None for gradient in gradients):
             raise UnsupportedModelError(
-                f"layer {self._layer.name!r} takes a tensor that needs gradients inside an object; "
+                f"layer {self._layer.name!r} takes a tensor that needs gradients inside an object, or from an attribute; "
                 "pass it as an argument of its own, or in a tuple, list or dict"
             )
 

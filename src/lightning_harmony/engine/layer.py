@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.attributes import AttributesOfLayer
 from lightning_harmony.engine.derived import derived_weights
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -61,6 +62,7 @@ class SwappedLayer:
         parameters: its parameters, each once.
         buffers: owner and name of each of its buffers.
         compute_dtype: the type in which its floating parameters and inputs are on the device; None for their own.
+        attributes: what its code keeps on its modules beside.
         num_buffer_writes: how often the host's buffers were written by what layers changed on a device.
         narrow: the parameters that are narrower on the device: with a compute type all that it narrows, else those that
             the layer reads through a cast alone. And to which type.
@@ -79,6 +81,7 @@ class SwappedLayer:
         self.module = module
         self.parameters = list(dict.fromkeys(parameters))
         self.buffers = buffers_of(module) if module is not None else []
+        self.attributes = AttributesOfLayer(list(module.modules()) if module is not None else [])
         self.num_buffer_writes = 0
         self.compute_dtype = compute_dtype
         types = {parameter: dtype_on_device(parameter, compute_dtype) for parameter in self.parameters}

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_harmony.engine.numpy_random import NumpyState
+
 
 def stream_seed(seed: int, *key: int) -> int:
     """The seed of the random stream with a key, such as (step, microbatch), under the user's seed."""
@@ -21,17 +23,18 @@ def stream_seed(seed: int, *key: int) -> int:
 
 
 class RandomState(NamedTuple):
-    """The state of every generator that layers draw from: torch's, on the host and on the current GPU, and Python's."""
+    """The state of all that layers draw from: torch's generators on the host and the current GPU, Python's and NumPy's."""
 
     cpu: Tensor
     cuda: Tensor | None
     python: Any
+    numpy: NumpyState | None
 
     @classmethod
     def capture(cls, cuda_device: int | None) -> RandomState:
         """Read the generators as they are, on a GPU that of the device given by its index."""
         cuda = None if cuda_device is None else torch.cuda.get_rng_state(cuda_device)
-        return cls(torch.default_generator.get_state(), cuda, _get_python_state())
+        return cls(torch.default_generator.get_state(), cuda, _get_python_state(), NumpyState.capture())
 
     def restore(self, cuda_device: int | None) -> None:
         """Set the generators to this state, which may come from another GPU."""
@@ -39,13 +42,14 @@ class RandomState(NamedTuple):
         if cuda_device is not None and self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, cuda_device)
         _set_python_state(self.python)
+        if self.numpy is not None:
+            self.numpy.restore()
 
 
 class RandomStreams:
     """Gives each lane its own generators while it holds the baton, and the caller's back afterwards.
 
     A lane has one stream for all GPUs, which follows it from one to the next: what it draws doesn't depend on where.
-    NumPy's global generator is switched too, where NumPy is loaded, by exchanging its bit generator.
 
     Args:
         seeds: one for each lane; None where the lane goes on with the caller's stream, as a single one does.
@@ -56,10 +60,8 @@ class RandomStreams:
         self._seeds = seeds
         self._cuda_devices = cuda_devices
         self._states: dict[int, RandomState] = {}
-        self._numpy: dict[int, Any] = {}
         self._owner: int | None = None
         self._caller: RandomState | None = None
-        self._numpy_caller: Any = None
         self._at = cuda_devices[0] if cuda_devices else None
         self._others: dict[int, Tensor] = {}
 
@@ -72,8 +74,6 @@ class RandomStreams:
             self._states[lane].restore(self._at)
         else:
             self._seed(lane)
-        if lane in self._numpy:
-            _numpy_random().set_bit_generator(self._numpy[lane])
         self._owner = lane
 
     def follow(self, cuda_device: int) -> None:
@@ -94,19 +94,15 @@ class RandomStreams:
             self._put_away()
             assert self._caller is not None
             self._caller.restore(self._at)
-            if self._numpy_caller is not None:
-                _numpy_random().set_bit_generator(self._numpy_caller)
         for index, state in self._others.items():
             torch.cuda.set_rng_state(state, index)
         self._others = {}
-        self._owner = self._caller = self._numpy_caller = None
+        self._owner = self._caller = None
 
     def _put_away(self) -> None:
         state = RandomState.capture(self._at)
         if self._owner is None:
             self._caller = state
-            if _numpy_random() is not None:
-                self._numpy_caller = _numpy_random().get_bit_generator()
         else:
             self._states[self._owner] = state
 
@@ -117,14 +113,9 @@ class RandomStreams:
         if self._at is not None:
             torch.cuda.default_generators[self._at].manual_seed(seed)
         random.seed(seed)
-        if self._numpy_caller is not None:
-            self._numpy[lane] = _numpy_random().MT19937(seed)
-
-
-def _numpy_random() -> Any:
-    """NumPy's random module, where it is loaded and can exchange bit generators (1.24 and later)."""
-    module = sys.modules.get("numpy.random")
-    return module if hasattr(module, "set_bit_generator") else None
+        numpy = NumpyState.seeded(seed)
+        if numpy is not None:
+            numpy.restore()
 
 
 # CPython's generator: behind the object's header an index and 624 words (Modules/_randommodule.c). Through the public

@@ -1,0 +1,349 @@
+"""A layer's call runs again in the backward: it must find what it found, and what it does to Python's side is done once."""
+
+from __future__ import annotations
+
+import copy
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import nets
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from same_training import SEED, Net, assert_same_training
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+from lightning_harmony.engine.rng import stream_seed
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+
+NUM_MICROBATCHES = 2
+
+
+def samples() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [tuple(torch.randn(2, nets.WIDTH, generator=generator)) for _ in range(12)]
+
+
+class Blocks(nn.Module):
+    """Four blocks, between an input and a target."""
+
+    def __init__(self, block: Any = nets.Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.run(x), y)
+
+
+class EvaluatedThenTrained(Blocks):
+    """Without dropout in the forward, though the modules are in training when the backward comes."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nets.Block(dropout=0.3))
+
+    def run(self, x: Tensor) -> Tensor:
+        self.blocks.eval()
+        x = super().run(x)
+        self.blocks.train()
+        return x
+
+
+class Counts(nets.Block):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + 0.1 * (self.calls % 3))
+
+
+class BeginsOnce(nets.Block):
+    """Statistics of the first call, as an ActNorm has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(nets.WIDTH))
+        self.has_begun = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.has_begun:
+            self.shift = x.detach().mean(0)
+            self.has_begun = True
+        return super().forward(x - self.shift)
+
+
+class Collects(nets.Block):
+    """What was collected changes what is computed next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+        self.by_name: dict[str, list[int]] = {"calls": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norms.append(float(x.detach().norm()))
+        self.by_name["calls"].append(len(self.norms))
+        return super().forward(x) * (1 + 0.01 * len(self.norms)) / (1 + 0.01 * sum(self.norms[-3:]))
+
+
+class CountsInATensor(nets.Block):
+    """Not registered as a buffer, and changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [torch.zeros(())]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen[0] += len(x)
+        return super().forward(x) / (1 + 0.01 * self.seen[0])
+
+
+class Measures(nets.Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.update(x.detach().abs().mean())
+        return super().forward(x) / (1 + self.mean.compute())
+
+
+class TorchGenerator(nets.Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+        self.generator.manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.rand(x.shape[-1], generator=self.generator))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchGenerator:
+        block = type(self)()
+        block.load_state_dict(self.state_dict())
+        return block
+
+
+class OtherGenerators(nets.Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators = random.Random(5), np.random.default_rng(5), np.random.RandomState(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        python, numpy, legacy = self.generators
+        return super().forward(x * (python.random() + float(numpy.random()) + legacy.rand()) / 2)
+
+
+class AppendsToItsArgument(nets.Block):
+    def forward(self, x: Tensor, outputs: list[Tensor]) -> Tensor:
+        x = super().forward(x)
+        outputs.append(x)
+        return x
+
+
+class Lists(Blocks):
+    """Blocks that are handed a list for what they compute, as encoders of a U-Net are."""
+
+    def __init__(self) -> None:
+        super().__init__(AppendsToItsArgument)
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        outputs = [x]
+        for block in self.blocks:
+            x = block(x, outputs)
+        assert outputs[0] is batch[0]
+        assert outputs[-1] is x
+        assert len(outputs) == 5
+        return F.mse_loss(torch.stack(outputs[1:]).mean(0), y)
+
+
+class TakesFromItsArgument(nets.Block):
+    def forward(self, x: Tensor, *, kept: dict[str, list[Tensor]], names: list[str]) -> Tensor:
+        skip = kept[names.pop()].pop()
+        x = super().forward(x + skip)
+        kept.setdefault("late", []).append(x)
+        return x
+
+
+class Dicts(Blocks):
+    def __init__(self) -> None:
+        super().__init__(TakesFromItsArgument)
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        kept, names = {"a": [x * 2, x * 3], "b": [x * 4, x * 5]}, ["a", "b", "b", "a"]
+        for block in self.blocks:
+            x = block(x, kept=kept, names=names)
+        assert (kept["a"], kept["b"], names) == ([], [], [])
+        return F.mse_loss(sum(kept["late"]), y)
+
+
+BLOCKS = [Counts, BeginsOnce, Collects, CountsInATensor, Measures, TorchGenerator, OtherGenerators]
+
+
+@pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "44KiB"), (2, "44KiB")])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_a_layer_keeps_in_python(block: type[nn.Module], devices: int, memory: Any) -> None:
+    torch.manual_seed(0)
+    net = Net(Blocks(block))
+    assert_same_training(net, samples(), num_microbatches=2, batch_size=4, devices=devices, device_memory=memory)
+
+
+@pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "44KiB"), (2, "44KiB")])
+@pytest.mark.parametrize("net", [EvaluatedThenTrained, Lists, Dicts])
+def test_what_a_layer_is_given(net: type[nn.Module], devices: int, memory: Any) -> None:
+    torch.manual_seed(0)
+    # Tensors with two readers each.
+    tolerance = 0.0 if net is EvaluatedThenTrained else 1e-5
+    assert_same_training(
+        Net(net()),
+        samples(),
+        num_microbatches=2,
+        batch_size=4,
+        devices=devices,
+        device_memory=memory,
+        tolerance=tolerance,
+    )
+
+
+@pytest.mark.parametrize("memory", [None, "44KiB"])
+def test_what_a_layer_counts_and_collects_is_counted_once(memory: Any) -> None:
+    module = Net(Blocks(Collects))
+    strategy = HarmonyStrategy(num_microbatches=2, device_memory=memory, loss_reduction="mean")
+    pl.Trainer(strategy=strategy, **_options(3)).fit(module, torch.utils.data.DataLoader(samples(), batch_size=4))
+    for block in module.net.blocks:
+        assert len(block.norms) == 6
+        assert block.by_name == {"calls": [1, 2, 3, 4, 5, 6]}
+
+
+def _options(num_steps: int) -> dict[str, Any]:
+    return {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": num_steps,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+
+
+class DrawsFromNumPy(nets.Block):
+    """Normal numbers come in pairs, the second of which NumPy keeps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1 + 0.1 * np.random.randn()))
+
+
+class SeedNumPy(pl.Callback):
+    """Gives plain training NumPy's streams that harmony gives its microbatches."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.accumulate_grad_batches > 1:
+            step, microbatch = divmod(trainer.fit_loop.epoch_loop.total_batch_idx, NUM_MICROBATCHES)
+            generator = np.random.RandomState(np.random.MT19937(stream_seed(SEED, step, microbatch)))
+            np.random.set_state(generator.get_state())
+
+
+@pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "44KiB"), (2, "44KiB")])
+def test_what_layers_draw_from_numpy(devices: int, memory: Any) -> None:
+    torch.manual_seed(0)
+    module, trained = Net(Blocks(DrawsFromNumPy)), []
+    for strategy, num_batches in (
+        ("auto", NUM_MICROBATCHES),
+        (HarmonyStrategy(num_microbatches=NUM_MICROBATCHES, device_memory=memory, loss_reduction="mean"), 1),
+    ):
+        each = copy.deepcopy(module)
+        torch.manual_seed(SEED)
+        options = {**_options(3), "devices": devices if num_batches == 1 else 1, "callbacks": [SeedNumPy()]}
+        trainer = pl.Trainer(strategy=strategy, accumulate_grad_batches=num_batches, **options)
+        trainer.fit(each, torch.utils.data.DataLoader(samples(), batch_size=4 // num_batches))
+        trained.append(each.state_dict())
+    for name, tensor in trained[0].items():
+        assert torch.equal(tensor, trained[1][name]), name
+
+
+class ChangesALargeTensor(nets.Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.history = [torch.zeros(1024, nets.WIDTH)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.history[0][: len(x)] += x.detach()
+        return super().forward(x) + self.history[0].mean()
+
+
+class Vmapped(Blocks):
+    def run(self, x: Tensor) -> Tensor:
+        return torch.vmap(super().run)(x)
+
+
+class ReadsWhatNeedsGradients(nets.Block):
+    """From its second step on."""
+
+    calls = 0
+    context: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x if self.calls <= NUM_MICROBATCHES else x + self.context)
+
+
+class GivesByAttribute(Blocks):
+    def __init__(self) -> None:
+        super().__init__(ReadsWhatNeedsGradients)
+        self.make = nn.Linear(nets.WIDTH, nets.WIDTH)
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.context = self.make(x)
+            x = block(x)
+        return x
+
+
+class ReadsAnObject(ReadsWhatNeedsGradients):
+    def forward(self, x: Tensor, context: Any) -> Tensor:  # type: ignore[override]
+        self.context = context.tensor
+        x = super().forward(x)
+        del self.context
+        return x
+
+
+class GivesInAnObject(GivesByAttribute):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReadsAnObject() for _ in range(4))
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, SimpleNamespace(tensor=self.make(x)))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("net", "memory", "message"),
+    [
+        (lambda: Blocks(ChangesALargeTensor), "1MiB", "'history' of a layer was changed in place .*register_buffer"),
+        (Vmapped, None, r"within a transformation of torch.func .*HarmonyStrategy\(layers=\.\.\.\)"),
+        # Recomputed, and with the graph of the forward kept.
+        (GivesByAttribute, "60KiB", r"layer 'net.blocks.\d' takes a tensor that needs gradients .* from an attribute"),
+        (GivesByAttribute, None, r"layer 'net.blocks.\d' takes a tensor that needs gradients .* from an attribute"),
+        (GivesInAnObject, None, r"layer 'net.blocks.\d' takes a tensor that needs gradients inside an object"),
+    ],
+)
+def test_what_would_go_wrong_is_refused(net: Any, memory: Any, message: str) -> None:
+    strategy = HarmonyStrategy(num_microbatches=2, loss_reduction="mean", device_memory=memory)
+    trainer = pl.Trainer(strategy=strategy, **_options(3))
+    with pytest.raises(UnsupportedModelError, match=message):
+        trainer.fit(Net(net()), torch.utils.data.DataLoader(samples(), batch_size=4))
