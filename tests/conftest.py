@@ -17,11 +17,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--profile-cache", action="store_true", help="let the fits of a test know what earlier ones measured"
     )
-    parser.addoption("--devices", type=int, default=1, help="train on so many virtual devices where a test says none")
+    parser.addoption("--devices", type=int, help="train on so many devices where a test names no number")
+    parser.addoption("--accelerator", choices=["cpu", "gpu"], default="cpu", help="on which, where a test names none")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    same_training.default_devices = config.getoption("--devices")
+    same_training.accelerator = config.getoption("--accelerator")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of what devices could change run on one and on two: `@pytest.mark.devices(1, 2)`."""
+    marker = metafunc.definition.get_closest_marker("devices")
+    if marker is not None and metafunc.config.getoption("--devices") is None:
+        metafunc.parametrize("num_default_devices", marker.args, indirect=True, ids=lambda number: f"{number}dev")
+
+
+@pytest.fixture(autouse=True)
+def num_default_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """On how many devices harmony trains where a test names no number."""
+    number: int = getattr(request, "param", None) or request.config.getoption("--devices") or 1
+    monkeypatch.setattr(same_training, "default_devices", number)
+    return number
 
 
 # What a test takes tells of the machine and what else runs on it.

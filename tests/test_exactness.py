@@ -31,6 +31,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "own-parameters": nets.OwnParameters,
     "returned-parameter": nets.ReturnedParameter,
     "spectral-norm": nets.SpectralNorm,
+    "changes-an-input": nets.ChangesAnInput,
 }
 CAPACITIES = {"all": None, "some": "88KiB", "tight": "60KiB"}
 

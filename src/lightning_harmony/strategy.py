@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning_harmony.engine.decompose import Layer, find_layers
 from lightning_harmony.engine.device import CudaDevice, Device, VirtualDevice, free_device_bytes
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.fused import FusedGroups
+from lightning_harmony.engine.host_store import HostStore
 from lightning_harmony.engine.origin import origin_of
 from lightning_harmony.engine.report import StepReport
 from lightning_harmony.engine.step_recorder import StepRecorder
@@ -32,7 +34,6 @@ from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
 from lightning_harmony.profile_cache import ProfileCache
 from lightning_harmony.refusals import (
     refuse_other_accelerators,
-    refuse_pruning,
     refuse_several_processes,
     refuse_sparse,
     refuse_uninitialized,
@@ -268,13 +269,12 @@ class HarmonyStrategyMixin(_Base):
         """Find the layers, build the host store, intercept the layers, and create the optimizers."""
         assert self.accelerator is not None
         assert self.model is not None
-        refuse_pruning(self._lightning, trainer)
         refuse_uninitialized(self._module)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self._executor = self._build_executor(trainer)
-        self._prepare(trainer, self._executor)
+        self._executor = engine = self._build_executor(trainer, self._settings.plan)
+        self._prepare(trainer, engine, SplitCheck(self._lightning, trainer, engine, self._settings))
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
             host_memory.refuse_too_little(self.optimizers)
@@ -282,14 +282,29 @@ class HarmonyStrategyMixin(_Base):
             self._training.show_start()
         self.setup_precision_plugin()
 
-    def _prepare(self, trainer: Any, engine: Executor) -> None:
+    def _prepare(self, trainer: Any, engine: Executor, split_check: SplitCheck) -> None:
         tree, settings = self._lightning, self._settings
         deferred = DeferredUpdate(UpdatePolicy(tree, trainer, engine, settings.update), engine)
-        split_check = SplitCheck(tree, trainer, engine, settings)
         self._training = Training(tree, trainer, engine, settings, deferred, split_check, self._fused, self._reports)
         self._evaluation = Evaluation(tree, trainer, engine, settings)
 
-    def _build_executor(self, trainer: Any) -> Executor:
+    def _catch_up(self) -> None:
+        """Before a step, see to what was changed since the last one: other parameters need another set-up."""
+        assert self._executor is not None
+        assert self._training is not None
+        if self._executor.is_outdated():
+            before = self._training
+            self._finish_update()
+            self._executor.close()
+            refuse_uninitialized(self._module)
+            store = self._executor.store
+            known = all(parameter in store for parameter in self._module.parameters())
+            # A plan that was given is for the model as it was.
+            self._executor = engine = self._build_executor(before.trainer, None, store if known else None)
+            self._prepare(before.trainer, engine, replace(before.split_check, engine=engine))
+        self._executor.catch_up()
+
+    def _build_executor(self, trainer: Any, plan: Plan | None, store: HostStore | None = None) -> Executor:
         module = self._module
         refuse_sparse(module)
         devices = self._open_devices()
@@ -310,9 +325,10 @@ class HarmonyStrategyMixin(_Base):
                 parallel=self._settings.parallel,
                 compute_dtype=compute_dtype,
                 compile_options=self._settings.compile_options,
-                plan=self._settings.plan,
+                plan=plan,
                 progress=progress,
                 records=self._records(module, layers, devices),
+                store=store,
             )
 
     def _records(self, module: nn.Module, layers: list[Layer], devices: list[Device]) -> ProfileCache | None:
@@ -435,6 +451,7 @@ class HarmonyStrategyMixin(_Base):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """The last batch is done with: signals that came meanwhile are delivered."""
         self._signals.release()
+        self._catch_up()
 
     def on_validation_start(self) -> None:
         """The last batch is done with, as for the next one."""
@@ -459,6 +476,7 @@ class HarmonyStrategyMixin(_Base):
         return self._evaluate("predict_step", super().predict_step, args, kwargs)
 
     def _evaluate(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._catch_up()
         assert self._evaluation is not None
         with self._signals.held():
             return self._evaluation.run(name, step, args, kwargs)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
 
 from lightning_harmony.engine.decompose import Layer
+from lightning_harmony.engine.derived import DerivedWeight, derived_weights, out_of_reach
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.glue import Glue
 from lightning_harmony.engine.host_store import HostPool, HostStore, lies_in
@@ -28,7 +29,7 @@ from lightning_harmony.engine.profile import Profiler
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.rng import RandomStreams
-from lightning_harmony.engine.stash import LaneStash, Stash, Stashed
+from lightning_harmony.engine.stash import Alias, LaneStash, Stash, Stashed, is_small
 from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.engine.stream import Moment
 from lightning_harmony.engine.swap import HostGradients, Residency, SwappedPack, Swapper
@@ -101,6 +102,7 @@ class Executor:
         plan: what to run by once work space is known; None to plan from what is measured.
         progress: told again and again how many bytes are in the host store.
         records: what earlier fits have measured; None to measure anew.
+        store: one that was closed, where it has all of the model's parameters; None to make one.
 
     Raises:
         CapacityError: if a layer's weights and gradients exceed the capacity.
@@ -118,6 +120,7 @@ class Executor:
         plan: Plan | None = None,
         progress: Callable[[int], None] = lambda done: None,
         records: Records | None = None,
+        store: HostStore | None = None,
     ) -> None:
         self.devices = devices
         self._root = devices[0]
@@ -139,7 +142,7 @@ class Executor:
         model_fingerprint = check_given(plan, self._layers, set(self._names.values()), devices, parallel)
         self._glue_layers: dict[nn.Parameter, SwappedLayer] = {}
         in_order = dict.fromkeys([p for layer in self._layers for p in layer.parameters] + list(model.parameters()))
-        self.store = HostStore(list(in_order), self._root, progress)
+        self.store = HostStore(list(in_order), self._root, progress) if store is None else store.reopened(self._root)
         self.pool = HostPool(self._root.host_buffer)
         self.recorder = StepRecorder(devices)
         self.updater = Updater(
@@ -182,7 +185,15 @@ class Executor:
         self._in_backward = False
         self._factor, self._upstream = 1.0, torch.ones(())
         self._glue_buffers = self._move_glue_buffers()
+        self._derived = self._derived_weights()
         self._intercepted = [InterceptedForward(layer, self, compile_options) for layer in self._layers]
+
+    def _derived_weights(self) -> dict[str, DerivedWeight]:
+        """The weights that hooks of layers compute, by their qualified names."""
+        names = {id(owner): name for name, owner in self._model.named_modules()}
+        modules = [layer.module for layer in self._layers if layer.module is not None]
+        weights = [weight for module in modules for weight in derived_weights(module)]
+        return {f"{names[id(weight.owner)]}.{weight.name}": weight for weight in weights}
 
     def _residents_on(self, number: int) -> Residents:
         device = self.devices[number]
@@ -253,6 +264,38 @@ class Executor:
         """Whether lanes run, or wait for each other: parameters are then not what they are between hooks."""
         return self._lanes.is_driving
 
+    # ---- between steps -------------------------------------------------------------------------------------------------
+
+    def is_outdated(self) -> bool:
+        """Whether the model has other parameters than when it was set up, or has them elsewhere, as pruning leaves it."""
+        return self._glue.is_outdated() or any(parameter not in self.store for parameter in self._model.parameters())
+
+    def catch_up(self) -> None:
+        """Before a step, see to what was done to parameters since the last one.
+
+        Raises:
+            UnsupportedModelError: if one has another type or shape.
+        """
+        self._follow(self._names)
+        for parameter, name in self._names.items():
+            if parameter._post_accumulate_grad_hooks:
+                raise UnsupportedModelError(
+                    f"parameter {name!r} has a hook that waits for its gradient (register_post_accumulate_grad_hook), but "
+                    "gradients are summed elsewhere: use on_after_backward, or leave the update just in time to the strategy"
+                )
+        if self._derived:
+            self.updater.postponed.finish()
+            for weight in self._derived.values():
+                weight.compute()
+
+    def _follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        misfits = self.store.follow(parameters)
+        if misfits:
+            raise UnsupportedModelError(
+                f"parameter {self._names[misfits[0]]!r} was given another type or shape during the fit, but layers are "
+                "swapped as they were at its start; do that before the fit"
+            )
+
     # ---- the step ------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
@@ -279,7 +322,6 @@ class Executor:
                 the last packs then follows each loss at once.
         """
         self.abandon()
-        self._glue.refuse_replaced()
         self._is_training = is_training
         plan = (
             self._planner.before_step(num_elements, len(microbatches), self._find_glue_layer) if is_training else None
@@ -306,7 +348,7 @@ class Executor:
         lanes = self._lanes.lanes(jobs)
         running = [self._begin(lane, each) for lane, each in zip(lanes, microbatches, strict=True)]
         self._start(running)
-        with self._glue.stand_ins(), self._unwinding_on_error():
+        with self._glue.stand_ins(), out_of_reach(self._derived), self._unwinding_on_error():
             self._drive(Phase.FORWARD)
             # What comes next is user code that sees parameters, and gradients that take the place of those it uses.
             self.updater.postponed.finish()
@@ -320,7 +362,7 @@ class Executor:
     def _begin(self, lane: Lane, microbatch: Microbatch) -> LaneProgress:
         stashes = [LaneStash(residents.stash) for residents in self._residents]
         transfers = LaneTransfers(self._transfers)
-        glue = OneDevice(transfers, self._transfers, self._follow) if len(self.devices) > 1 else None
+        glue = OneDevice(transfers, self._transfers, self._draw_on) if len(self.devices) > 1 else None
         return LaneProgress(lane, microbatch, stashes, transfers, glue)
 
     def _run_lane(self, number: int) -> None:
@@ -370,7 +412,7 @@ class Executor:
             hold_back=optimizer is not None and not self.has_succeeded,
         )
         self._factor = factor
-        with self._glue.stand_ins(), self._unwinding_on_error():
+        with self._glue.stand_ins(), out_of_reach(self._derived), self._unwinding_on_error():
             self._deliver_final(range(len(self._packs)))
             self._drive(Phase.BACKWARD)
             self._deliver(pack.index for pack in self._packs if pack.index not in self._delivered)
@@ -503,7 +545,7 @@ class Executor:
         request = progress.lane.request
         device = self.devices[number]
         self._random.switch_to(progress.lane.microbatch)
-        self._follow(number)
+        self._draw_on(number)
         pack = None
         if request is not None and request.pack is not None:
             pack = self._residents[number].packs[request.pack]
@@ -528,7 +570,7 @@ class Executor:
         began = device.moment() if self._is_profiling else None
         return Observation(peak, device.allocated_bytes(), self.traffic.swapped_out["stash"], summing, began)
 
-    def _follow(self, number: int) -> None:
+    def _draw_on(self, number: int) -> None:
         """Random numbers are drawn on another device from now on."""
         if len(self._cuda_devices) > 1:
             self._random.follow(self._cuda_devices[number])
@@ -789,6 +831,14 @@ class Executor:
         """A call outside of any step: the pack comes for it alone, for between two calls anyone may change weights."""
         residents = self._residents[0]
         pack = residents.packs[index]
+        for layer in pack.layers:
+            if layer.is_outdated():
+                raise UnsupportedModelError(
+                    f"layer {layer.name!r} is called outside of a step, after its parameters were replaced, as pruning does, "
+                    "and before the next step: call it in a later hook"
+                )
+            layer.derive()
+        self._follow(pack.parameters)
         try:
             residents.swapper.swap_in(pack)
             assert pack.residency is not None
@@ -880,16 +930,23 @@ class Executor:
                     return layer, pack.residency.leaves[layer.parameters[0]]
         return None
 
-    def stash(self, tensor: Tensor) -> Stashed | Tensor:
-        """Keep a tensor for the backward: on the host, unless it is small or needed again at once."""
+    def stash(self, tensor: Tensor) -> Stashed:
+        """Keep what a layer takes for the backward: on the host, unless it is small or needed again at once."""
+        if is_small(tensor):
+            # Counters and the like, which code between layers may change afterwards.
+            tensor = tensor.detach().clone()
+        return self.stash_unchanged(tensor)
+
+    def stash_unchanged(self, tensor: Tensor) -> Stashed:
+        """Keep a tensor that nobody may change, such as those that autograd saves."""
         lane = current_lane()
         progress = self._progress.get(lane) if lane is not None else None
         number = self.home(tensor) or 0
         if progress is None:
-            return self._residents[number].stash.put(tensor) or tensor.detach()
+            return self._residents[number].stash.put(tensor) or Alias(tensor)
         if self._keeps_graph_in(progress.task):
-            return tensor.detach()
-        return progress.stashes[number].put(tensor) or tensor.detach()
+            return Alias(tensor)
+        return progress.stashes[number].put(tensor) or Alias(tensor)
 
     def _keeps_graph_in(self, task: tuple[Phase, int] | None) -> bool:
         """Whether a task keeps graphs on the device, and with them what would go to the stash."""
@@ -957,13 +1014,36 @@ class Executor:
         """Take the gradients of one announced backward."""
         lane, index = current_lane(), self._pack_of[layer.index]
         if lane in self._progress:
+            if gradients and not self._progress[lane].differentiating:
+                raise UnsupportedModelError(
+                    "the step runs a backward of its own, whose gradients of parameters must not add to those of the batch's "
+                    "loss: ask for the gradients of inputs alone with torch.autograd.grad(loss, inputs), or optimize manually "
+                    "(self.automatic_optimization = False)"
+                )
             self._progress[lane].pending[index] -= 1
         if gradients:
+            if any(parameter._backward_hooks for parameter, _ in gradients):
+                gradients = [(p, self._after_hooks(p, gradient, use)) for p, gradient in gradients]
             residents = self._residents[self._device_of(index)]
             # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
             residents.swapper.accumulate(
                 residents.packs[index], layer, use, gradients, add_to_earlier=self._in_backward
             )
+
+    def _after_hooks(self, parameter: nn.Parameter, gradient: Tensor, use: int) -> Tensor:
+        """What the user's hooks of a parameter make of the gradient of one microbatch."""
+        hooks = list((parameter._backward_hooks or {}).values())
+        if hooks and (use > 0 or self._num_owners[parameter] > 1):
+            raise UnsupportedModelError(
+                f"parameter {self._names[parameter]!r} has a hook (register_hook) and is used several times in a step: the "
+                "hook would see the gradient of each use apart; change the gradients in on_after_backward instead"
+            )
+        if hooks:
+            gradient = gradient.to(parameter.dtype)
+        for hook in hooks:
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
 
     def verify(self, layer: SwappedLayer, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
         """Check a layer when it first runs backward."""

@@ -29,7 +29,7 @@ from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.rng import RandomState
-from lightning_harmony.engine.stash import LaneStash, Stash, Stashed
+from lightning_harmony.engine.stash import Alias, LaneStash, Stash, Stashed
 from lightning_harmony.engine.stream import Event, Happened, HostMoment
 from lightning_harmony.engine.swap import Residency, SwappedPack
 from lightning_harmony.engine.workspace import WorkSpace
@@ -645,10 +645,12 @@ class _Rehearsal:
             totals = self._totals[layer.index]
             totals.input_bytes = max(totals.input_bytes, self._traffic.swapped_out["stash"] - stashed)
 
-    def stash(self, tensor: Tensor) -> Stashed | Tensor:
+    def stash(self, tensor: Tensor) -> Stashed:
         """Keep a tensor for the backward."""
         stash = self._lane_stash if self._measured is None else self._measured.stash
-        return stash.put(tensor) or tensor.detach()
+        return stash.put(tensor) or Alias(tensor)
+
+    stash_unchanged = stash
 
     def brought(self, tensors: Sequence[Tensor], residency: Residency) -> list[Tensor]:
         """All are on the one device."""

@@ -260,13 +260,16 @@ class Swapper:
         weights = device.empty(layout.num_bytes)
         staging = device.empty(layout.staging_bytes)
         buffers = {key: self._empty_like(_buffer(key)) for key in pack.buffers}
+        elsewhere = self._store.elsewhere.intersection(pack.parameters)
 
         def copy() -> None:
             for run in layout.runs:
                 source = arena[run.arena_offset : run.arena_offset + run.num_bytes]
                 weights[run.device_offset : run.device_offset + run.num_bytes].copy_(source, non_blocking=True)
             for parameter in layout.casts:
-                _cast(self._store.slot(parameter), arena, layout.slots[parameter], weights, staging)
+                _cast(self._store.slot(parameter).flat(arena), layout.slots[parameter], weights, staging)
+            for parameter in elsewhere:
+                layout.slots[parameter].view(weights).copy_(parameter.detach())
             for key, tensor in buffers.items():
                 tensor.copy_(_buffer(key))
 
@@ -468,9 +471,9 @@ def _buffer(key: BufferKey) -> Tensor:
     return buffer
 
 
-def _cast(host: Slot, arena: Tensor, slot: Slot, weights: Tensor, staging: Tensor) -> None:
+def _cast(source: Tensor, slot: Slot, weights: Tensor, staging: Tensor) -> None:
     """Copy a parameter and cast it on the device: a narrow copy on the host would have to be kept up to date."""
-    source, destination, space = host.flat(arena), slot.flat(weights), staging.view(host.dtype)
+    destination, space = slot.flat(weights), staging.view(source.dtype)
     for start in range(0, source.numel(), space.numel()):
         piece = source[start : start + space.numel()]
         staged = space[: piece.numel()]
