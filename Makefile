@@ -1,15 +1,22 @@
 # Two commands do everything: `make demo` and `make test`. Both first make the virtual environment that they need.
+# `make test-oldest` tests with the oldest version of Lightning that is supported, in both of its trees.
 PYTHON ?= python3
 VENV ?= .venv
 # Where there is no NVIDIA GPU, this version of torch comes first: the newest one brings gigabytes of CUDA with it.
 # An index or a folder of wheels that pip knows may hold a CPU build of it.
 CPU_TORCH ?= torch==2.13.0
 
+# The oldest Lightning. Of torch, the oldest version that is supported has no CPU build on PyPI:
+# `make test-oldest OLDEST_TORCH=torch==2.6.0` brings gigabytes of CUDA with it.
+OLDEST_VENV ?= .venv-oldest
+OLDEST_TORCH ?= $(CPU_TORCH)
+OLDEST_LIGHTNING := lightning==2.6.4 pytorch-lightning==2.6.4
+
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 BIN := $(VENV)/bin
 
-.PHONY: demo test clean
+.PHONY: demo test test-oldest clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/train_gpt.py
@@ -20,8 +27,11 @@ test: $(VENV)/.installed-test
 	$(BIN)/mypy
 	$(BIN)/pytest -n auto --maxprocesses 4 -m "not gpu"
 
+test-oldest: $(OLDEST_VENV)/.installed
+	$(OLDEST_VENV)/bin/pytest -n auto --maxprocesses 4 -m "not gpu"
+
 clean:
-	rm -rf $(VENV) build src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(OLDEST_VENV) build src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -33,4 +43,10 @@ $(VENV)/.installed-torch: | $(BIN)/python
 # The package is installed editable, so only a change of what it needs asks for another installation.
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.installed-torch
 	$(BIN)/python -m pip install --editable ".[$*]"
+	touch $@
+
+$(OLDEST_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install "$(OLDEST_TORCH)"
+	$(OLDEST_VENV)/bin/python -m pip install --editable ".[test]" "$(OLDEST_TORCH)" $(OLDEST_LIGHTNING)
 	touch $@

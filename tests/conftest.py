@@ -1,6 +1,7 @@
 """Fixtures that make mistakes visible."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -13,11 +14,30 @@ from lightning_harmony.engine.stream import Event
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--devices", type=int, default=1, help="train on so many virtual devices where a test says none")
+    parser.addoption(
+        "--profile-cache", action="store_true", help="let the fits of a test know what earlier ones measured"
+    )
+    parser.addoption("--devices", type=int, help="train on so many devices where a test names no number")
+    parser.addoption("--accelerator", choices=["cpu", "gpu"], default="cpu", help="on which, where a test names none")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    same_training.default_devices = config.getoption("--devices")
+    same_training.accelerator = config.getoption("--accelerator")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of what devices could change run on one and on two: `@pytest.mark.devices(1, 2)`."""
+    marker = metafunc.definition.get_closest_marker("devices")
+    if marker is not None and metafunc.config.getoption("--devices") is None:
+        metafunc.parametrize("num_default_devices", marker.args, indirect=True, ids=lambda number: f"{number}dev")
+
+
+@pytest.fixture(autouse=True)
+def num_default_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """On how many devices harmony trains where a test names no number."""
+    number: int = getattr(request, "param", None) or request.config.getoption("--devices") or 1
+    monkeypatch.setattr(same_training, "default_devices", number)
+    return number
 
 
 # What a test takes tells of the machine and what else runs on it.
@@ -59,3 +79,11 @@ def few_threads() -> Iterator[None]:
 def small_stash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests' tensors are small: swap out all but scalars."""
     monkeypatch.setattr("lightning_harmony.engine.stash.SMALLEST_BYTES", 64)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """No test depends on what another one has measured, or on what is in the user's folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if not request.config.getoption("--profile-cache"):
+        monkeypatch.setattr("lightning_harmony.profile_cache.default_folder", lambda: None)

@@ -172,6 +172,30 @@ class Rich(Language):
         return x
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self.inner(x) * (1 + gate.clone())
+
+
+class ChangesAnInput(Language):
+    """Layers take a tensor that the glue changes in place afterwards: it may be small enough to stay where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gated() for _ in range(4))
+
+    def body(self, x: Tensor) -> Tensor:
+        gate = torch.zeros(1)
+        for block in self.blocks:
+            x = block(x, gate)
+            gate += 0.1
+        return x
+
+
 class Shared(nn.Module):
     """A cross-attention: the memory is taken by every layer, twice within one call."""
 

@@ -33,8 +33,6 @@ from test_lightning import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_harmony.errors import UnsupportedModelError
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
@@ -44,11 +42,14 @@ pytestmark = [
 ROOM_FOR_WHOLE_BATCH = "72KiB"
 
 
-def trainer_of(kind: str, num_microbatches: int = NUM_MICROBATCHES, **options: Any) -> Any:
+def trainer_of(
+    kind: str, num_microbatches: int = NUM_MICROBATCHES, device_memory: str | None = None, **options: Any
+) -> Any:
     """A Trainer of plain Lightning or of harmony."""
     if kind == "plain":
         return trainer_for("auto", accumulate_grad_batches=num_microbatches, **options)
     memory = {} if num_microbatches > 1 else {"device_memory": ROOM_FOR_WHOLE_BATCH}
+    memory = {"device_memory": device_memory} if device_memory is not None else memory
     return trainer_for(harmony(num_microbatches=num_microbatches, **memory), **options)
 
 
@@ -176,6 +177,7 @@ class NotesException(pl.Callback):
 
 @pytest.mark.filterwarnings("ignore:.*was called without a model. The last model of the previous")
 @pytest.mark.filterwarnings("ignore:.*is set, but there is no last checkpoint available")
+@pytest.mark.devices(1, 2)
 def test_what_is_saved_on_an_exception_is_the_state_after_the_last_whole_step(tmp_path: Path) -> None:
     notes = []
     for kind in ("plain", "harmony"):
@@ -203,10 +205,12 @@ def test_what_is_saved_on_an_exception_is_the_state_after_the_last_whole_step(tm
     ],
     ids=["ema", "ema-every-2", "average"],
 )
+@pytest.mark.devices(1, 2)
 def test_averaged_weights_are_equal_and_validated(callback: Callable[[], Any]) -> None:
     fit_both(callback, max_epochs=2, validate=True)
 
 
+@pytest.mark.devices(1, 2)
 def test_stochastic_weight_averaging_gives_equal_bits() -> None:
     fit_both(
         lambda: cb.StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2), max_epochs=3, validate=True
@@ -262,6 +266,7 @@ class Finetuned(Model):
 
 
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
+@pytest.mark.devices(1, 2)
 def test_a_backbone_that_is_unfrozen_in_mid_run_gives_equal_bits() -> None:
     def callback() -> Any:
         return cb.BackboneFinetuning(
@@ -271,13 +276,38 @@ def test_a_backbone_that_is_unfrozen_in_mid_run_gives_equal_bits() -> None:
     fit_both(callback, Finetuned, max_epochs=2)
 
 
-def test_pruning_is_refused_before_anything_is_trained() -> None:
-    module = Model()
-    before = values(module)
-    pruned = [(block.up, "weight") for block in module.net.blocks]
-    with pytest.raises(UnsupportedModelError, match="ModelPruning replaces parameters"):
-        fit("harmony", module, callbacks=[cb.ModelPruning("l1_unstructured", pruned, amount=0.3)])
-    assert_equal(values(module), before)
+def inner_weights(module: Any) -> list[Any]:
+    return [(block.up, "weight") for block in module.net.blocks]
+
+
+def weights_of_layers(module: Any) -> list[Any]:
+    return [*inner_weights(module), (module.net.head, "weight"), (module.net.embed, "weight")]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "options"),
+    [
+        (weights_of_layers, {"pruning_fn": "l1_unstructured", "use_lottery_ticket_hypothesis": False}),
+        (inner_weights, {"pruning_fn": "l1_unstructured", "make_pruning_permanent": False}),
+        (lambda module: None, {"pruning_fn": "random_unstructured", "prune_on_train_epoch_end": False}),
+    ],
+    ids=["weights", "lottery-and-not-permanent", "all-at-random"],
+)
+@pytest.mark.devices(1, 2)
+def test_pruning_in_every_epoch_gives_equal_bits(parameters: Any, options: dict[str, Any]) -> None:
+    """The second time it looks at the weights of the last forward, not at those of the last update."""
+    runs = []
+    for kind in ("plain", "harmony"):
+        module = Model()
+        pruning = cb.ModelPruning(parameters_to_prune=parameters(module), amount=0.3, **options)
+        memory = {"device_memory": "112KiB"} if kind == "harmony" else {}
+        runs.append(fit(kind, module, max_epochs=3, validate=True, callbacks=[pruning], **memory))
+    assert_same(*runs)
+    found = [values(run.lightning_module) for run in runs]
+    assert found[1].keys() == found[0].keys()
+    sparse = [name for name, value in found[1].items() if (value == 0).float().mean() > 0.5 and "norm" not in name]
+    assert sparse or not options.get("make_pruning_permanent", True)
+    assert runs[1].strategy.step_report.update == "just-in-time"
 
 
 # --- Callbacks that watch.
@@ -425,6 +455,7 @@ class Anomalous(Model):
 
 @pytest.mark.filterwarnings("ignore:Error detected in")
 @pytest.mark.parametrize("kind", ["plain", "harmony"])
+@pytest.mark.devices(1, 2)
 def test_anomaly_detection_finds_a_nan_in_the_backward_of_a_layer(kind: str) -> None:
     with pytest.raises(RuntimeError, match=r"BrokenBackward.*returned nan"):
         fit(kind, Anomalous(), detect_anomaly=True)
@@ -502,6 +533,7 @@ class Late(Model):
 
 
 @pytest.mark.filterwarnings("ignore:The state dict in .* contains parameters that")
+@pytest.mark.devices(1, 2)
 def test_a_model_that_is_built_in_configure_model_gives_equal_bits() -> None:
     assert_same(fit("plain", Late()), fit("harmony", Late()))
 

@@ -150,12 +150,13 @@ class Noisy(Model):
         self.net = nets.Language(dropout=0.3)
 
 
-def test_a_fit_goes_on_from_any_step_with_another_capacity_plan_and_update(tmp_path: Path) -> None:
-    def fit(strategy: Any, step: int | None = None) -> Any:
+def test_a_fit_goes_on_from_any_step_with_other_devices_another_capacity_plan_and_update(tmp_path: Path) -> None:
+    def fit(strategy: Any, step: int | None = None, devices: int = 1) -> Any:
         pl.seed_everything(7)
         # Where the caller's random stream is does not matter.
         torch.rand(step or 1)
-        trainer = trainer_for(strategy, max_epochs=2, enable_checkpointing=True, callbacks=[every_step(tmp_path)])
+        options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [every_step(tmp_path)]}
+        trainer = trainer_for(strategy, max_epochs=2, devices=devices, **options)
         path = None if step is None else tmp_path / f"step={step}.ckpt"
         trainer.fit(Noisy(), Resumable(nets.tokens(24), batch_size=8), ckpt_path=path)
         return trainer
@@ -167,7 +168,7 @@ def test_a_fit_goes_on_from_any_step_with_another_capacity_plan_and_update(tmp_p
         {"device_memory": "72KiB", "num_microbatches": None, "microbatch_size": 2},
     ]
     for step, arguments in zip((2, 3, 4), others, strict=True):
-        assert_same(whole, fit(harmony(**arguments), step))
+        assert_same(whole, fit(harmony(**arguments), step, devices=step - 1))
 
 
 # --- Killed. Each run is a process of its own.

@@ -1,6 +1,7 @@
 from importlib import import_module
 
 import pytest
+import same_training
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, MinMetric, SumMetric
@@ -343,6 +344,7 @@ class ObserverOfAll:
 
 @pytest.mark.filterwarnings("ignore:.*microbatches' losses")
 @pytest.mark.parametrize("tree", TREES)
+@pytest.mark.devices(1, 2)
 def test_harmony_shows_what_training_on_the_whole_batch_shows(tree, tmp_path):
     pl = import_module(tree)
     observer = type("Observer", (ObserverOfAll, pl.Callback), {})
@@ -354,7 +356,7 @@ def test_harmony_shows_what_training_on_the_whole_batch_shows(tree, tmp_path):
         callback = observer()
         trainer = pl.Trainer(
             strategy=strategy,
-            devices=1,
+            devices=1 if strategy == "auto" else same_training.default_devices,
             max_epochs=2,
             accelerator="cpu",
             logger=pl.loggers.CSVLogger(tmp_path),

@@ -732,17 +732,26 @@ def test_a_model_with_tied_or_shared_sources_differs_by_the_rounding_of_sums_onl
     assert_same_and_swapped(module, case.samples(), case.memory, layers=case.layers, tolerance=case.tolerance)
 
 
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("name", ["vit", "mixture-of-experts", "unet", "vae", "buffers", "checkpoint-around", "lora"])
+def test_a_model_that_swaps_on_several_devices_trains_bit_for_bit_as_plain_lightning(name: str) -> None:
+    case = CASES[name]
+    assert_same_and_swapped(build(case.net), case.samples(), case.memory, layers=case.layers)
+
+
 @pytest.mark.parametrize("name", ["vit", "gemma2", "resnet", "lora"])
 def test_a_model_in_mixed_precision_trains_bit_for_bit_as_plain_lightning(name: str) -> None:
     case = CASES[name]
     assert_same_and_swapped(build(case.net), case.samples(), case.memory, precision="bf16-mixed")
 
 
+@pytest.mark.devices(1, 2)
 def test_a_graph_that_does_not_split_trains_as_one_microbatch() -> None:
     assert_same_and_swapped(build(GraphNetwork), graphs(), "32KiB", num_microbatches=1, batch_size=1)
 
 
 @pytest.mark.parametrize("kind", [LoRA, MergedLoRA])
+@pytest.mark.devices(1, 2)
 def test_adapters_alone_have_optimizer_state_and_the_base_stays(kind: type[LoRA]) -> None:
     module = build(lambda: Adapted(kind))
     before = copy.deepcopy(module.state_dict())

@@ -162,6 +162,7 @@ class Growing(Model):
             self.optimizers().add_param_group({"params": list(self.net.blocks[3].parameters()), "lr": 0.05})
 
 
+@pytest.mark.devices(1, 2)
 def test_parameters_that_are_added_in_mid_run_give_equal_bits() -> None:
     _, swapped = assert_same_fits(Growing, max_epochs=2)
     assert len(swapped.optimizers[0].param_groups) == 2
@@ -180,6 +181,7 @@ class Toggling(Model):
 
 
 @pytest.mark.parametrize("update", ["just-in-time", "deferred"])
+@pytest.mark.devices(1, 2)
 def test_layers_that_are_frozen_and_released_in_mid_run_give_equal_bits(update: Any) -> None:
     plain = fit("plain", Toggling(), max_epochs=3)
     swapped = trainer_for(harmony(update=update), max_epochs=3)
@@ -214,10 +216,136 @@ class Pruning(Replacing):
         prune.l1_unstructured(layer, "weight", amount=0.3)
 
 
-@pytest.mark.parametrize("module", [Replacing, Pruning])
-def test_a_parameter_that_is_replaced_in_mid_run_is_refused(module: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"net\.blocks\.1\.up\.weight.* was replaced during the fit"):
-        fit("harmony", module(), max_epochs=2)
+class Renewing(Replacing):
+    """Takes another layer for its own, which nobody optimizes."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            torch.manual_seed(1)
+            self.net.blocks[2] = nets.Block()
+
+
+@pytest.mark.parametrize("module", [Replacing, Pruning, Renewing])
+@pytest.mark.devices(1, 2)
+def test_parameters_that_are_replaced_in_mid_run_give_equal_bits(module: Any) -> None:
+    assert_same_fits(module, max_epochs=3)
+
+
+def test_a_layer_that_is_called_between_its_replacement_and_the_next_step_is_refused() -> None:
+    class Calls(Replacing):
+        def change(self, layer: nn.Module) -> None:
+            super().change(layer)
+            self(nets.tokens(2))
+
+    with pytest.raises(
+        UnsupportedModelError, match=r"'net\.blocks\.1' is called outside of a step.*call it in a later"
+    ):
+        fit("harmony", Calls(), max_epochs=2)
+
+
+def test_a_parameter_of_another_type_is_refused() -> None:
+    class Widens(Replacing):
+        def change(self, layer: nn.Module) -> None:
+            layer.weight.data = layer.weight.data.double()
+
+    with pytest.raises(UnsupportedModelError, match=r"net\.blocks\.1\.up\.weight' was given another type or shape"):
+        fit("harmony", Widens(), max_epochs=2)
+
+
+# --- Hooks on parameters, which see the gradient of each backward. They used not to be called.
+
+
+class Masking(Model):
+    """Trains a part of its vocabulary, and clamps and scales what it trains."""
+
+    def __init__(self) -> None:
+        super().__init__(sgd)
+        kept = (torch.arange(nets.VOCABULARY) % 2).unsqueeze(1)
+        self.net.embed.weight.register_hook(lambda gradient: gradient * kept)
+        self.net.blocks[1].up.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        self.scale.register_hook(lambda gradient: gradient.mul_(0.5) and None)
+
+
+@pytest.mark.devices(1, 2)
+def test_hooks_of_parameters_change_their_gradients_in_automatic_and_in_manual_optimization() -> None:
+    plain, _ = assert_same_fits(Masking, max_epochs=2)
+    with pytest.raises(AssertionError):
+        assert_same(plain, fit("plain", Model(sgd), max_epochs=2))
+
+    class ByHand(Manual):
+        def __init__(self) -> None:
+            super().__init__(sgd)
+            self.net.blocks[1].up.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+    assert_same_fits(ByHand, num_microbatches=1)
+
+
+# --- Other data for parameters, assigned in hooks. Layers used to go on with what had been there before.
+
+
+class Following(Model):
+    """Half of it follows the other half and is never trained: the target network of BYOL, DINO or a Q-function."""
+
+    def __init__(self) -> None:
+        super().__init__(sgd)
+        self.target = nets.Language()
+        self.target.requires_grad_(False)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) * (1 + self.target(batch))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # Plain Lightning counts each microbatch as a batch.
+        if self.trainer.strategy.strategy_name == "harmony" or batch_idx % 4 == 3:
+            for mine, other in zip(self.target.parameters(), self.net.parameters(), strict=True):
+                mine.data = 0.9 * mine.data + 0.1 * other.data
+
+
+class Averaging(Model):
+    """Keeps averages of its weights, and validates with them: a recipe from before there was a callback for it."""
+
+    def __init__(self) -> None:
+        super().__init__(sgd)
+        self.average = {name: p.detach().clone() for name, p in self.named_parameters()}
+        self.backup: dict[str, Tensor] = {}
+        self.seen: list[Any] = []
+
+    def on_validation_start(self) -> None:
+        for name, p in self.named_parameters():
+            self.average[name] = 0.5 * self.average[name] + 0.5 * p.data
+            self.backup[name] = p.data
+            p.data = self.average[name]
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.seen.append(self.loss(batch).detach())
+
+    def on_validation_end(self) -> None:
+        for name, p in self.named_parameters():
+            p.data = self.backup.pop(name)
+
+
+class Rewinding(Model):
+    """Goes back to weights that it keeps, and trains those: two names for one memory."""
+
+    def __init__(self) -> None:
+        super().__init__(sgd)
+        self.first = [p.detach().clone() for p in self.parameters()]
+
+    def on_train_epoch_start(self) -> None:
+        for p, first in zip(self.parameters(), self.first, strict=True):
+            p.data = first
+
+
+@pytest.mark.parametrize("module", [Following, Averaging, Rewinding], ids=lambda module: module.__name__)
+@pytest.mark.devices(1, 2)
+def test_data_that_hooks_assign_to_parameters_gives_equal_bits(module: Any) -> None:
+    validate = module is Averaging
+    plain, swapped = (
+        fit(kind, module(), max_epochs=3, validate=validate, device_memory="96KiB") for kind in ("plain", "harmony")
+    )
+    assert_same(plain, swapped)
+    for name in ("seen", "first"):
+        assert_equal(getattr(plain.lightning_module, name, None), getattr(swapped.lightning_module, name, None))
 
 
 # --- Schedulers.
@@ -329,6 +457,7 @@ class OwnZeroGrad(Model):
 
 @pytest.mark.parametrize("module", [OwnStep, OwnClipping], ids=lambda module: module.__name__)
 @pytest.mark.parametrize("memory", [CAPACITY, None], ids=["some", "all"])
+@pytest.mark.devices(1, 2)
 def test_overridden_hooks_give_equal_bits(module: Any, memory: Any) -> None:
     plain = fit("plain", module(), max_epochs=2)
     swapped = trainer_for(harmony(device_memory=memory), max_epochs=2)
@@ -361,6 +490,7 @@ class Sharpness(Model):
         optimizer.step()
 
 
+@pytest.mark.devices(1, 2)
 def test_a_closure_that_runs_twice_a_step_gives_equal_bits() -> None:
     assert_same_fits(Sharpness, num_microbatches=1)
 
@@ -383,6 +513,7 @@ class ReturnsDict(Model):
         self.seen.append(outputs)
 
 
+@pytest.mark.devices(1, 2)
 def test_a_step_that_returns_a_dict_gives_equal_bits_and_passes_its_outputs_on() -> None:
     plain, swapped = assert_same_fits(ReturnsDict)
     expected, found = plain.lightning_module.seen, swapped.lightning_module.seen
@@ -472,6 +603,7 @@ def test_reentrant_checkpointing_within_a_layer_is_refused_before_anything_is_tr
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.devices(1, 2)
 def test_checkpointing_around_layers_gives_equal_bits(reentrant: bool) -> None:
     plain = fit("plain", Checkpointed(reentrant=reentrant), max_epochs=2)
     swapped = trainer_for(harmony(update="deferred" if reentrant else "auto"), max_epochs=2)
@@ -495,6 +627,7 @@ class Sharing(Model):
 
 @pytest.mark.parametrize("whole_block", [False, True])
 @pytest.mark.parametrize("memory", [CAPACITY, None], ids=["some", "all"])
+@pytest.mark.devices(1, 2)
 def test_parameters_that_layers_share_differ_by_rounding_only(whole_block: bool, memory: Any) -> None:
     plain = fit("plain", Sharing(whole_block=whole_block), max_epochs=2)
     swapped = trainer_for(harmony(device_memory=memory), max_epochs=2)
@@ -518,6 +651,7 @@ class Accumulates(pl.callbacks.GradientAccumulationScheduler):
         return True
 
 
+@pytest.mark.devices(1, 2)
 def test_accumulation_by_a_schedule_gives_equal_bits() -> None:
     plain = trainer_for("auto", max_epochs=3, callbacks=[Accumulates(4)])
     plain.fit(Model(sgd), loader(2))
@@ -550,6 +684,7 @@ class SeesGradients(pl.Callback):
         self.seen.append({name: p.grad.clone() for name, p in module.named_parameters()})
 
 
+@pytest.mark.devices(1, 2)
 def test_every_gradient_is_there_after_the_backward() -> None:
     plain, swapped = SeesGradients(), SeesGradients()
     fit("plain", callbacks=[plain], num_microbatches=1)

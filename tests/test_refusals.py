@@ -313,12 +313,16 @@ def test_a_layer_that_swapping_would_get_wrong_is_named(
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-def test_weight_norm_of_the_old_style_is_refused_and_that_of_the_new_style_trains() -> None:
+def test_a_weight_that_a_hook_computes_is_refused_to_all_but_its_module() -> None:
     module = with_blocks(lambda: torch.nn.utils.weight_norm(nn.Linear(nets.WIDTH, nets.WIDTH)))
-    words = ["net.blocks.", "torch.nn.utils.parametrizations.weight_norm"]
-    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
-    mended = with_blocks(lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(nets.WIDTH, nets.WIDTH)))
-    assert_trains(mended, lambda: fit(mended))
+    assert_trains(module, lambda: fit(module))
+
+    class Reads(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + self.net.blocks[1].weight.sum()
+
+    module = Reads(module.net)
+    assert_refused(module, UnsupportedModelError, ["net.blocks.1.weight", "call the module"], lambda: fit(module))
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -408,6 +412,65 @@ def test_double_backward_through_the_loss_is_refused() -> None:
     words = ["double backward", "create_graph=True", "strategy='auto'"]
     assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
     module.create_graph = False
+    assert_trains(module, lambda: fit(module))
+
+
+class CallsWithOtherWeights(Net):
+    """Noise on the weights, learned steps of them: what a layer is swapped with was used instead, in silence."""
+
+    bad = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        block = self.net.blocks[0]
+        weights = {name: 1.01 * p if self.bad else p for name, p in block.named_parameters()}
+        x = torch.func.functional_call(block, weights, (self.net.embed(batch),))
+        return x.square().mean() + super().training_step(batch, batch_idx)
+
+
+def test_a_layer_that_is_called_with_other_weights_is_refused() -> None:
+    module = CallsWithOtherWeights(nets.Language())
+    words = ["'net.blocks.0'", "functional_call", "strategy='auto'"]
+    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
+    module.bad = False
+    assert_trains(module, lambda: fit(module))
+
+
+class BackwardWithin(Net):
+    """Looks for the input that is worst, by a backward of its own: its gradients of parameters were added."""
+
+    bad = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.net.embed(batch[:, :-1]).detach().requires_grad_()
+        loss = self.net.logits(self.net.body(x)).square().mean()
+        if self.bad:
+            loss.backward()
+            gradient = x.grad
+        else:
+            (gradient,) = torch.autograd.grad(loss, x)
+        assert gradient is not None
+        return self.net.logits(self.net.body(x.detach() + gradient.sign())).square().mean()
+
+
+def test_a_backward_within_the_step_is_refused() -> None:
+    module = BackwardWithin(nets.Language())
+    words = ["backward of its own", "torch.autograd.grad", "automatic_optimization"]
+    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
+    module.bad = False
+    assert_trains(module, lambda: fit(module))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_hooks_of_parameters_that_would_see_other_gradients_are_refused(tied: bool) -> None:
+    module = Net(nets.Tied() if tied else nets.Language())
+    weight = module.net.embed.weight
+    if tied:
+        handle, words = weight.register_hook(lambda gradient: 2 * gradient), ["'net.embed.weight'", "on_after_backward"]
+    else:
+        handle = weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        words = ["'net.embed.weight'", "register_post_accumulate_grad_hook", "on_after_backward"]
+    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
+    handle.remove()
     assert_trains(module, lambda: fit(module))
 
 

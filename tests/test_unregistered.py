@@ -103,6 +103,7 @@ class Transfers(Model):
         return self.loss(batch)
 
 
+@pytest.mark.devices(1, 2)
 def test_transfer_hooks_see_each_batch_once_and_whole() -> None:
     runs = []
     for strategy in ("auto", harmony(num_microbatches=1, device_memory="72KiB"), harmony()):

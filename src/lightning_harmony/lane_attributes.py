@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 from lightning_harmony.engine.attributes import LONGEST, OF_TORCH
+from lightning_harmony.engine.derived import OutOfReach
 
 _MISSING = object()
 _CONTAINERS = (list, dict, OrderedDict, defaultdict)
@@ -84,7 +85,12 @@ class _Space:
         if value is before:
             return False
         if self.is_module:
-            return name not in OF_TORCH and type(value) not in (int, float)
+            return (
+                name not in OF_TORCH
+                and type(value) not in (int, float)
+                and not isinstance(value, OutOfReach)
+                and not isinstance(before, OutOfReach)
+            )
         return _has_tensors([value, before])
 
     def has_own_tensors(self) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from lightning_harmony.errors import UnsupportedModelError
-from lightning_harmony.lightning_tree import LightningTree
 
 
 def refuse_other_accelerators(accelerator: Any) -> None:
@@ -41,20 +40,6 @@ def refuse_several_processes(num_nodes: int) -> None:
         )
     if num_nodes > 1:
         raise ValueError("strategy='harmony' runs on one machine so far: use Trainer(num_nodes=1)")
-
-
-def refuse_pruning(tree: LightningTree, trainer: Any) -> None:
-    """Refuse the callback that replaces parameters during the fit.
-
-    Raises:
-        UnsupportedModelError: if it is among those of a fit.
-    """
-    pruning = tree.part("callbacks").ModelPruning
-    if trainer.state.fn == "fit" and any(isinstance(callback, pruning) for callback in trainer.callbacks):
-        raise UnsupportedModelError(
-            "ModelPruning replaces parameters by others during the fit, but layers are swapped as they were at its "
-            "start: set pruned weights to zero in a hook instead, or train with Trainer(strategy='auto')"
-        )
 
 
 def refuse_sparse(module: nn.Module) -> None:

@@ -166,6 +166,69 @@ class TestLayOut:
             assert slot.num_bytes == math.prod(tensor.shape) * dtype.itemsize
 
 
+class TestFollow:
+    """Code assigns other data to a parameter's ``data``."""
+
+    @pytest.fixture
+    def parameters(self) -> list[nn.Parameter]:
+        return [nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(0))]
+
+    def test_what_nobody_else_has_goes_into_the_arena(
+        self, device: VirtualDevice, parameters: list[nn.Parameter]
+    ) -> None:
+        store = HostStore(parameters, device)
+        address = parameters[0].data_ptr()
+        parameters[0].data = parameters[0].data * 2
+        assert store.follow(parameters) == []
+        assert parameters[0].data_ptr() == address
+        assert torch.equal(parameters[0], torch.arange(6.0).view(2, 3) * 2)
+        assert not store.elsewhere
+
+    def test_a_backup_of_what_was_there_stays_as_it_is(
+        self, device: VirtualDevice, parameters: list[nn.Parameter]
+    ) -> None:
+        store = HostStore(parameters, device)
+        backup = parameters[0].data
+        parameters[0].data = torch.full((2, 3), 7.0)
+        store.follow(parameters)
+        assert store.elsewhere == {parameters[0]}
+        assert torch.equal(backup, torch.arange(6.0).view(2, 3))
+        parameters[0].data = backup
+        store.follow(parameters)
+        assert not store.elsewhere
+        parameters[0].data = torch.full((2, 3), 8.0)
+        del backup
+        store.follow(parameters)
+        assert not store.elsewhere
+        assert torch.equal(parameters[0], torch.full((2, 3), 8.0))
+
+    def test_who_shares_what_was_assigned_sees_it_trained(
+        self, device: VirtualDevice, parameters: list[nn.Parameter]
+    ) -> None:
+        store = HostStore(parameters, device)
+        shared = torch.zeros(4)
+        parameters[1].data = shared
+        store.follow(parameters)
+        with torch.no_grad():
+            parameters[1].add_(1)
+        assert torch.equal(shared, torch.ones(4))
+        assert store.elsewhere == {parameters[1]}
+
+    def test_a_view_of_its_own_memory_is_seen(self, device: VirtualDevice) -> None:
+        parameter = nn.Parameter(torch.arange(4.0).view(2, 2))
+        store = HostStore([parameter], device)
+        parameter.data = parameter.data.t()
+        store.follow([parameter])
+        assert store.elsewhere == {parameter}
+        assert torch.equal(parameter, torch.arange(4.0).view(2, 2).t())
+
+    def test_another_type_or_shape_is_told(self, device: VirtualDevice, parameters: list[nn.Parameter]) -> None:
+        store = HostStore(parameters, device)
+        parameters[0].data = parameters[0].data.double()
+        parameters[1].data = torch.ones(5)
+        assert store.follow(parameters) == parameters[:2]
+
+
 class TestHostPool:
     def test_makes_a_buffer_only_when_none_of_its_size_is_free(self) -> None:
         pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from lightning_harmony.engine.layer import SwappedLayer, buffers_of, move_buffers, places_of
+from lightning_harmony.errors import UnsupportedModelError
 
 
 class Referring(nn.Module):
@@ -112,6 +114,36 @@ class TestBound:
         after, _ = module(x)
         assert torch.equal(zeros, torch.zeros(4, 1, 3))
         assert torch.equal(after, before)
+
+    def test_what_a_recurrent_layer_makes_of_the_copies_is_not_kept(self) -> None:
+        module = nn.LSTM(2, 3)
+        layer = layer_of(module)
+        before = module._flat_weights
+        with layer.bound(copies_of(layer), {}):
+            module(torch.randn(4, 1, 2))
+            module._flat_weights = list(module._flat_weights)
+        assert module._flat_weights is before
+        assert all(weight is own for weight, own in zip(before, module.parameters(), strict=True))
+
+    def test_a_weight_that_a_hook_computes_is_not_kept(self) -> None:
+        module = prune.identity(nn.Linear(2, 2), "weight")
+        layer, before, parameter = layer_of(module), module.weight, module.weight_orig
+        copies = copies_of(layer)
+        with layer.bound(copies, {key: torch.ones(2, 2) for key in layer.buffers}):
+            module(torch.ones(1, 2))
+            assert torch.equal(module.weight, copies[parameter])
+        assert module.weight is before
+
+    def test_others_tensors_in_place_of_parameters_are_refused(self) -> None:
+        layer = layer_of(nn.Linear(2, 2))
+        assert layer.module is not None
+        weight, parameter = torch.ones(2, 2), layer.module.weight
+        layer.module._parameters["weight"] = weight  # type: ignore[assignment]
+        with (
+            pytest.raises(UnsupportedModelError, match="called with tensors in place of its parameters"),
+            layer.bound({parameter: weight, layer.module.bias: torch.ones(2)}, {}),
+        ):
+            pass
 
     @pytest.mark.parametrize("module", [Referring(), nn.LSTM(2, 3), nn.Linear(2, 2)], ids=["own", "lstm", "linear"])
     def test_everything_is_back_afterwards(self, module: nn.Module) -> None:

@@ -15,7 +15,7 @@ from lightning_harmony.engine import stash as stash_module
 from lightning_harmony.engine.device import DeviceOutOfMemoryError, VirtualDevice
 from lightning_harmony.engine.host_store import HostPool
 from lightning_harmony.engine.report import Traffic
-from lightning_harmony.engine.stash import LaneStash, Stash, Stashed
+from lightning_harmony.engine.stash import Alias, LaneStash, Stash, Stashed
 from lightning_harmony.engine.stream import Event, Stream
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -318,3 +318,23 @@ class TestLaneStash:
 
 def _wait(go: threading.Event) -> None:
     go.wait(60)
+
+
+class TestAlias:
+    def test_is_the_tensor_without_its_graph(self) -> None:
+        tensor = torch.ones(3, requires_grad=True) * 2
+        loaded = Alias(tensor).load()
+        assert loaded.data_ptr() == tensor.data_ptr()
+        assert not loaded.requires_grad
+
+    def test_of_a_tensor_that_was_changed_meanwhile_is_refused(self) -> None:
+        tensor = torch.ones(3)
+        alias = Alias(tensor)
+        tensor.add_(1)
+        with pytest.raises(UnsupportedModelError, match=r"shape \(3,\).*modified in place"):
+            alias.load()
+
+    def test_of_inference_mode_counts_no_changes(self) -> None:
+        with torch.inference_mode():
+            tensor = torch.ones(3)
+        assert Alias(tensor).load() is not None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_harmony.engine.host_store import lies_in
-from lightning_harmony.engine.layer import Place, SwappedLayer, dtype_on_device
+from lightning_harmony.engine.layer import Place, SwappedLayer, dtype_on_device, is_replaced
 from lightning_harmony.engine.stash import Stashed
 from lightning_harmony.engine.swap import Residency
 from lightning_harmony.errors import UnsupportedModelError
@@ -36,8 +36,8 @@ class Runtime(Protocol):
     def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
         """The layer of the glue whose parameter on the device ``tensor`` is a view of, and that parameter."""
 
-    def stash(self, tensor: Tensor) -> Stashed | Tensor:
-        """Keep a tensor for the backward, on the host or as an alias."""
+    def stash_unchanged(self, tensor: Tensor) -> Stashed:
+        """Keep a tensor that nobody may change, on the host or as an alias."""
 
     def expect_backward(self, layer: SwappedLayer) -> int:
         """Announce a backward of a layer; return which use of the layer in its microbatch this is."""
@@ -176,7 +176,7 @@ def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
     token = runtime.token(parameter)
     if token is None:
         anchor = torch.zeros((), requires_grad=True)
-        token = _Token.apply(anchor, layer, parameter, runtime.device_of(layer), stand_in.dtype, runtime)
+        token = _Token.apply(anchor, layer, runtime.device_of(layer), stand_in.dtype, runtime)
         runtime.keep_token(parameter, token)
     with runtime.visit(layer, Phase.FORWARD) as residency:
         tensor = _Use.apply(token, residency.leaves[parameter].detach())
@@ -191,11 +191,12 @@ class _Token(torch.autograd.Function):
         ctx: Any,
         anchor: Tensor,
         layer: SwappedLayer,
-        parameter: nn.Parameter,
         device: torch.device,
         dtype: torch.dtype,
         runtime: Runtime,
     ) -> Tensor:
+        # Not an argument of its own: autograd would call the hooks that it has.
+        (parameter,) = layer.parameters
         ctx.layer, ctx.parameter, ctx.runtime = layer, parameter, runtime
         ctx.use = runtime.expect_backward(layer)
         return torch.zeros((), dtype=dtype, device=device).expand(parameter.shape)
@@ -204,7 +205,7 @@ class _Token(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         with ctx.runtime.visit(ctx.layer, Phase.BACKWARD):
             ctx.runtime.accumulate(ctx.layer, ctx.use, [(ctx.parameter, gradient)])
-        return None, None, None, None, None, None
+        return None, None, None, None, None
 
 
 class _Use(torch.autograd.Function):
@@ -238,20 +239,9 @@ class Glue:
         self._runtime = runtime
         self._stand_ins: dict[nn.Parameter, StandIn] = {}
 
-    def refuse_replaced(self) -> None:
-        """Refuse a model whose parameters are no longer where they were when it was set up.
-
-        Raises:
-            UnsupportedModelError: if one was replaced, or its module was parametrized anew.
-        """
-        for place in self._places:
-            entries = place.container if isinstance(place.container, dict) else dict(enumerate(place.container))
-            if entries.get(place.key) is not place.parameter:
-                name = self._runtime.glue_layer(place.parameter).name
-                raise UnsupportedModelError(
-                    f"parameter {name!r} was replaced during the fit, as pruning and parametrizations do, but layers are "
-                    "swapped as they were at its start; do that before the fit, or change the parameter's values instead"
-                )
+    def is_outdated(self) -> bool:
+        """Whether parameters are no longer where they were when the model was set up."""
+        return any(is_replaced(place) for place in self._places)
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
@@ -288,15 +278,13 @@ class Glue:
     def _pack(self, tensor: Tensor) -> Any:
         found = self._runtime.resident_parameter(tensor)
         if found is None:
-            return self._runtime.stash(tensor)
+            return self._runtime.stash_unchanged(tensor)
         layer, leaf = found
         return SavedWeight(tensor, leaf, layer, self._runtime)
 
     def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, SavedWeight | Stashed):
-            return saved.load()
-        assert isinstance(saved, Tensor)
-        return saved
+        tensor: Tensor = saved.load()
+        return tensor
 
 
 class SavedWeight:

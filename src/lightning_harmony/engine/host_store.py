@@ -6,7 +6,7 @@ import mmap
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,15 @@ from lightning_harmony.engine.strides import is_dense
 
 # CUDA's allocator aligns to 512 bytes and kernels are chosen by alignment: a swapped parameter keeps what it had.
 ALIGNMENT = 512
+
+
+def num_users(tensor: Tensor) -> int:
+    """How many tensors have the memory of a tensor, give or take a constant."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+_ALONE = num_users(torch.empty(1))
 
 
 def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
@@ -77,31 +86,72 @@ class HostStore:
         parameters: in execution order, as far as it is known; each once.
         device: the device that will copy from the arena.
         progress: told after each parameter how many bytes are there.
+
+    Attributes:
+        elsewhere: the parameters whose data lies outside of the arena for now.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], device: Device, progress: Callable[[int], None] = lambda done: None
     ) -> None:
         self._slots: dict[nn.Parameter, Slot] = {}
+        # Of the memory that each parameter has here, who uses it.
+        self._storages: dict[nn.Parameter, weakref.ref[torch.UntypedStorage]] = {}
+        self.elsewhere: set[nn.Parameter] = set()
         slots, self.num_bytes = lay_out(parameters)
         self._map = mmap.mmap(-1, max(self.num_bytes, 1))
         self.arena = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._address = self.arena.data_ptr()
         done = 0
         for parameter, slot in zip(parameters, slots, strict=True):
-            self._adopt(parameter, slot)
+            self._slots[parameter] = slot
+            self._adopt(parameter)
             done += slot.num_bytes
             progress(done)
         self._unregister = device.register_host(self.arena)
 
-    def _adopt(self, parameter: nn.Parameter, slot: Slot) -> None:
-        self._slots[parameter] = slot
+    def _adopt(self, parameter: nn.Parameter) -> None:
+        slot = self._slots[parameter]
         if slot.num_bytes == 0:
             return
-        flat = torch.frombuffer(self._map, dtype=slot.dtype, count=slot.shape.numel(), offset=slot.offset)
-        view = flat.as_strided(slot.shape, slot.stride)
-        with torch.no_grad():
+        # Parameters outlive an evaluation in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            flat = torch.frombuffer(self._map, dtype=slot.dtype, count=slot.shape.numel(), offset=slot.offset)
+            view = flat.as_strided(slot.shape, slot.stride)
             view.copy_(parameter)
-        parameter.data = view
+            parameter.data = view
+        self._storages[parameter] = weakref.ref(view.untyped_storage())
+
+    def follow(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """See where parameters are now: code that averages or restores weights assigns to their ``data``.
+
+        What was assigned goes into the arena, unless somebody keeps that, or what was there before, such as a backup: then
+        the parameter is `elsewhere`, and whoever shares its memory sees it trained.
+
+        Args:
+            parameters: those to look at.
+
+        Returns:
+            Those that have another type or shape than they had.
+        """
+        misfits = []
+        for parameter in parameters:
+            slot = self._slots[parameter]
+            if parameter.dtype is not slot.dtype or parameter.shape != slot.shape:
+                misfits.append(parameter)
+            elif self._lies_in_slot(parameter, slot):
+                self.elsewhere.discard(parameter)
+            elif self._storages[parameter]() is None and num_users(parameter) <= _ALONE:
+                self._adopt(parameter)
+                self.elsewhere.discard(parameter)
+            else:
+                self.elsewhere.add(parameter)
+        return misfits
+
+    def _lies_in_slot(self, parameter: nn.Parameter, slot: Slot) -> bool:
+        return slot.num_bytes == 0 or (
+            parameter.data_ptr() == self._address + slot.offset and parameter.stride() == slot.stride
+        )
 
     def slot(self, parameter: nn.Parameter) -> Slot:
         """Where a parameter lies in the arena."""
@@ -109,6 +159,11 @@ class HostStore:
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._slots
+
+    def reopened(self, device: Device) -> HostStore:
+        """Itself, after `close`, with another device that will copy from it."""
+        self._unregister = device.register_host(self.arena)
+        return self
 
     def close(self) -> None:
         """Unregister the arena. Parameters stay views of it, ordinary host tensors."""

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_harmony.engine.compiled import compiled_whole, is_compiled
 from lightning_harmony.engine.containers import Containers
+from lightning_harmony.engine.derived import derives_weights
 from lightning_harmony.engine.glue import StandIn
 from lightning_harmony.engine.host_store import lies_in
 from lightning_harmony.engine.lane import CastingState
@@ -88,10 +89,12 @@ class InterceptedForward:
         module = layer.module
         assert module is not None
         self._module = module
-        self._attribute = "_compiled_call_impl" if compiled_whole(module) else "forward"
+        derives = derives_weights(module) and not compiled_whole(module)
+        self._attribute = "_compiled_call_impl" if compiled_whole(module) or derives else "forward"
         # Compiled or patched modules carry a forward of their own.
         self._own: Callable[..., Any] | None = vars(module).get(self._attribute)
-        self.original: Callable[..., Any] = getattr(module, self._attribute)
+        # A hook that computes weights from parameters has to find those: it runs within.
+        self.original: Callable[..., Any] = module._call_impl if derives else getattr(module, self._attribute)
         self.is_compiled = is_compiled(module)
         if compile_options is not None and not self.is_compiled:
             self.original, self.is_compiled = torch.compile(self.original, **compile_options), True

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.attributes import AttributesOfLayer
+from lightning_harmony.engine.derived import derived_weights
 from lightning_harmony.errors import UnsupportedModelError
 
 BufferKey = tuple[nn.Module, str]
@@ -43,6 +44,12 @@ class Place:
     container: Any
     key: Any
     parameter: nn.Parameter
+
+
+def is_replaced(place: Place) -> bool:
+    """Whether a place holds its parameter no longer."""
+    entries = place.container if isinstance(place.container, dict) else dict(enumerate(place.container))
+    return entries.get(place.key) is not place.parameter
 
 
 class SwappedLayer:
@@ -80,6 +87,17 @@ class SwappedLayer:
         types = {parameter: dtype_on_device(parameter, compute_dtype) for parameter in self.parameters}
         self.narrow = {parameter: dtype for parameter, dtype in types.items() if dtype != parameter.dtype}
         self._places = places_of(module, self.parameters) if module is not None else []
+        self._containers = containers_of(module, self._places) if module is not None else []
+        self._derived = derived_weights(module) if module is not None else []
+
+    def is_outdated(self) -> bool:
+        """Whether its parameters are no longer where they were when it was made."""
+        return any(is_replaced(place) for place in self._places)
+
+    def derive(self) -> None:
+        """Compute the weights that its hooks make of parameters, where nothing is swapped."""
+        for weight in self._derived:
+            weight.compute()
 
     @contextmanager
     def bound(
@@ -91,7 +109,15 @@ class SwappedLayer:
             A dict that holds, once the context is left, the buffers as the code left them.
         """
         outside = [(place, place.container[place.key]) for place in self._places]
+        if any(_is_foreign(value, place.parameter) for place, value in outside):
+            raise UnsupportedModelError(
+                f"layer {self.name!r} is called with tensors in place of its parameters (torch.func.functional_call), but it "
+                "is swapped with its own: compute with the functions of torch.nn.functional instead, or train with "
+                "Trainer(strategy='auto')"
+            )
         outside_buffers = {(owner, name): owner._buffers[name] for owner, name in buffers}
+        containers = [(attributes, name, attributes[name]) for attributes, name in self._containers]
+        derived = [(weight, weight.get()) for weight in self._derived]
         left: dict[BufferKey, Tensor | None] = {}
         for place in self._places:
             place.container[place.key] = parameters[place.parameter]
@@ -102,9 +128,19 @@ class SwappedLayer:
         finally:
             for place, value in outside:
                 place.container[place.key] = value
+            # What the code made of the weights would keep them on the device.
+            for attributes, name, container in containers:
+                attributes[name] = container
+            for weight, value in derived:
+                weight.set(value)
             for (owner, name), value in outside_buffers.items():
                 left[owner, name] = owner._buffers[name]
                 owner._buffers[name] = value
+
+
+def _is_foreign(value: Any, parameter: nn.Parameter) -> bool:
+    """Whether what is in a parameter's place neither is it nor stands in for it."""
+    return value is not parameter and getattr(value, "_parameter", None) is not parameter
 
 
 def dtype_on_device(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> torch.dtype:
@@ -122,9 +158,9 @@ def buffers_of(module: nn.Module) -> list[BufferKey]:
 
 
 def move_buffers(keys: Sequence[BufferKey], device: torch.device) -> None:
-    """Move buffers to a device."""
+    """Move buffers to a device, as far as they are still there."""
     for owner, name in keys:
-        buffer = owner._buffers[name]
+        buffer = owner._buffers.get(name)
         if buffer is not None:
             owner._buffers[name] = buffer.to(device)
 
@@ -133,6 +169,14 @@ def places_of(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Pla
     """Every place below a module that holds one of ``parameters``: registered, or referred to by an attribute."""
     wanted = {id(parameter) for parameter in parameters}
     return [place for owner in module.modules() for place in _places_in(owner) if id(place.parameter) in wanted]
+
+
+def containers_of(module: nn.Module, places: Sequence[Place]) -> list[tuple[dict[str, Any], str]]:
+    """The attributes below a module that are the dicts or lists of these places. `nn.LSTM` makes its list anew."""
+    wanted = {id(place.container) for place in places}
+    return [
+        (vars(owner), name) for owner in module.modules() for name, value in vars(owner).items() if id(value) in wanted
+    ]
 
 
 def _places_in(owner: nn.Module) -> Iterator[Place]:

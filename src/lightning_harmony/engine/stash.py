@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 
 import torch
@@ -20,7 +21,37 @@ from lightning_harmony.plan.task import Errand
 SMALLEST_BYTES = 16 * 1024
 
 
-class Stashed:
+class Stashed(ABC):
+    """A tensor that is kept for the backward."""
+
+    @abstractmethod
+    def load(self) -> Tensor:
+        """The tensor on its device, as it was."""
+
+
+class Alias(Stashed):
+    """A tensor that stays where it is.
+
+    Args:
+        tensor: what is kept, with its later changes: those are refused.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._version = _version(tensor)
+
+    def load(self) -> Tensor:
+        """The tensor itself.
+
+        Raises:
+            UnsupportedModelError: if it was modified in place.
+        """
+        if _version(self._tensor) != self._version:
+            raise _modified(self._tensor)
+        return self._tensor
+
+
+class HostCopy(Stashed):
     """A tensor in the stash, gone from the device. Its host buffer is free again when the last reference ends."""
 
     def __init__(self, stash: Stash, tensor: Tensor) -> None:
@@ -76,11 +107,11 @@ class Stash:
         self.traffic = traffic
         self.pending: deque[tuple[Event, Tensor, int, Tensor]] = deque()
 
-    def put(self, tensor: Tensor) -> Stashed | None:
+    def put(self, tensor: Tensor) -> HostCopy | None:
         """Start to swap a tensor out; None for one that is better kept where it is."""
-        if tensor.numel() * tensor.element_size() < SMALLEST_BYTES or tensor.device != self.device.torch_device:
+        if is_small(tensor) or tensor.device != self.device.torch_device:
             return None
-        return Stashed(self, tensor.detach())
+        return HostCopy(self, tensor.detach())
 
     def retire(self, *, wait: bool = False) -> bool:
         """Let go of the device copies whose swap-out is done; with ``wait``, of the oldest in any case.
@@ -97,10 +128,7 @@ class Stash:
             event.synchronize()
             wait, retired = False, True
             if tensor._version != version:
-                raise UnsupportedModelError(
-                    f"a tensor of shape {tuple(tensor.shape)} that a layer had taken as input was modified in place "
-                    "after the call; make that operation out of place"
-                )
+                raise _modified(tensor)
         return retired
 
     def drain(self) -> None:
@@ -120,9 +148,9 @@ class LaneStash:
 
     def __init__(self, stash: Stash) -> None:
         self._stash = stash
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Stashed]]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[HostCopy]]] = {}
 
-    def put(self, tensor: Tensor) -> Stashed | None:
+    def put(self, tensor: Tensor) -> HostCopy | None:
         """Like `Stash.put`."""
         known = self._known.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
@@ -133,6 +161,23 @@ class LaneStash:
         if stashed is not None:
             self._known[id(tensor)] = weakref.ref(tensor), tensor._version, weakref.ref(stashed)
         return stashed
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Whether a tensor takes so little that it stays on its device."""
+    return tensor.numel() * tensor.element_size() < SMALLEST_BYTES
+
+
+def _version(tensor: Tensor) -> int:
+    # Those of inference mode count none.
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _modified(tensor: Tensor) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"a tensor of shape {tuple(tensor.shape)} that a layer had taken as input, or that the backward needs, was modified "
+        "in place afterwards; make that operation out of place"
+    )
 
 
 def _copy(destination: Tensor, source: Tensor) -> None:

@@ -104,6 +104,8 @@ class Layout:
         runs: the ranges of the arena that are copied as they are.
         casts: the parameters that are cast to a narrower type on their way.
         staging_bytes: what is needed on the device besides while they come.
+        copied_bytes: what crosses from the host: more than lies there where they are cast, or where one copy takes what is
+            between them along.
     """
 
     slots: dict[nn.Parameter, Slot]
@@ -111,6 +113,7 @@ class Layout:
     runs: list[Run]
     casts: list[nn.Parameter]
     staging_bytes: int
+    copied_bytes: int
 
 
 class SwappedPack:
@@ -207,7 +210,8 @@ def _layout(parameters: Iterable[nn.Parameter], narrow: Mapping[nn.Parameter, to
             runs.append(Run(offset, slot.offset, size))
     casts = [parameter for parameter in ordered if parameter in narrow]
     staging = max((min(store.slot(parameter).num_bytes, STAGING_BYTES) for parameter in casts), default=0)
-    return Layout(dict(zip(ordered, placed, strict=True)), num_bytes, runs, casts, staging)
+    copied = sum(run.num_bytes for run in runs) + sum(store.slot(parameter).num_bytes for parameter in casts)
+    return Layout(dict(zip(ordered, placed, strict=True)), num_bytes, runs, casts, staging, copied)
 
 
 class Swapper:
@@ -256,13 +260,16 @@ class Swapper:
         weights = device.empty(layout.num_bytes)
         staging = device.empty(layout.staging_bytes)
         buffers = {key: self._empty_like(_buffer(key)) for key in pack.buffers}
+        elsewhere = self._store.elsewhere.intersection(pack.parameters)
 
         def copy() -> None:
             for run in layout.runs:
                 source = arena[run.arena_offset : run.arena_offset + run.num_bytes]
                 weights[run.device_offset : run.device_offset + run.num_bytes].copy_(source, non_blocking=True)
             for parameter in layout.casts:
-                _cast(self._store.slot(parameter), arena, layout.slots[parameter], weights, staging)
+                _cast(self._store.slot(parameter).flat(arena), layout.slots[parameter], weights, staging)
+            for parameter in elsewhere:
+                layout.slots[parameter].view(weights).copy_(parameter.detach())
             for key, tensor in buffers.items():
                 tensor.copy_(_buffer(key))
 
@@ -270,8 +277,7 @@ class Swapper:
         leaves = {p: nn.Parameter(slot.view(weights), p.requires_grad) for p, slot in layout.slots.items()}
         for leaf in leaves.values():
             refuse_accumulation(leaf)
-        copied = sum(run.num_bytes for run in layout.runs) + sum(self._store.slot(p).num_bytes for p in layout.casts)
-        copied += pack.buffer_bytes
+        copied = layout.copied_bytes + pack.buffer_bytes
         ready = device.swap_in.submit(device.noted(Errand.SWAP_IN, "weights", copied, copy, pack.index))
         self._traffic.count_in("weights", copied)
         pack.residency = Residency(device, weights, ready, leaves, buffers, as_of)
@@ -358,18 +364,26 @@ class Swapper:
         pack.accumulators[use] = accumulator
         parked = pack.parked.pop(use, None)
         if parked is not None:
-            accumulator.includes_earlier = parked.includes_earlier
-            self._load(pack, accumulator, parked.sums, [parked.event])
-            self._pool.give(parked.buffer, None)
+            self._unpark(pack, accumulator, parked)
         elif use == 0 and add_to_earlier:
             earlier = {(layer, p): p.grad for layer, p in slots if p.grad is not None and not self.is_shared(p)}
             accumulator.includes_earlier = {p for _, p in earlier}
-            self._load(pack, accumulator, earlier, [])
+            self._load(pack, accumulator, earlier)
         return accumulator
 
-    def _load(
-        self, pack: SwappedPack, accumulator: Accumulator, earlier: dict[GradientKey, Tensor], after: Sequence[Event]
-    ) -> None:
+    def _unpark(self, pack: SwappedPack, accumulator: Accumulator, parked: HostGradients) -> None:
+        """Bring sums back, in one copy. Nothing but the device waits for it."""
+        accumulator.includes_earlier = parked.includes_earlier
+        accumulator.touched.update(parked.sums)
+        num_bytes = parked.buffer.numel()
+        copy = partial(_copy, accumulator.buffer, parked.buffer)
+        load = self._device.noted(Errand.UNPARK, "gradients", num_bytes, copy, pack.index)
+        loaded = self._device.swap_in.submit(load, [self._device.record(), parked.event])
+        loaded.wait()
+        self._pool.give(parked.buffer, loaded)
+        self._traffic.count_in("gradients", num_bytes)
+
+    def _load(self, pack: SwappedPack, accumulator: Accumulator, earlier: dict[GradientKey, Tensor]) -> None:
         if not earlier:
             return
         sums = accumulator.sums
@@ -380,7 +394,7 @@ class Swapper:
                 sums[key].copy_(gradient)
 
         load = self._device.noted(Errand.SWAP_IN, "gradients", num_bytes, copy, pack.index)
-        loaded = self._device.swap_in.submit(load, [self._device.record(), *after])
+        loaded = self._device.swap_in.submit(load, [self._device.record()])
         # The host buffers of `earlier` may be used again from here on.
         loaded.synchronize()
         accumulator.touched.update(earlier)
@@ -457,9 +471,9 @@ def _buffer(key: BufferKey) -> Tensor:
     return buffer
 
 
-def _cast(host: Slot, arena: Tensor, slot: Slot, weights: Tensor, staging: Tensor) -> None:
+def _cast(source: Tensor, slot: Slot, weights: Tensor, staging: Tensor) -> None:
     """Copy a parameter and cast it on the device: a narrow copy on the host would have to be kept up to date."""
-    source, destination, space = host.flat(arena), slot.flat(weights), staging.view(host.dtype)
+    destination, space = slot.flat(weights), staging.view(source.dtype)
     for start in range(0, source.numel(), space.numel()):
         piece = source[start : start + space.numel()]
         staged = space[: piece.numel()]

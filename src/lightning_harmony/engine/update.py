@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lightning_harmony.engine.host_store import HostPool, lies_in
+from lightning_harmony.engine.host_store import HostPool, lies_in, num_users
 from lightning_harmony.engine.postponed import Clip, Norms, Overlap, PostponedUpdate, Recorder, UpdateHeard, sort_state
 from lightning_harmony.engine.profile import Speed
 from lightning_harmony.engine.stream import Event, HostStream
@@ -212,7 +212,7 @@ class Updater:
         if self._optimizer is None:
             grads = [parameter.grad for _, parameter in source.sums if parameter.grad is not None]
             num_grads = sum(lies_in(gradient, source.buffer) for gradient in grads)
-            self._held.append((source, _num_users(source.buffer) - num_grads))
+            self._held.append((source, num_users(source.buffer) - num_grads))
         elif self._reuses:
             self._pool.give(source.buffer, None)
 
@@ -220,7 +220,7 @@ class Updater:
         """Take back the buffers of gradients that nobody has any more, neither a parameter nor the user."""
         held, self._held = self._held, []
         for source, our_uses in held:
-            if _num_users(source.buffer) > our_uses:
+            if num_users(source.buffer) > our_uses:
                 self._held.append((source, our_uses))
             else:
                 self._pool.give(source.buffer, None)
@@ -242,12 +242,6 @@ def _set_gradient(parameter: nn.Parameter, parts: list[_Part]) -> None:
     else:
         # A tensor of its own: whoever keeps it is seen to use the buffer.
         parameter.grad = total.detach()
-
-
-def _num_users(buffer: Tensor) -> int:
-    """How many tensors have the memory of a buffer."""
-    count: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
-    return count
 
 
 def _places(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
