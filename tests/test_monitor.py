@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from test_lightning import NUM_STEPS, Manual, Model, assert_same, harmony, loader, trainer_for, values
@@ -302,3 +303,21 @@ def test_the_next_fit_records_again(tmp_path: Path) -> None:
     (tmp_path / "step-1.json").unlink()
     fit(monitor)
     assert (tmp_path / "step-1.json").exists()
+
+
+def test_a_first_step_that_an_earlier_fit_planned_is_recorded_by_its_plan(tmp_path: Path) -> None:
+    cached = {"profile_cache": tmp_path / "profiles"}
+    fit(strategy=harmony(**cached))
+    trainer, recording = record(tmp_path, 0, strategy=harmony(**cached), max_steps=1)
+    assert recording.plan.packs == trainer.strategy.plan.packs
+    assert trainer.strategy.step_report.predicted_seconds is not None
+    assert recording.predicted() is not None
+
+
+def test_parameters_that_are_pruned_between_steps_end_no_watch(tmp_path: Path) -> None:
+    module, logger = Model(), CSVLogger(tmp_path)
+    pruning = ModelPruning("l1_unstructured", [(module.net.head, "weight")], amount=0.3)
+    monitor = HarmonyMonitor(trace_step=NUM_STEPS, dirpath=tmp_path)
+    fit(monitor, pruning, module=module, logger=logger, log_every_n_steps=1, max_epochs=2)
+    assert all("harmony/busy/0" in row for row in rows(logger))
+    assert read_recording(tmp_path / f"step-{NUM_STEPS}.json").measured.devices[0].spans

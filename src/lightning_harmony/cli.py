@@ -114,7 +114,8 @@ def show_recording(recording: Recording, *, png: Path | None, html: Path | None,
     print("\n".join(summaries(recording.plan, steps)))
     if predicted is None:
         print("predicted: nothing, for the plan was made before the step had been measured")
-    print(f"update: {recording.update}")
+    in_time = "; predicted just in time" if predicted is not None and recording.update.startswith("deferred") else ""
+    print(f"update: {recording.update}{in_time}")
     _write(recording.plan, steps, "A recorded step", png=png, html=html, trace=trace)
 
 

@@ -69,7 +69,7 @@ def describe_start(engine: Executor, *, runs_alone: bool) -> str:
     each = " each" if len(devices) > 1 and len(set(limits)) == 1 else ""
     count = _count(len(devices), f"{devices[0].torch_device.type} device")
     layers = _count(sum(len(pack) for pack in engine.plan.packs), "layer")
-    what_next = "The first step goes layer by layer and measures; the plan follows"
+    what_next = "The plan follows after a step or two"
     if runs_alone:
         what_next = "Each call of a layer brings its weights, for the training_step does the rest itself"
     return (

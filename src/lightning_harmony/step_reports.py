@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.report import StepReport
 from lightning_harmony.host_memory import state_bytes
-from lightning_harmony.plan.plan import Plan
 
 
 class StepReports:
@@ -24,12 +23,10 @@ class StepReports:
         self.last: StepReport | None = None
         self._state_bytes = 0
         self._start = 0.0
-        self._plan: Plan | None = None
 
     def begin(self, engine: Executor) -> None:
         """A step begins: what is counted from now on is its own."""
         engine.begin_step()
-        self._plan = engine.plan
         self._start = time.perf_counter()
 
     def write(
@@ -40,7 +37,7 @@ class StepReports:
         seconds = time.perf_counter() - self._start
         before, self._state_bytes = self._state_bytes, state_bytes(optimizers)
         most = max(engine.pool.take_peak_bytes() + before, engine.pool.num_bytes + self._state_bytes)
-        predicted = None if self._plan is None else self._plan.predicted
+        predicted = engine.step_plan.predicted
         self.last = StepReport(
             seconds=seconds,
             swapped_in_bytes=dict(engine.traffic.swapped_in),

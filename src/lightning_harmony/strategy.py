@@ -27,6 +27,7 @@ from lightning_harmony.engine.report import StepReport
 from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.evaluation import Evaluation
+from lightning_harmony.fit_summary import FitSummary
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.plan.profile import Profile
@@ -274,7 +275,10 @@ class HarmonyStrategyMixin(_Base):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._executor = engine = self._build_executor(trainer, self._settings.plan)
-        self._prepare(trainer, engine, SplitCheck(self._lightning, trainer, engine, self._settings))
+        tree = self._lightning
+        self._prepare(
+            trainer, engine, SplitCheck(tree, trainer, engine, self._settings), FitSummary(tree, trainer, engine)
+        )
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
             host_memory.refuse_too_little(self.optimizers)
@@ -282,10 +286,12 @@ class HarmonyStrategyMixin(_Base):
             self._training.show_start()
         self.setup_precision_plugin()
 
-    def _prepare(self, trainer: Any, engine: Executor, split_check: SplitCheck) -> None:
+    def _prepare(self, trainer: Any, engine: Executor, split_check: SplitCheck, summary: FitSummary) -> None:
         tree, settings = self._lightning, self._settings
         deferred = DeferredUpdate(UpdatePolicy(tree, trainer, engine, settings.update), engine)
-        self._training = Training(tree, trainer, engine, settings, deferred, split_check, self._fused, self._reports)
+        self._training = Training(
+            tree, trainer, engine, settings, deferred, split_check, self._fused, self._reports, summary
+        )
         self._evaluation = Evaluation(tree, trainer, engine, settings)
 
     def _catch_up(self) -> None:
@@ -300,8 +306,11 @@ class HarmonyStrategyMixin(_Base):
             store = self._executor.store
             known = all(parameter in store for parameter in self._module.parameters())
             # A plan that was given is for the model as it was.
+            wishes = self._executor.recorder
             self._executor = engine = self._build_executor(before.trainer, None, store if known else None)
-            self._prepare(before.trainer, engine, replace(before.split_check, engine=engine))
+            engine.recorder.take_over(wishes)
+            split_check = replace(before.split_check, engine=engine)
+            self._prepare(before.trainer, engine, split_check, replace(before.summary, engine=engine))
         self._executor.catch_up()
 
     def _build_executor(self, trainer: Any, plan: Plan | None, store: HostStore | None = None) -> Executor:
@@ -316,7 +325,8 @@ class HarmonyStrategyMixin(_Base):
                 "network in a submodule, or train with Trainer(strategy='auto')"
             )
         compute_dtype = getattr(self.precision_plugin, "compute_dtype", None)
-        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+        moved = module.parameters() if store is None else ()
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in moved)
         with store_progress(self._lightning, trainer, num_bytes) as progress:
             return Executor(
                 module,

@@ -44,15 +44,15 @@ class Training:
     split_check: SplitCheck
     fused: FusedGroups
     reports: StepReports
+    summary: FitSummary
 
     def __post_init__(self) -> None:
         self._attributes = LaneAttributes(self._module)
         self._chosen: int | None = None
-        self._summary = FitSummary(self.tree, self.trainer, self.engine)
 
     def show_start(self) -> None:
         """Say what is known before the first step."""
-        self._summary.show_start(runs_alone=self._runs_alone())
+        self.summary.show_start(runs_alone=self._runs_alone())
 
     def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a batch; the backward runs when that of the result does.
@@ -98,7 +98,7 @@ class Training:
         if self._runs_alone():
             self.engine.flush_gradients()
         else:
-            self._summary.show_plan(self.deferred.policy.choose)
+            self.summary.show_plan(self.deferred.policy.choose)
         self.split_check.after_backward()
 
     def _runs_alone(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.engine.swap import SwappedPack
 from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.recording import Recording
 from lightning_harmony.plan.replay import Span
 from lightning_harmony.plan.task import Errand, Phase, Task
 
@@ -246,3 +247,37 @@ class TestRecording:
         assert recorder.end(1.0, 2, "") == []
         assert recorder.recording is first
         assert all(device.recorder is None for device in run.devices)
+
+    def test_sums_that_make_way_come_back_for_the_microbatch_that_runs(self, make: Callable[..., Run]) -> None:
+        run = make()
+        recorder = run.begin(record=True)
+        run.compute(1.0, "0B1")
+        device = run.devices[0]
+        for kind in (Errand.PARK, Errand.UNPARK):
+            device.noted(kind, "gradients", 3, lambda: None, 1)()
+        recorder.end(1.0, 2, "")
+        assert recorder.recording is not None
+        # Both have to be read back.
+        recording = Recording.from_json(recorder.recording.to_json())
+        assert [str(span.task) for span in recording.measured.devices[0].spans] == ["0B1", "1PARK", "1UNPARK1"]
+        (done,) = recording.measured.devices
+        assert (done.swapped_in_bytes, done.swapped_out_bytes) == ({"gradients": 3}, {"gradients": 3})
+
+    def test_a_plan_that_is_made_when_the_step_has_begun_is_the_one_it_ran_by(self, make: Callable[..., Run]) -> None:
+        run = make()
+        recorder = run.begin(record=True)
+        later = replace(PLAN, first_fused=1)
+        recorder.run_by(later, run.packs)
+        run.compute(1.0)
+        recorder.end(1.0, 2, "")
+        assert recorder.recording is not None
+        assert recorder.recording.plan == later
+
+    def test_another_recorder_takes_over_what_was_asked(self, make: Callable[..., Run]) -> None:
+        run, other = make(), make()
+        run.recorder.records_next = True
+        other.recorder.take_over(run.recorder)
+        other.recorder.begin(PLAN, other.packs)
+        other.compute(1.0)
+        other.recorder.end(1.0, 2, "")
+        assert other.spans() == [("0F0", 0.0, 1.0)]

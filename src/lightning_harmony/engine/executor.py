@@ -179,6 +179,7 @@ class Executor:
             records,
         )
         self._use(self._planner.layer_by_layer(range(len(self._layers))))
+        self.step_plan = self.plan
         self._start([])
         self._granted: Grant | None = None
         self._num_elements = 0
@@ -301,6 +302,7 @@ class Executor:
     def begin_step(self) -> None:
         """A training step begins: what is counted and noted from now on is its own."""
         self.traffic.reset()
+        self.step_plan = self.plan
         self.recorder.begin(self.plan, self._packs)
 
     def forward(
@@ -328,6 +330,8 @@ class Executor:
         )
         if plan is not None:
             self._use(plan)
+            self.step_plan = plan
+            self.recorder.run_by(plan, self._packs)
         self._measuring = self.measures(num_elements, is_training=is_training)
         if self._is_profiling:
             self._profiler.begin(num_elements)

@@ -25,8 +25,8 @@ from lightning_harmony.plan.recording import Recording
 from lightning_harmony.plan.replay import COMPUTE, STREAM_OF, DevicePrediction, Prediction, Span
 from lightning_harmony.plan.task import Errand, Phase, Task
 
-_ARRIVING = frozenset({Errand.SWAP_IN, Errand.STASH_IN})
-_LEAVING = frozenset({Errand.SWAP_OUT, Errand.STASH_OUT})
+_ARRIVING = frozenset({Errand.SWAP_IN, Errand.UNPARK, Errand.STASH_IN})
+_LEAVING = frozenset({Errand.SWAP_OUT, Errand.PARK, Errand.STASH_OUT})
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class _Step:
     Attributes:
         plan: what it runs by, with all packs that there are.
         in_full: whether all of its tasks are noted, and not only how long devices compute.
-        pack_of: the pack of each parameter.
         origins: when it began, on each device.
         start_seconds: the same by the host's clock.
         work: what ran on each device.
         memory: for each device, moments, and what was allocated from then on.
         task: that of the lane that runs, or ran last.
+        pack_of: the pack of each parameter.
         updates: the tasks of the host, with their beginning and end by its clock.
         more_packs: those that came up in it: parameters that glue used for the first time.
         open: what computes now.
@@ -87,12 +87,12 @@ class _Step:
 
     plan: Plan
     in_full: bool
-    pack_of: dict[nn.Parameter, int]
     origins: list[Moment]
     start_seconds: float
     work: list[list[_Work]]
     memory: list[list[tuple[Moment, int]]]
     task: Task
+    pack_of: dict[nn.Parameter, int] = field(default_factory=dict)
     updates: list[tuple[Task, float, float]] = field(default_factory=list)
     more_packs: dict[int, tuple[str, ...]] = field(default_factory=dict)
     open: _Open | None = None
@@ -117,6 +117,10 @@ class StepRecorder:
         self._devices = devices
         self._step: _Step | None = None
 
+    def take_over(self, other: StepRecorder) -> None:
+        """Do what another one, whose devices are closed, was asked to do."""
+        self.measures_busy, self.records_next = other.measures_busy, other.records_next
+
     # ---- the step ------------------------------------------------------------------------------------------------------
 
     def begin(self, plan: Plan, packs: Sequence[SwappedPack]) -> None:
@@ -135,17 +139,24 @@ class StepRecorder:
             for device in self._devices:
                 device.record().synchronize()
         self._step = _Step(
-            plan=replace(plan, packs=tuple(map(_names, packs))) if in_full else plan,
+            plan=plan,
             in_full=in_full,
-            pack_of={p: pack.index for pack in packs for p in pack.parameters} if in_full else {},
             origins=[device.moment() for device in self._devices] if in_full else [],
             start_seconds=time.perf_counter(),
             work=[[] for _ in self._devices],
             memory=[[] for _ in self._devices],
             task=Task(0, Phase.FORWARD, 0),
         )
+        self.run_by(plan, packs)
         for device in self._devices:
             device.recorder = self
+
+    def run_by(self, plan: Plan, packs: Sequence[SwappedPack]) -> None:
+        """The step runs by a plan, which may be made when it has begun, but before anything ran."""
+        step = self._step
+        if step is not None:
+            step.plan = replace(plan, packs=tuple(map(_names, packs))) if step.in_full else plan
+            step.pack_of = {p: pack.index for pack in packs for p in pack.parameters} if step.in_full else {}
 
     def drop(self) -> None:
         """Forget a step that did not come to its end."""
@@ -259,7 +270,10 @@ class StepRecorder:
         step = self._step
         if step is None or not step.in_full:
             return work
-        task = Task(step.task.pack, kind, step.task.microbatch) if pack is None else Task(pack, kind)
+        task = Task(step.task.pack if pack is None else pack, kind)
+        if pack is None or kind is Errand.UNPARK:
+            # For the running lane: others share what comes and goes of a pack.
+            task = task._replace(microbatch=step.task.microbatch)
         stream = {"swap-in": device.swap_in, "stash-in": device.stash_in, "swap-out": device.swap_out}[STREAM_OF[kind]]
         number = self._devices.index(device)
         return _noting(work, stream.moment, step.work[number], task, number, what, num_bytes)

@@ -430,7 +430,7 @@ class Swapper:
             for accumulator in pack.accumulators.values():
                 self._pool.provide(accumulator.buffer.numel())
 
-    def swap_out_gradients(self, pack: SwappedPack) -> list[HostGradients]:
+    def swap_out_gradients(self, pack: SwappedPack, kind: Errand = Errand.SWAP_OUT) -> list[HostGradients]:
         """Start to copy a pack's gradients to the host, and close its accumulators."""
         gradients = list(pack.parked.values())
         for use, accumulator in pack.accumulators.items():
@@ -440,7 +440,7 @@ class Swapper:
                 host, free = self._pool.take(num_bytes)
                 sums = {key: slots[key].view(host) for key in slots if key in accumulator.touched}
             copy = partial(_copy, host, accumulator.buffer)
-            noted = self._device.noted(Errand.SWAP_OUT, "gradients", num_bytes, copy, pack.index)
+            noted = self._device.noted(kind, "gradients", num_bytes, copy, pack.index)
             event = self._device.swap_out.submit(noted, after=[self._device.record(), *free])
             self._device.keep_until(event, accumulator.buffer)
             self._traffic.count_out("gradients", num_bytes)
@@ -450,7 +450,7 @@ class Swapper:
 
     def park_gradients(self, pack: SwappedPack) -> None:
         """Make room: keep the sums that are not final yet on the host."""
-        pack.parked = {gradients.use: gradients for gradients in self.swap_out_gradients(pack)}
+        pack.parked = {gradients.use: gradients for gradients in self.swap_out_gradients(pack, Errand.PARK)}
 
     def scale_gradients(self, pack: SwappedPack, factor: float) -> None:
         """Multiply the sums that a pack has."""
