@@ -45,8 +45,8 @@ def run(paper: Any, name: str, row: str, num_devices: int, parallel: Any, capaci
     plan = paper.rows.plan_of(row, costs, num_microbatches, num_devices, parallel)
     model = paper.models.build(subject.shape)
     paper.models.initialise(model, subject.shape)
-    options = Namespace(capacity=str(capacity), parallel_now=parallel, accelerator="cpu", devices=num_devices, steps=1)
-    measured = paper.train.measure(model, subject, plan, num_microbatches, options)
+    options = Namespace(capacity=str(capacity), accelerator="cpu", devices=num_devices, steps=1)
+    measured = paper.train.measure(model, subject, plan, num_microbatches, parallel, options)
     return measured, plan, paper.rows.count(plan, costs)
 
 
