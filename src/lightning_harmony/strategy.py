@@ -21,6 +21,7 @@ from lightning_harmony.engine.device import CudaDevice, Device, VirtualDevice, f
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.report import StepReport
+from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.evaluation import Evaluation
 from lightning_harmony.lightning_tree import LightningTree
@@ -38,6 +39,7 @@ from lightning_harmony.settings import Settings
 from lightning_harmony.signals import HeldSignals
 from lightning_harmony.split_check import SplitCheck
 from lightning_harmony.step_reports import StepReports
+from lightning_harmony.store_progress import store_progress
 from lightning_harmony.training import Training
 from lightning_harmony.unregistered import move_unregistered
 from lightning_harmony.update_policy import UpdatePolicy
@@ -145,6 +147,11 @@ class HarmonyStrategyMixin(_Base):
     def profile(self) -> Profile | None:
         """What layers and copies were seen to take, and what the plan in use was made from; None before the first step."""
         return None if self.plan is None else self.plan.profile
+
+    @property
+    def recorder(self) -> StepRecorder | None:
+        """Measures and records steps for those who ask, as `HarmonyMonitor` does; None outside of a fit."""
+        return None if self._executor is None else self._executor.recorder
 
     @property
     def root_device(self) -> torch.device:
@@ -258,11 +265,13 @@ class HarmonyStrategyMixin(_Base):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self._executor = self._build_executor()
+        self._executor = self._build_executor(trainer)
         self._prepare(trainer, self._executor)
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
             host_memory.refuse_too_little(self.optimizers)
+            assert self._training is not None
+            self._training.show_start()
         self.setup_precision_plugin()
 
     def _prepare(self, trainer: Any, engine: Executor) -> None:
@@ -272,7 +281,7 @@ class HarmonyStrategyMixin(_Base):
         self._training = Training(tree, trainer, engine, settings, deferred, split_check, self._fused, self._reports)
         self._evaluation = Evaluation(tree, trainer, engine, settings)
 
-    def _build_executor(self) -> Executor:
+    def _build_executor(self, trainer: Any) -> Executor:
         module = self._module
         refuse_sparse(module)
         devices = self._open_devices()
@@ -284,15 +293,18 @@ class HarmonyStrategyMixin(_Base):
                 "network in a submodule, or train with Trainer(strategy='auto')"
             )
         compute_dtype = getattr(self.precision_plugin, "compute_dtype", None)
-        return Executor(
-            module,
-            layers,
-            *devices,
-            parallel=self._settings.parallel,
-            compute_dtype=compute_dtype,
-            compile_options=self._settings.compile_options,
-            plan=self._settings.plan,
-        )
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+        with store_progress(self._lightning, trainer, num_bytes) as progress:
+            return Executor(
+                module,
+                layers,
+                *devices,
+                parallel=self._settings.parallel,
+                compute_dtype=compute_dtype,
+                compile_options=self._settings.compile_options,
+                plan=self._settings.plan,
+                progress=progress,
+            )
 
     def _open_devices(self) -> list[Device]:
         torch_devices = self._devices or [self.root_device]

@@ -53,6 +53,12 @@ class TestParameters:
             parameters[0].fill_(7)
         assert torch.equal(store.slot(parameters[0]).view(store.arena), torch.full((3, 5), 7.0))
 
+    def test_tell_how_much_is_done(self, device: VirtualDevice) -> None:
+        parameters, told = a_bit_of_everything(), list[int]()
+        HostStore(parameters, device, told.append)
+        sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+        assert told == [sum(sizes[: number + 1]) for number in range(len(sizes))]
+
     def test_keep_requires_grad(self, device: VirtualDevice) -> None:
         frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         trained = nn.Parameter(torch.ones(3))

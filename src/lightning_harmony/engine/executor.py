@@ -28,6 +28,7 @@ from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.rng import RandomStreams
 from lightning_harmony.engine.stash import LaneStash, Stash, Stashed
+from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.engine.stream import Moment
 from lightning_harmony.engine.swap import HostGradients, Residency, SwappedPack, Swapper
 from lightning_harmony.engine.transfer import LaneTransfers, OneDevice, Transfers
@@ -45,7 +46,7 @@ from lightning_harmony.plan.plan import Parallel, Plan, Predicted, fingerprint, 
 from lightning_harmony.plan.profile import MachineLimits, Profile
 from lightning_harmony.plan.replay import predict
 from lightning_harmony.plan.search import search_better
-from lightning_harmony.plan.task import Phase, Task
+from lightning_harmony.plan.task import Errand, Phase, Task
 
 # Threads that a GPU machine's host keeps for the lanes and the data loader while it updates.
 SPARED_THREADS = 2
@@ -104,6 +105,7 @@ class Executor:
             narrower than the parameters' own; None to leave all types as they are.
         compile_options: of `torch.compile`, with which layers are compiled; None not to.
         plan: what to run by once the first step has measured work space; None to plan from that step.
+        progress: told again and again how many bytes are in the host store.
 
     Raises:
         CapacityError: if a layer's weights and gradients exceed the capacity.
@@ -119,6 +121,7 @@ class Executor:
         compute_dtype: torch.dtype | None = None,
         compile_options: Mapping[str, Any] | None = None,
         plan: Plan | None = None,
+        progress: Callable[[int], None] = lambda done: None,
     ) -> None:
         self.devices = devices
         self._root = devices[0]
@@ -141,9 +144,12 @@ class Executor:
         self._given, self._fingerprint = plan, self._fingerprint_for(plan)
         self._glue_layers: dict[nn.Parameter, SwappedLayer] = {}
         in_order = dict.fromkeys([p for layer in self._layers for p in layer.parameters] + list(model.parameters()))
-        self.store = HostStore(list(in_order), self._root)
+        self.store = HostStore(list(in_order), self._root, progress)
         self.pool = HostPool(self._root.host_buffer)
-        self.updater = Updater(self.pool, devices, SPARED_THREADS if self._cuda_devices else 0)
+        self.recorder = StepRecorder(devices)
+        self.updater = Updater(
+            self.pool, devices, SPARED_THREADS if self._cuda_devices else 0, self.recorder.note_update
+        )
         self._residents = [self._residents_on(number) for number in range(len(devices))]
         self._transfers = Transfers(devices, self.traffic, lambda number, size: self._residents[number].admit(size))
         self._glue = Glue(places_of(model, list(in_order)), self._root.torch_device, self, compute_dtype)
@@ -344,6 +350,11 @@ class Executor:
 
     # ---- the step ------------------------------------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        """A training step begins: what is counted and noted from now on is its own."""
+        self.traffic.reset()
+        self.recorder.begin(self.plan, self._packs)
+
     def forward(
         self,
         microbatches: Sequence[Microbatch],
@@ -514,6 +525,7 @@ class Executor:
             if self._measuring and not self._is_training:
                 self._measured_elements[False] = self._num_elements
             self._lanes.abort()
+            self.recorder.drop()
             self._reset()
 
     def measures(self, num_elements: int, *, is_training: bool) -> bool:
@@ -537,6 +549,7 @@ class Executor:
             yield
         except BaseException:
             self._lanes.abort()
+            self.recorder.drop()
             # Whoever handles the error may save a checkpoint: no update may run meanwhile, and none be lost.
             self.updater.postponed.drain()
             self.updater.drain()
@@ -596,7 +609,15 @@ class Executor:
         if self.on_switch is not None:
             self.on_switch(progress.lane.microbatch)
         phase = Phase.FORWARD if request is None else request.phase
-        return Grant(progress, number, phase, pack, self._observe(device, pack) if self._measuring else None)
+        granted = Grant(progress, number, phase, pack, self._observe(device, pack) if self._measuring else None)
+        self.recorder.enter(number, self._task(progress, phase, pack), pack)
+        return granted
+
+    def _task(self, progress: LaneProgress, phase: Phase, pack: SwappedPack | None) -> Task:
+        """What a lane does: before the first layer, and from its loss to the last, what it does to that layer's pack."""
+        ends = self.plan.visits or (0,)
+        index = pack.index if pack is not None else ends[0 if phase is Phase.FORWARD else -1]
+        return Task(index, phase, progress.lane.microbatch)
 
     def _observe(self, device: Device, pack: SwappedPack | None) -> Observation:
         peak = device.watch_peak()
@@ -651,6 +672,7 @@ class Executor:
         if granted.observation is not None:
             self._note_seconds(granted, granted.observation)
             self._note_work(granted, granted.observation)
+        self.recorder.leave()
         residents = self._residents[granted.device]
         residents.stash.retire()
         residents.device.retire()
@@ -783,7 +805,7 @@ class Executor:
             accumulators, source.packs[index].accumulators = source.packs[index].accumulators, {}
             for use, accumulator in accumulators.items():
                 with source.device.scheduling(), residents.device.scheduling():
-                    buffer = self._transfers.copy(accumulator.buffer, target)
+                    buffer = self._transfers.copy(accumulator.buffer, target, Task(index, Errand.REDUCE, number))
                     residents.swapper.add(residents.packs[index], use, accumulator, buffer)
 
     # ---- what layers and glue ask for ----------------------------------------------------------------------------------
@@ -794,7 +816,7 @@ class Executor:
         lane = current_lane()
         progress = self._progress.get(lane) if lane is not None else None
         if progress is None:
-            with self._alone(self._pack_of[layer.index]) as alone:
+            with self._alone(self._pack_of[layer.index], phase) as alone:
                 yield alone
             return
         index = self._pack_of[layer.index]
@@ -806,7 +828,9 @@ class Executor:
             position = self.plan.position(phase, index, progress.position[phase])
             if self._may_go_on(progress, phase, pack):
                 with torch.no_grad(), no_dispatch(), residents.device.scheduling():
+                    self.recorder.leave()
                     self._enter(progress, Place(pack, phase, position))
+                    self.recorder.enter(self._device_of(index), self._task(progress, phase, pack), pack)
                 if self._granted is not None:
                     self._granted = replace(self._granted, pack=pack, phase=phase)
             else:
@@ -852,7 +876,7 @@ class Executor:
         return not self._turns.is_overtaking(progress, pack.index)
 
     @contextmanager
-    def _alone(self, index: int) -> Iterator[Residency]:
+    def _alone(self, index: int, phase: Phase) -> Iterator[Residency]:
         """A call outside of any step: the pack comes for it alone, for between two calls anyone may change weights."""
         residents = self._residents[0]
         pack = residents.packs[index]
@@ -860,12 +884,14 @@ class Executor:
             residents.swapper.swap_in(pack)
             assert pack.residency is not None
             pack.residency.ready.wait()
+            self.recorder.enter(0, Task(index, phase, 0), pack)
             with residents.device.computing():
                 yield pack.residency
         except torch.OutOfMemoryError as error:
             what = f"layer {pack.name!r}, called outside of a step or in manual optimization,"
             raise self._exceeded(what, residents.device, error) from error
         finally:
+            self.recorder.leave()
             residents.swapper.park_gradients(pack)
             residents.evict(pack)
             residents.drain()
@@ -899,7 +925,7 @@ class Executor:
 
     def running(self, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's own code."""
-        return nullcontext() if len(self.devices) == 1 else residency.device.computing()
+        return nullcontext() if len(self.devices) == 1 else self.recorder.computing(residency.device)
 
     def _current_glue(self) -> OneDevice | None:
         if len(self.devices) == 1:

@@ -30,7 +30,7 @@ from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.rng import RandomState
 from lightning_harmony.engine.stash import LaneStash, Stash, Stashed
-from lightning_harmony.engine.stream import Event, Happened
+from lightning_harmony.engine.stream import Event, Happened, HostMoment
 from lightning_harmony.engine.swap import Residency, SwappedPack
 from lightning_harmony.engine.workspace import WorkSpace
 from lightning_harmony.plan.task import Phase
@@ -75,6 +75,10 @@ class _NoCopies:
     def submit(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Happened:
         """Leave it."""
         return Happened()
+
+    def moment(self) -> HostMoment:
+        """Now."""
+        return HostMoment()
 
     def close(self) -> None:
         """Nothing is left to do."""

@@ -15,6 +15,7 @@ from lightning_harmony.engine.layer import BufferKey, SwappedLayer, refuse_accum
 from lightning_harmony.engine.postponed import PostponedUpdate
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stream import Event
+from lightning_harmony.plan.task import Errand
 
 
 @dataclass(frozen=True)
@@ -273,8 +274,9 @@ class Swapper:
         leaves = {p: nn.Parameter(slot.view(weights), p.requires_grad) for p, slot in layout.slots.items()}
         for leaf in leaves.values():
             refuse_accumulation(leaf)
-        ready = device.swap_in.submit(copy)
-        self._traffic.count_in("weights", layout.copied_bytes + pack.buffer_bytes)
+        copied = layout.copied_bytes + pack.buffer_bytes
+        ready = device.swap_in.submit(device.noted(Errand.SWAP_IN, "weights", copied, copy, pack.index))
+        self._traffic.count_in("weights", copied)
         pack.residency = Residency(device, weights, ready, leaves, buffers, as_of)
 
     def _empty_like(self, tensor: Tensor) -> Tensor:
@@ -359,37 +361,41 @@ class Swapper:
         pack.accumulators[use] = accumulator
         parked = pack.parked.pop(use, None)
         if parked is not None:
-            self._unpark(accumulator, parked)
+            self._unpark(pack, accumulator, parked)
         elif use == 0 and add_to_earlier:
             earlier = {(layer, p): p.grad for layer, p in slots if p.grad is not None and not self.is_shared(p)}
             accumulator.includes_earlier = {p for _, p in earlier}
-            self._load(accumulator, earlier)
+            self._load(pack, accumulator, earlier)
         return accumulator
 
-    def _unpark(self, accumulator: Accumulator, parked: HostGradients) -> None:
+    def _unpark(self, pack: SwappedPack, accumulator: Accumulator, parked: HostGradients) -> None:
         """Bring sums back, in one copy. Nothing but the device waits for it."""
         accumulator.includes_earlier = parked.includes_earlier
         accumulator.touched.update(parked.sums)
+        num_bytes = parked.buffer.numel()
         copy = partial(_copy, accumulator.buffer, parked.buffer)
-        loaded = self._device.swap_in.submit(copy, [self._device.record(), parked.event])
+        load = self._device.noted(Errand.UNPARK, "gradients", num_bytes, copy, pack.index)
+        loaded = self._device.swap_in.submit(load, [self._device.record(), parked.event])
         loaded.wait()
         self._pool.give(parked.buffer, loaded)
-        self._traffic.count_in("gradients", parked.buffer.numel())
+        self._traffic.count_in("gradients", num_bytes)
 
-    def _load(self, accumulator: Accumulator, earlier: dict[GradientKey, Tensor]) -> None:
+    def _load(self, pack: SwappedPack, accumulator: Accumulator, earlier: dict[GradientKey, Tensor]) -> None:
         if not earlier:
             return
         sums = accumulator.sums
+        num_bytes = sum(g.numel() * g.element_size() for g in earlier.values())
 
         def copy() -> None:
             for key, gradient in earlier.items():
                 sums[key].copy_(gradient)
 
-        loaded = self._device.swap_in.submit(copy, [self._device.record()])
+        load = self._device.noted(Errand.SWAP_IN, "gradients", num_bytes, copy, pack.index)
+        loaded = self._device.swap_in.submit(load, [self._device.record()])
         # The host buffers of `earlier` may be used again from here on.
         loaded.synchronize()
         accumulator.touched.update(earlier)
-        self._traffic.count_in("gradients", sum(g.numel() * g.element_size() for g in earlier.values()))
+        self._traffic.count_in("gradients", num_bytes)
 
     def add(self, pack: SwappedPack, use: int, accumulator: Accumulator, buffer: Tensor) -> None:
         """Add the sums of another device.
@@ -430,9 +436,9 @@ class Swapper:
             with self._device.on_host():
                 host, free = self._pool.take(num_bytes)
                 sums = {key: slots[key].view(host) for key in slots if key in accumulator.touched}
-            event = self._device.swap_out.submit(
-                partial(_copy, host, accumulator.buffer), after=[self._device.record(), *free]
-            )
+            copy = partial(_copy, host, accumulator.buffer)
+            noted = self._device.noted(Errand.SWAP_OUT, "gradients", num_bytes, copy, pack.index)
+            event = self._device.swap_out.submit(noted, after=[self._device.record(), *free])
             self._device.keep_until(event, accumulator.buffer)
             self._traffic.count_out("gradients", num_bytes)
             gradients.append(HostGradients(use, host, event, sums, accumulator.includes_earlier))

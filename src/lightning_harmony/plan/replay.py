@@ -43,7 +43,7 @@ from lightning_harmony.plan.task import Errand, Phase, Task
 
 COMPUTE, UPDATE = "compute", "update"
 STREAMS = ("swap-in", "stash-in", "transfer", COMPUTE, "swap-out", UPDATE)
-_STREAM_OF: dict[Phase | Errand, str] = {
+STREAM_OF: dict[Phase | Errand, str] = {
     Phase.FORWARD: COMPUTE,
     Phase.BACKWARD: COMPUTE,
     Errand.SWAP_IN: "swap-in",
@@ -412,7 +412,7 @@ class _Replay:
     def _begin(self, device: _Device, num_bytes: int, after: float, seconds: float) -> tuple[float, float] | None:
         """Run the task at hand as soon as it can; None if there is no room."""
         task = device.tasks[device.place]
-        stream = _STREAM_OF[task.kind]
+        stream = STREAM_OF[task.kind]
         room = device.memory.room_at(num_bytes) if num_bytes else 0.0
         if room is None:
             return None
