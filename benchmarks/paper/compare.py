@@ -45,7 +45,7 @@ def read(files: Sequence[Path]) -> list[Measured]:
     """What was measured of the four schemes; of a row that was measured twice, the last."""
     found: dict[tuple[str, int, str], Measured] = {}
     for file in files:
-        for line in filter(str.strip, file.read_text().splitlines()):
+        for line in (line for line in file.read_text().splitlines() if line.startswith("{")):
             row = json.loads(line)
             for scheme, (_, name, parallel) in SCHEMES.items():
                 is_same = row["parallel"] == parallel or row["devices"] == 1
