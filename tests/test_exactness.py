@@ -191,3 +191,15 @@ def _hugging_face(name: str) -> nn.Module:
 def test_hugging_face_models_from_config(name: str, capacity: str | None) -> None:
     module = build(lambda: _hugging_face(name), "adamw")
     assert_same_training(module, nets.tokens(), device_memory=capacity)
+
+
+class LargeVocabulary(nets.Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(nets.WIDTH, 2048, bias=False)
+
+
+def test_the_gradients_of_many_losses_are_not_on_the_device_at_once() -> None:
+    """Also in the first step, where lanes go layer by layer: that of one microbatch's loss takes 96 KiB here."""
+    samples = nets.tokens(32)
+    assert_same_training(build(LargeVocabulary), samples, device_memory="1MiB", num_microbatches=16, batch_size=32)

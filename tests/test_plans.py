@@ -257,7 +257,7 @@ class TestSearched:
             packs = (("net.embed", "net.blocks.0"), ("net.blocks.1",), ("net.blocks.2", "net.blocks.3"), ("net.head",))
             return replace(plan, packs=packs, visits=(0, 1, 2, 3), first_fused=2, kept=frozenset({1}))
 
-        monkeypatch.setattr("lightning_harmony.engine.executor.search_better", found)
+        monkeypatch.setattr("lightning_harmony.engine.planning.search_better", found)
         compare(expected, train())
         plan, calls, with_its_packs = searched[0]
         assert plan.profile is not None
@@ -273,7 +273,7 @@ class TestSearched:
 
     def test_a_plan_that_is_given_is_not_searched_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         plan = planned()
-        monkeypatch.setattr("lightning_harmony.engine.executor.search_better", None)
+        monkeypatch.setattr("lightning_harmony.engine.planning.search_better", None)
         fit(HarmonyStrategy(device_memory="96KiB", plan=plan))
 
 

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from lightning_harmony import host_memory
 from lightning_harmony.checkpoints import refuse_directory, refuse_sharded
 from lightning_harmony.deferred_update import DeferredUpdate
-from lightning_harmony.engine.decompose import find_layers
+from lightning_harmony.engine.decompose import Layer, find_layers
 from lightning_harmony.engine.device import CudaDevice, Device, VirtualDevice, free_device_bytes
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.fused import FusedGroups
+from lightning_harmony.engine.origin import origin_of
 from lightning_harmony.engine.report import StepReport
 from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.errors import UnsupportedModelError
@@ -28,6 +29,7 @@ from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.plan.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
+from lightning_harmony.profile_cache import ProfileCache
 from lightning_harmony.refusals import (
     refuse_other_accelerators,
     refuse_pruning,
@@ -56,7 +58,9 @@ class HarmonyStrategyMixin(_Base):
     Args:
         device_memory: the capacity of each device, in bytes or as text such as "16GiB", or a list with that of each;
             None for what is free on it (on the CPU: no limit).
-        num_microbatches: how many microbatches a batch is split into.
+        num_microbatches: how many microbatches a batch is split into; "auto" for the number that is predicted to be fastest,
+            of those that divide the first batch. It is chosen from what an earlier fit measured, or else after the first step,
+            which has the default's, and stays for the fit. As it depends on measured times, so does what depends on it.
         microbatch_size: how many samples a microbatch has. Give at most one of the two; with neither, a batch is split
             into 4 microbatches, or as many as it has samples.
         layers: the classes of the modules to schedule as layers, or a predicate on name and module; None to find them.
@@ -70,6 +74,8 @@ class HarmonyStrategyMixin(_Base):
         compile_layers: whether to compile each layer, as `torch.compile` does; or the arguments to call it with.
         plan: a plan of an earlier run, or a JSON file that holds one, to run by instead of planning. It tells the number of
             microbatches, too, where that is not given.
+        profile_cache: whether what was measured of a model is kept for later fits, whose first step is planned then; or the
+            folder to keep it in. By default it is one below ``$XDG_CACHE_HOME`` or ``~/.cache``. Results do not depend on it.
     """
 
     strategy_name = "harmony"
@@ -78,7 +84,7 @@ class HarmonyStrategyMixin(_Base):
     def __init__(
         self,
         device_memory: int | str | list[int | str] | None = None,
-        num_microbatches: int | None = None,
+        num_microbatches: int | Literal["auto"] | None = None,
         microbatch_size: int | None = None,
         layers: Collection[type] | Callable[[str, nn.Module], bool] | None = None,
         update: Literal["auto", "just-in-time", "deferred"] = "auto",
@@ -86,6 +92,7 @@ class HarmonyStrategyMixin(_Base):
         parallel: Parallel = "pipeline",
         compile_layers: bool | dict[str, Any] = False,
         plan: Plan | str | Path | None = None,
+        profile_cache: bool | str | Path = True,
         *,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -103,6 +110,7 @@ class HarmonyStrategyMixin(_Base):
             parallel=parallel,
             compile_layers=compile_layers,
             plan=plan,
+            profile_cache=profile_cache,
         )
         self._lightning = LightningTree(self.tree)
         self._signals = HeldSignals()
@@ -304,7 +312,17 @@ class HarmonyStrategyMixin(_Base):
                 compile_options=self._settings.compile_options,
                 plan=self._settings.plan,
                 progress=progress,
+                records=self._records(module, layers, devices),
             )
+
+    def _records(self, module: nn.Module, layers: list[Layer], devices: list[Device]) -> ProfileCache | None:
+        folder, settings = self._settings.profile_folder(), self._settings
+        if folder is None:
+            return None
+        plugin = self.precision_plugin
+        taken = [type(plugin).__qualname__, str(plugin.precision), repr(settings.compile_options)]
+        origin = origin_of(module, layers, devices, taken)
+        return ProfileCache(folder, origin, self._lightning.warn, is_chosen=settings.profile_cache is not True)
 
     def _open_devices(self) -> list[Device]:
         torch_devices = self._devices or [self.root_device]

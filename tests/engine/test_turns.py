@@ -46,9 +46,17 @@ class TestOneDevice:
             ([(FORWARD, 1, 1), (FORWARD, 0, 0), (FORWARD, 0, 0)], 1),
             ([(BACKWARD, 3, 0), (FORWARD, 2, 2)], 1),
             ([(BACKWARD, 2, 1), (BACKWARD, 3, 0)], 1),
-            ([(BACKWARD, 3, 0), (BACKWARD, None, -1)], 1),
+            ([(BACKWARD, 2, 1), (BACKWARD, None, 0)], 1),
+            ([(BACKWARD, None, 0), (BACKWARD, 3, 0)], 1),
         ],
-        ids=["a start first", "behind first", "forward first", "as planned", "a loss before packs"],
+        ids=[
+            "a start first",
+            "behind first",
+            "forward first",
+            "as planned",
+            "a loss",
+            "what the last one's gradient is for",
+        ],
     )
     def test_lanes_behind_catch_up(self, requests: list[Asked], expected: int) -> None:
         assert chosen(turns(lanes(requests, differentiating=True))) == expected
@@ -70,7 +78,7 @@ class TestOneDevice:
         assert chosen(turns(running)) is None
 
     def test_until_all_losses_are_there_no_backward_begins(self) -> None:
-        running = lanes([(BACKWARD, None, -1), (BACKWARD, None, -1)])
+        running = lanes([(BACKWARD, None, 0), (BACKWARD, None, 0)])
         assert chosen(turns(running), until=FORWARD) is None
 
     def test_a_gradient_that_the_step_itself_asks_for_belongs_to_the_forward(self) -> None:

@@ -22,6 +22,7 @@ from lightning_harmony.engine.intercept import InterceptedForward, LayerCall
 from lightning_harmony.engine.lane import Lane, LanePool, current_lane
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer, buffers_of, move_buffers, places_of
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
+from lightning_harmony.engine.planning import Planner, Records, SeenStep, check_given
 from lightning_harmony.engine.postponed import Clip
 from lightning_harmony.engine.profile import Profiler
 from lightning_harmony.engine.report import Traffic
@@ -36,16 +37,9 @@ from lightning_harmony.engine.turns import LaneProgress, Microbatch, Request, Tu
 from lightning_harmony.engine.update import Updater
 from lightning_harmony.engine.verify import verify_layer
 from lightning_harmony.engine.workspace import WorkSpace
-from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
-from lightning_harmony.plan.cost import Cost, pack_cost
-from lightning_harmony.plan.given import refuse_unfit
-from lightning_harmony.plan.graphs import graphs_to_keep
+from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.plan.memory_size import format_bytes
-from lightning_harmony.plan.packing import fill_capacity
-from lightning_harmony.plan.plan import Parallel, Plan, Predicted, fingerprint, merge_calls, visits_of
-from lightning_harmony.plan.profile import MachineLimits, Profile
-from lightning_harmony.plan.replay import predict
-from lightning_harmony.plan.search import search_better
+from lightning_harmony.plan.plan import Parallel, Plan, merge_calls
 from lightning_harmony.plan.task import Errand, Phase, Task
 
 # Threads that a GPU machine's host keeps for the lanes and the data loader while it updates.
@@ -104,8 +98,9 @@ class Executor:
         compute_dtype: the type in which floating parameters and the layers' floating inputs are on the device, where it is
             narrower than the parameters' own; None to leave all types as they are.
         compile_options: of `torch.compile`, with which layers are compiled; None not to.
-        plan: what to run by once the first step has measured work space; None to plan from that step.
+        plan: what to run by once work space is known; None to plan from what is measured.
         progress: told again and again how many bytes are in the host store.
+        records: what earlier fits have measured; None to measure anew.
 
     Raises:
         CapacityError: if a layer's weights and gradients exceed the capacity.
@@ -122,10 +117,10 @@ class Executor:
         compile_options: Mapping[str, Any] | None = None,
         plan: Plan | None = None,
         progress: Callable[[int], None] = lambda done: None,
+        records: Records | None = None,
     ) -> None:
         self.devices = devices
         self._root = devices[0]
-        self._parallel: Parallel = parallel
         self._cuda_devices = [d.torch_device.index for d in devices if isinstance(d.torch_device.index, int)]
         self.traffic = Traffic()
         self.reentrant = False
@@ -141,7 +136,7 @@ class Executor:
         ]
         self._num_owners = Counter(p for layer in self._layers for p in layer.parameters)
         self._refuse_too_large()
-        self._given, self._fingerprint = plan, self._fingerprint_for(plan)
+        model_fingerprint = check_given(plan, self._layers, set(self._names.values()), devices, parallel)
         self._glue_layers: dict[nn.Parameter, SwappedLayer] = {}
         in_order = dict.fromkeys([p for layer in self._layers for p in layer.parameters] + list(model.parameters()))
         self.store = HostStore(list(in_order), self._root, progress)
@@ -162,16 +157,25 @@ class Executor:
         self._works = {is_training: WorkSpace() for is_training in (True, False)}
         self._delivered: set[int] = set()
         self._verified: set[int] = set()
-        self._measured_elements = {True: -1, False: -1}
+        self._evaluated_elements = -1
         self._measuring = True
-        self._recorded = False
-        self._is_watching = self._has_watched = self._has_watched_all = False
+        self._is_watching = self._has_watched = False
         self._watched: set[int] = set()
-        self._calls: list[int] = []
         self._predicted: float | None = None
         self._fuses = True
-        self._arrange([[layer] for layer in self._layers])
-        self._set_plan(list(range(len(self._layers))))
+        self._planner = Planner(
+            self._layers,
+            self.store,
+            devices,
+            parallel,
+            model_fingerprint,
+            self._profiler,
+            self._works[True],
+            self.updater.speed,
+            plan,
+            records,
+        )
+        self._use(self._planner.layer_by_layer(range(len(self._layers))))
         self._start([])
         self._granted: Grant | None = None
         self._num_elements = 0
@@ -187,13 +191,8 @@ class Executor:
         )
         return Residents(device, swapper, Stash(device, self.pool, self.traffic), number)
 
-    @property
-    def _capacity_bytes(self) -> int | None:
-        """Of the smallest device."""
-        return min((d.capacity_bytes for d in self.devices if d.capacity_bytes is not None), default=None)
-
     def _refuse_too_large(self) -> None:
-        capacity = self._capacity_bytes
+        capacity = min((d.capacity_bytes for d in self.devices if d.capacity_bytes is not None), default=None)
         for layer in self._layers if capacity is not None else []:
             weights = sum(p.numel() * layer.narrow.get(p, p.dtype).itemsize for p in layer.parameters)
             gradients = sum(p.numel() * p.element_size() for p in layer.parameters if p.requires_grad)
@@ -205,24 +204,6 @@ class Executor:
                     "HarmonyStrategy(device_memory=...), or name smaller modules with HarmonyStrategy(layers=...)"
                 )
 
-    def _fingerprint_for(self, plan: Plan | None) -> str:
-        """The fingerprint of the model, which a given plan has to be for."""
-        found = fingerprint((layer.name, [p.shape for p in layer.parameters]) for layer in self._layers)
-        if plan is not None:
-            self._refuse_other_devices(plan)
-            costs = [_known_cost(layer) for layer in self._layers]
-            refuse_unfit(plan, costs, set(self._names.values()), found, self._capacity_bytes)
-        return found
-
-    def _refuse_other_devices(self, plan: Plan) -> None:
-        number = len(self.devices)
-        if plan.num_devices != number or (number > 1 and plan.parallel != self._parallel):
-            raise PlanError(
-                f"HarmonyStrategy(plan=...): the plan is for {plan.num_devices} devices ({plan.parallel}), not for {number} "
-                f"({self._parallel}): use Trainer(devices=...) and HarmonyStrategy(parallel=...) as it was made with, or "
-                "leave plan= out to plan anew"
-            )
-
     def _move_glue_buffers(self) -> list[BufferKey]:
         """Buffers that no layer owns stay on the device throughout."""
         owned = {key for layer in self._layers for key in layer.buffers}
@@ -232,96 +213,20 @@ class Executor:
 
     # ---- plan ----------------------------------------------------------------------------------------------------------
 
-    def _arrange(self, packs: Sequence[Sequence[SwappedLayer]]) -> None:
-        """Make packs of layers."""
-        for residents in self._residents:
-            residents.packs = [SwappedPack(index, layers, self.store) for index, layers in enumerate(packs)]
-        self._pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
-
-    def _set_plan(self, calls: Sequence[int], *, num_microbatches: int | None = None) -> None:
-        """Plan for an order of calls; with the number of microbatches, also whose graphs are kept."""
-        names = tuple(tuple(layer.name for layer in pack.layers) for pack in self._packs)
-        visits = visits_of([self._pack_of[call] for call in calls])
-        plan = Plan(names, visits, len(visits), frozenset(), len(self.devices), self._parallel)
-        plan = replace(plan, fingerprint=self._fingerprint)
-        if num_microbatches is not None:
-            plan = replace(plan, num_microbatches=num_microbatches)
-            given = self._given
-            if given is not None:
-                plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead)
-            # A step that differs from what it foresees goes by the given packs, but decides on graphs anew.
-            if given is not None and all(
-                getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")
-            ):
-                first_fused, keeping = given.first_fused, given.kept
-            elif not plan.just_in_time:
-                first_fused, keeping = plan.first_fused, plan.kept
-            else:
-                costs = [pack_cost([self._cost(layer) for layer in pack.layers]) for pack in self._packs]
-                capacities = [device.capacity_bytes for device in self.devices]
-                first_fused, keeping = graphs_to_keep(visits, costs, num_microbatches, capacities, self._parallel)
-            plan = self._foresee(replace(plan, first_fused=first_fused, kept=keeping))
-        self._use(plan)
-
     def _use(self, plan: Plan) -> None:
         """Run by a plan from now on."""
         self.plan = plan
+        by_name = {layer.name: layer for layer in self._layers}
+        packs = [[by_name[name] for name in pack] for pack in plan.packs]
+        # Anew even where they are the same: their weights may be narrow by now.
         for residents in self._residents:
+            residents.packs = [SwappedPack(index, layers, self.store) for index, layers in enumerate(packs)]
             residents.plan = plan
+        self._pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
 
-    def _foresee(self, plan: Plan) -> Plan:
-        """A plan with what it was made from, and what that predicts."""
-        copies = self._profiler
-        machine = MachineLimits(
-            self._capacity_bytes,
-            swap_in_bytes_per_second=copies.swap_in.bytes_per_second,
-            swap_out_bytes_per_second=copies.swap_out.bytes_per_second,
-            update_bytes_per_second=self.updater.speed.bytes_per_second,
-        )
-        layers = tuple(self._cost(layer) for pack in self._packs for layer in pack.layers)
-        plan = replace(plan, profile=Profile(layers, machine), predicted=None)
-        try:
-            prediction = predict(plan)
-        except PlanError:
-            # Where the plan's order leaves no room, the executor still finds some: it may drop graphs, and park sums.
-            return plan
-        return replace(plan, predicted=Predicted(prediction.seconds, prediction.peak_bytes))
-
-    def _plan_from_record(self, calls: list[int], num_microbatches: int) -> None:
-        """Pack the layers in the order in which the first step called them."""
-        order = list(dict.fromkeys(calls))
-        costs = [self._cost(self._layers[index]) for index in order]
-        cut = fill_capacity(costs, self._capacity_bytes, len(self.devices) if self._parallel == "pipeline" else 1)
-        packs = [[self._layers[order[i]] for i in pack] for pack in cut]
-        if self._given is not None:
-            packs = self._given_packs(self._given)
-        packed = {layer.index for pack in packs for layer in pack}
-        self._arrange([*packs, *([layer] for layer in self._layers if layer.index not in packed)])
-        self._set_plan(calls, num_microbatches=num_microbatches)
-        self._improve(calls)
-
-    def _improve(self, calls: Sequence[int], *, with_its_packs: bool = False) -> None:
-        """Run by a plan that is predicted to be clearly faster than the one in use, if the search finds one."""
-        plan = self.plan
-        if self._given is not None or plan.profile is None:
-            return
-        places = {cost.name: place for place, cost in enumerate(plan.profile.layers)}
-        order = [places[self._layers[call].name] for call in calls]
-        better = search_better(plan, order, with_its_packs=with_its_packs)
-        if better is plan:
-            return
-        by_name = {layer.name: layer for layer in self._layers}
-        self._arrange([[by_name[name] for name in pack] for pack in better.packs])
-        self._use(self._foresee(better))
-
-    def _given_packs(self, given: Plan) -> list[list[SwappedLayer]]:
-        """The packs of a given plan. Parameters that glue used when it was made may not have been used yet."""
-        by_name = {layer.name: layer for layer in self._layers}
-        packs = [[by_name[name] for name in pack if name in by_name] for pack in given.packs]
-        return [pack for pack in packs if pack]
-
-    def _cost(self, layer: SwappedLayer) -> Cost:
-        return self._profiler.complete(self._works[True].cost(layer, self.store), layer)
+    def _find_glue_layer(self, name: str) -> SwappedLayer | None:
+        """The layer that a parameter with a name is when glue uses it."""
+        return next((self.glue_layer(parameter) for parameter, own in self._names.items() if own == name), None)
 
     @property
     def _work(self) -> WorkSpace:
@@ -376,16 +281,23 @@ class Executor:
         self.abandon()
         self._glue.refuse_replaced()
         self._is_training = is_training
+        plan = (
+            self._planner.before_step(num_elements, len(microbatches), self._find_glue_layer) if is_training else None
+        )
+        if plan is not None:
+            self._use(plan)
         self._measuring = self.measures(num_elements, is_training=is_training)
+        if self._is_profiling:
+            self._profiler.begin(num_elements)
         # Where work space isn't known, a lane goes from pack to pack.
-        self._predicted = predicted_gradient if self._fuses and self._recorded and not self._measuring else None
+        self._predicted = (
+            predicted_gradient if self._fuses and self._planner.is_planned and not self._measuring else None
+        )
         self._num_elements = num_elements
         self._random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
         self.updater.reclaim()
         self._in_backward = False
-        self._is_watching = (
-            is_training and not self._recorded and not self._has_watched_all and self._compute_dtype is None
-        )
+        self._is_watching = is_training and self._planner.watches and self._compute_dtype is None
         for residents in self._residents:
             residents.device.begin_step()
             for pack in residents.packs:
@@ -487,55 +399,46 @@ class Executor:
 
     def _end(self) -> None:
         """Nothing outlives a step on the device: its weights are stale after an update, whoever makes it."""
-        if self._measuring:
-            self._measured_elements[True] = self._num_elements
-        calls, num_microbatches = (
-            merge_calls([progress.calls for progress in self._turns.running]),
-            len(self._turns.running),
-        )
+        calls = merge_calls([progress.calls for progress in self._turns.running])
+        num_microbatches = len(self._turns.running)
         for progress in self._turns.running:
             self._work.note_calls(progress.calls)
-        measured = self._measuring
+        is_cast = self._is_watching and bool(self._watched)
+        seen = SeenStep(calls, num_microbatches, self._num_elements, is_measured=self._measuring, is_cast=is_cast)
         self._reset()
         self.pool.trim()
         self.has_succeeded = True
-        if self._is_watching and any(layer.narrow for layer in self._layers):
-            # What was measured is the work with weights as they are: once more, with the narrow ones.
-            self._work.clear()
-            self._profiler.clear()
-            self._measured_elements[True] = -1
-            self._arrange([[layer] for layer in self._layers])
-            self._set_plan(calls)
-            self._has_watched_all = True
-        elif not self._recorded and calls:
-            self._recorded = True
-            self._calls = calls
-            self._plan_from_record(calls, num_microbatches)
-        elif measured and self._recorded:
-            # The packs stay, but the graphs of larger microbatches may no longer fit.
-            self._set_plan(self._calls, num_microbatches=num_microbatches)
-            self._improve(self._calls, with_its_packs=True)
-        elif self.updater.speed.num_bytes and _lacks_update(self.plan):
-            self._use(self._foresee(self.plan))
-            self._improve(self._calls)
+        plan = self._planner.after_step(seen)
+        if plan is not None:
+            self._use(plan)
 
     def abandon(self) -> None:
         """End a step that has no backward, or whose backward never came."""
         if self._progress:
             if self._measuring and not self._is_training:
-                self._measured_elements[False] = self._num_elements
+                self._evaluated_elements = self._num_elements
             self._lanes.abort()
             self.recorder.drop()
             self._reset()
 
     def measures(self, num_elements: int, *, is_training: bool) -> bool:
         """Whether so many elements in a microbatch are more than ever before."""
-        return num_elements > self._measured_elements[is_training]
+        return num_elements > (self._planner.measured_elements if is_training else self._evaluated_elements)
+
+    def choose_number(self, batch_size: int, num_elements: int, usual: int) -> int | None:
+        """The number of microbatches that is predicted to make a training step fastest; None as long as nothing is known.
+
+        Args:
+            batch_size: samples of a batch.
+            num_elements: of its tensors.
+            usual: the number to use where nothing is known.
+        """
+        return self._planner.choose_number(batch_size, num_elements, usual)
 
     def forget_evaluations(self) -> None:
         """Forget the work space of evaluations: a batch that failed is not run again."""
         self._works[False].clear()
-        self._measured_elements[False] = -1
+        self._evaluated_elements = -1
 
     def _reset(self) -> None:
         self._start([])
@@ -707,7 +610,8 @@ class Executor:
 
     def _out_of_memory(self, granted: Grant, error: BaseException) -> CapacityError:
         pack = granted.pack
-        where = f"pack {pack.index} ({pack.name})" if pack is not None else "the code before the first layer"
+        outside = "the code before the first layer" if granted.phase is Phase.FORWARD else "the backward of the loss"
+        where = f"pack {pack.index} ({pack.name})" if pack is not None else outside
         on_device = f" on device {granted.device}" if len(self.devices) > 1 else ""
         what = f"{where} with microbatch {granted.progress.lane.microbatch}{on_device}"
         return self._exceeded(what, self.devices[granted.device], error)
@@ -720,7 +624,8 @@ class Executor:
         return CapacityError(
             f"{what} exceeds {limit}{missing}: weights, gradients and work space together do not fit. Use smaller "
             "microbatches with HarmonyStrategy(num_microbatches=...), more "
-            f"memory with HarmonyStrategy(device_memory=...), or smaller layers with HarmonyStrategy(layers=...). ({error})"
+            "memory with HarmonyStrategy(device_memory=...), or smaller layers with HarmonyStrategy(layers=...). "
+            f"({error}){self._planner.discard_record()}"
         )
 
     # ---- memory --------------------------------------------------------------------------------------------------------
@@ -846,7 +751,11 @@ class Executor:
         assert residency is not None
         # Not known while it lasts. Nor afterwards, where an error ended it, or where glue uses its parameters later on.
         residency.last_use = None
+        stashed = self.traffic.swapped_out["stash"]
         yield residency
+        if self._is_profiling and phase is Phase.FORWARD:
+            # The code behind the layer stashes, too.
+            self._profiler.note_input(layer, self.traffic.swapped_out["stash"] - stashed)
         if layer.module is not None:
             residency.last_use = residents.device.record()
 
@@ -1094,17 +1003,3 @@ class Executor:
         for device in self.devices:
             device.close()
         self.store.close()
-
-
-def _known_cost(layer: SwappedLayer) -> Cost:
-    """What is known of a layer before it runs: its state."""
-    weights, gradients = (
-        sum(p.numel() * p.element_size() for p in parameters)
-        for parameters in (layer.parameters, [p for p in layer.parameters if p.requires_grad])
-    )
-    return Cost(layer.name, weights, gradients)
-
-
-def _lacks_update(plan: Plan) -> bool:
-    """Whether a plan was made before any update was seen."""
-    return plan.profile is not None and plan.profile.machine.update_bytes_per_second is None

@@ -334,6 +334,7 @@ class _Totals:
     backward: Work = field(default_factory=Work)
     recompute: Work = field(default_factory=Work)
     live_bytes: int = 0
+    input_bytes: int = 0
     stash_bytes: int = 0
     num_calls: int = 0
 
@@ -638,7 +639,11 @@ class _Rehearsal:
             turn = self._turn
             if turn is None or not turn.is_visit or (turn.layer, turn.phase) != (layer, phase):
                 self._begin(layer, phase, is_visit=True)
+        stashed = self._traffic.swapped_out["stash"]
         yield self._residency(layer)
+        if self._measured is None and phase is Phase.FORWARD:
+            totals = self._totals[layer.index]
+            totals.input_bytes = max(totals.input_bytes, self._traffic.swapped_out["stash"] - stashed)
 
     def stash(self, tensor: Tensor) -> Stashed | Tensor:
         """Keep a tensor for the backward."""
@@ -799,6 +804,7 @@ class _Rehearsal:
                     trained_bytes=sum(p.numel() * p.element_size() for p in trained),
                     num_trained=sum(p.numel() for p in trained),
                     live_bytes=max(totals.live_bytes, first._totals[layer.index].live_bytes),
+                    input_bytes=totals.input_bytes,
                     stash_bytes=totals.stash_bytes,
                     num_calls=totals.num_calls,
                     forward=totals.forward,

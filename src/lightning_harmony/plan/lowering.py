@@ -79,21 +79,24 @@ def summing_devices(plan: Plan, pack: int) -> range:
     return range(min(plan.num_devices, _num_microbatches(plan)))
 
 
-def lower(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None) -> Schedule:
+def lower(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None, *, is_deferred: bool = False) -> Schedule:
     """The tasks of each device. They are not checked: whether they fit is for `replay` to say.
 
     Args:
         plan: the plan.
         packs: what each pack costs.
         capacity_bytes: what a device may hold; None for no limit.
+        is_deferred: whether updates come last, and not each behind its pack's gradients.
 
     Raises:
         PlanError: if the plan doesn't know its number of microbatches.
     """
     order, footprint = tuple(stays(plan)), footprints(plan, packs)
-    return Schedule(
-        tuple(_Lowering(plan, packs, footprint, capacity_bytes, d, order).tasks() for d in range(plan.num_devices))
-    )
+    devices = [_Lowering(plan, packs, footprint, capacity_bytes, d, order).tasks() for d in range(plan.num_devices)]
+    if is_deferred:
+        # Sorting keeps the order of all others.
+        devices = [tuple(sorted(tasks, key=lambda task: task.kind is Errand.UPDATE)) for tasks in devices]
+    return Schedule(tuple(devices))
 
 
 def _num_microbatches(plan: Plan) -> int:

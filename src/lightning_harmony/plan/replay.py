@@ -136,12 +136,14 @@ def refuse_invalid(plan: Plan) -> None:
         raise PlanError(f"this plan cannot be run: {'; '.join(problems)}")
 
 
-def predict(plan: Plan, machine: MachineLimits | None = None) -> Prediction:
+def predict(plan: Plan, machine: MachineLimits | None = None, *, is_deferred: bool = False) -> Prediction:
     """What a step by this plan does, as far as the plan knows what its layers cost.
 
     Args:
         plan: the plan, with its profile.
         machine: what it runs on; None for what its profile was measured on.
+        is_deferred: whether parameters are updated after the backward. It runs alone then: what of the update hides under the
+            next step is not foreseen.
 
     Raises:
         PlanError: if it has no profile, or breaks a rule.
@@ -151,7 +153,7 @@ def predict(plan: Plan, machine: MachineLimits | None = None) -> Prediction:
     refuse_invalid(plan)
     machine = machine or plan.profile.machine
     packs = plan.profile.pack_costs(plan.packs)
-    return replay(plan, lower(plan, packs, machine.capacity_bytes), packs, machine)
+    return replay(plan, lower(plan, packs, machine.capacity_bytes, is_deferred=is_deferred), packs, machine)
 
 
 def replay(plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: MachineLimits) -> Prediction:

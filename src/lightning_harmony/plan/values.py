@@ -61,7 +61,7 @@ def _decode(expected: Any, data: Any, name: str) -> Any:
         return data
     if expected is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
-    if not isinstance(data, expected) or isinstance(data, bool):
+    if not isinstance(data, expected) or (isinstance(data, bool) and expected is not bool):
         raise _wrong(name, expected.__name__, data)
     return data
 
