@@ -78,7 +78,12 @@ def measure(
     clock = Clock()
     given = {"num_microbatches": num_microbatches} if plan is None else {"plan": plan}
     strategy = HarmonyStrategy(
-        device_memory=options.capacity, layers=LAYERS, parallel=parallel, update="just-in-time", **given
+        device_memory=options.capacity,
+        layers=LAYERS,
+        parallel=parallel,
+        update="just-in-time",
+        profile_cache=False,
+        **given,
     )
     trainer = pl.Trainer(
         strategy=strategy,
