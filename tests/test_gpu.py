@@ -243,6 +243,7 @@ def test_the_number_of_gpus_changes_no_bit(net: str, precision: Any) -> None:
         compare(runs[0], run)
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("reuse", ["visit", "none"])
 @pytest.mark.parametrize(
     ("devices", "parallel"),
