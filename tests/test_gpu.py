@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,30 @@ def test_the_number_of_gpus_changes_no_bit(net: str, precision: Any) -> None:
         run.losses = [loss for at in range(0, 12, 4) for loss in sorted(run.losses[at : at + 4])]
     for run in runs[1:]:
         compare(runs[0], run)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("reuse", ["visit", "none"])
+@pytest.mark.parametrize(
+    ("devices", "parallel"),
+    [(1, "pipeline"), pytest.param(2, "pipeline", marks=needs_two), pytest.param(2, "data", marks=needs_two)],
+)
+def test_how_long_packs_stay_changes_no_bit(devices: int, parallel: Any, reuse: Any) -> None:
+    """Sums of gradients that come and go are copied beside the computing that adds to them."""
+    module = build("dropout")
+
+    def train(**given: Any) -> tuple[Any, Any]:
+        strategy = HarmonyStrategy(device_memory="150KiB", parallel=parallel, **given)
+        options: Any = {"with_gradients": False, "accelerator": "gpu", "devices": devices}
+        run = train_harmony(copy.deepcopy(module), nets.tokens(), strategy, 8, **options)
+        run.losses = [loss for at in range(0, 12, 4) for loss in sorted(run.losses[at : at + 4])]
+        return run, strategy.plan
+
+    expected, plan = train(num_microbatches=4)
+    less = {"first_fused": len(plan.visits), "kept": frozenset(), "lookahead": 0, "profile": None, "predicted": None}
+    run, used = train(plan=replace(plan, reuse=reuse, **less))
+    assert used.reuse == reuse
+    compare(expected, run)
 
 
 @needs_two

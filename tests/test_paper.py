@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -45,8 +46,8 @@ def run(paper: Any, name: str, row: str, num_devices: int, parallel: Any, capaci
     plan = paper.rows.plan_of(row, costs, num_microbatches, num_devices, parallel)
     model = paper.models.build(subject.shape)
     paper.models.initialise(model, subject.shape)
-    options = Namespace(capacity=str(capacity), parallel_now=parallel, accelerator="cpu", devices=num_devices, steps=1)
-    measured = paper.train.measure(model, subject, plan, num_microbatches, options)
+    options = Namespace(capacity=str(capacity), accelerator="cpu", devices=num_devices, steps=1)
+    measured = paper.train.measure(model, subject, plan, num_microbatches, parallel, options)
     return measured, plan, paper.rows.count(plan, costs)
 
 
@@ -117,3 +118,36 @@ def test_a_formula_says_what_a_scheme_swaps(paper: Any) -> None:
     assert data.paper_bytes == 2 * (34 + 17 + 4) * weights
     assert data.num_bytes == pytest.approx(data.formula_bytes, rel=1e-3)
     assert pipeline.num_bytes == pytest.approx(pipeline.formula_bytes, rel=1e-3)
+
+
+def test_schemes_are_compared_with_the_first_on_as_many_devices(paper: Any, tmp_path: Path) -> None:
+    def line(row: str, parallel: str, num_devices: int, seconds: float, weights: int) -> str:
+        swapped = {"weights": weights, "gradients": 10**9, "optimizer": 0, "stash": 5 * 10**9}
+        values = {"model": "gpt2-xl", "row": row, "parallel": parallel, "devices": num_devices, "seconds": seconds}
+        report = {"swapped_in_bytes": swapped, "swapped_out_bytes": dict.fromkeys(swapped, 0)}
+        values |= {"samples_per_second": 8 / seconds, "report": report, "planned": {"paper_bytes": 60 * 10**9}}
+        return json.dumps(values)
+
+    file = tmp_path / "paper.jsonl"
+    failed = {"model": "gpt2-xl", "row": "search", "parallel": "data", "devices": 2, "error": "no room"}
+    lines = [
+        "a summary that something printed",
+        line("per microbatch", "pipeline", 1, 4.0, 19 * 10**9),
+        line("search", "pipeline", 1, 2.0, 3 * 10**9),
+        line("per microbatch", "data", 2, 3.0, 39 * 10**9),
+        line("per microbatch", "pipeline", 2, 6.0, 39 * 10**9),
+        line("search", "pipeline", 2, 1.0, 10**9),
+        json.dumps(failed),
+    ]
+    file.write_text("\n".join(lines))
+    rows = paper.compare.read([file])
+    assert [(row.devices, row.scheme) for row in rows] == [(1, "b"), (1, "d"), (2, "a"), (2, "b"), (2, "d")]
+    table = paper.compare.table(rows)
+    assert "| 1 | c, d: Harmony | 2.000 s | 4.00 | 2.00 x | 4.0 GB | 1/5.0 | 5.0 GB |" in table
+    assert "| 2 | d: Harmony PP | 1.000 s | 8.00 | 3.00 x | 2.0 GB | 1/20.0 | 5.0 GB |" in table
+    claims = paper.compare.claims(rows)
+    assert "up to 6.0 x (GPT2-XL, 2 x d against b); the paper: up to 7.6 x" in claims
+    assert "over those counted here: up to 30 x" in claims
+    assert paper.ablation.read_seconds(file, "gpt2-xl") == {"per microbatch": 4.0, "search": 2.0}
+    paper.compare.draw(rows, tmp_path / "paper.png")
+    assert (tmp_path / "paper.png").stat().st_size > 10_000

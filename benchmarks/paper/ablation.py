@@ -89,7 +89,9 @@ def _largest_difference(line: Line) -> float:
 
 def read_seconds(file: Path, model: str) -> dict[str, float]:
     """The steps on one device that were measured of a model, by row."""
-    measured: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    measured: list[dict[str, Any]] = [
+        json.loads(line) for line in file.read_text().splitlines() if line.startswith("{")
+    ]
     return {
         row["row"]: row["seconds"]
         for row in measured

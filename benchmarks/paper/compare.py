@@ -3,7 +3,7 @@
 python benchmarks/paper/compare.py results.jsonl --png paper.png
 
 (a) each microbatch swaps each layer anew, the devices sharing the microbatches; (b) the same, the devices sharing the layers;
-(c) Harmony DP; (d) Harmony PP. On one device (a) is (b), and (c) is (d).
+(c) Harmony DP; (d) Harmony PP.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ SCHEMES = {
     "c": ("c: Harmony DP", ROWS[-1], "data"),
     "d": ("d: Harmony PP", ROWS[-1], "pipeline"),
 }
+# On one device, two of them are one.
+ON_ONE_DEVICE = {"b": "a, b: per microbatch", "d": "c, d: Harmony"}
 CLAIMED_SPEED, CLAIMED_BYTES = 7.6, 300
 
 
@@ -45,11 +47,12 @@ def read(files: Sequence[Path]) -> list[Measured]:
     """What was measured of the four schemes; of a row that was measured twice, the last."""
     found: dict[tuple[str, int, str], Measured] = {}
     for file in files:
-        for line in filter(str.strip, file.read_text().splitlines()):
+        for line in (line for line in file.read_text().splitlines() if line.startswith("{")):
             row = json.loads(line)
             for scheme, (_, name, parallel) in SCHEMES.items():
-                is_same = row["parallel"] == parallel or row["devices"] == 1
-                if row["row"] == name and is_same and "seconds" in row:
+                is_alone = row["devices"] == 1
+                is_its = scheme in ON_ONE_DEVICE if is_alone else row["parallel"] == parallel
+                if row["row"] == name and is_its and "seconds" in row:
                     found[row["model"], row["devices"], scheme] = _measured(row, scheme)
     return [found[key] for key in sorted(found, key=lambda key: (list(SUBJECTS).index(key[0]), *key[1:]))]
 
@@ -70,7 +73,7 @@ def _measured(row: dict[str, Any], scheme: str) -> Measured:
 
 def table(rows: Sequence[Measured]) -> str:
     """As Markdown, each scheme against (a) on as many devices."""
-    first = {(row.model, row.devices): row for row in rows if row.scheme == "a"}
+    first = {(row.model, row.devices): row for row in reversed(rows) if row.scheme in "ab"}
     lines = [
         "| model | devices | scheme | step | samples/s | speed of (a) | weights and gradients | bytes of (a) | stash |",
         "|---|--:|---|--:|--:|--:|--:|--:|--:|",
@@ -80,11 +83,15 @@ def table(rows: Sequence[Measured]) -> str:
         speed = f"{row.samples_per_second / base.samples_per_second:.2f} x" if base else ""
         fewer = f"1/{base.state_bytes / row.state_bytes:.1f}" if base else ""
         lines.append(
-            f"| {SUBJECTS[row.model].title} | {row.devices} | {SCHEMES[row.scheme][0]} | {row.seconds:.3f} s | "
+            f"| {SUBJECTS[row.model].title} | {row.devices} | {_title(row)} | {row.seconds:.3f} s | "
             f"{row.samples_per_second:.2f} | {speed} | {row.state_bytes / 1e9:.1f} GB | {fewer} | "
             f"{row.stash_bytes / 1e9:.1f} GB |"
         )
     return "\n".join(lines)
+
+
+def _title(row: Measured) -> str:
+    return ON_ONE_DEVICE[row.scheme] if row.devices == 1 else SCHEMES[row.scheme][0]
 
 
 def claims(rows: Sequence[Measured]) -> str:
@@ -95,7 +102,7 @@ def claims(rows: Sequence[Measured]) -> str:
         for base in (by_key.get((row.model, row.devices, scheme)) for scheme in "ab"):
             if base is None or row.scheme not in "cd":
                 continue
-            where = f"{SUBJECTS[row.model].title}, {row.devices} GPUs, ({row.scheme}) over ({base.scheme})"
+            where = f"{SUBJECTS[row.model].title}, {row.devices} x {row.scheme} against {base.scheme}"
             speeds.append((row.samples_per_second / base.samples_per_second, where))
             swaps.append((base.state_bytes / row.state_bytes, where))
             virtual.append((base.paper_bytes / row.state_bytes, where))
@@ -124,6 +131,7 @@ def draw(rows: Sequence[Measured], file: Path) -> None:
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter
 
     models = list(dict.fromkeys(row.model for row in rows))
     plt.rcParams.update({"font.size": 10, "axes.edgecolor": "#b0b0b0", "axes.titleweight": "bold"})
@@ -138,7 +146,10 @@ def draw(rows: Sequence[Measured], file: Path) -> None:
         above.set_title(SUBJECTS[model].title)
         above.set_ylim(0, 1.18 * max(row.samples_per_second for row in mine))
         below.set_yscale("log")
-        below.set_ylim(min(row.state_bytes for row in mine) / 2e9, 3 * max(row.state_bytes for row in mine) / 1e9)
+        below.minorticks_off()
+        below.yaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
+        # The same for all models, so that heights compare.
+        below.set_ylim(min(row.state_bytes for row in rows) / 2e9, 2 * max(row.state_bytes for row in rows) / 1e9)
         if column == 0:
             above.set_ylabel("samples a second")
             below.set_ylabel("weights and gradients\nswapped a step, GB (log)")
@@ -155,11 +166,6 @@ def _bars(axis: Any, rows: Sequence[Measured], heights: Sequence[float], form: s
     numbers = sorted({row.devices for row in rows})
     for row, height in zip(rows, heights, strict=True):
         schemes = sorted({other.scheme for other in rows if other.devices == row.devices})
-        # On one device two schemes are one.
-        if row.devices == 1:
-            schemes = [scheme for scheme in schemes if scheme in "bd"]
-            if row.scheme not in schemes:
-                continue
         width = 0.84 / 4
         place = numbers.index(row.devices) + (schemes.index(row.scheme) - (len(schemes) - 1) / 2) * width
         axis.bar(place, height, width * 0.92, color=COLOURS[row.scheme], zorder=2)

@@ -79,7 +79,7 @@ def _cost(layer: LayerProfile, machine: Machine):
     return replace(
         layer.cost,
         copied_bytes=layer.swapped_bytes,
-        input_bytes=layer.stash_bytes,
+        input_bytes=layer.input_bytes,
         stash_bytes=layer.stash_bytes,
         forward_seconds=seconds[0],
         backward_seconds=seconds[1],

@@ -15,7 +15,8 @@ import statistics
 import sys
 import time
 import traceback
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ import lightning
 import lightning.pytorch as pl
 import torch
 from models import LAYERS, SUBJECTS, Model, Samples, Subject, build, initialise, subject_of
-from rows import ROWS, Costs, costs_of, count, plan_of
+from rows import ROWS, Costs, Counted, costs_of, count, plan_of
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.plan.machine import H200
 from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
-from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.plan import Parallel, Plan
 
 # The first step runs layer by layer, and the second one by the plan for the first time.
 WARM_UP = 2
@@ -66,13 +67,23 @@ def _now() -> float:
 
 
 def measure(
-    model: Model, subject: Subject, plan: Plan | None, num_microbatches: int, options: argparse.Namespace
+    model: Model,
+    subject: Subject,
+    plan: Plan | None,
+    num_microbatches: int,
+    parallel: Parallel,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Train for some steps by a plan; without one, by what the strategy plans itself."""
     clock = Clock()
     given = {"num_microbatches": num_microbatches} if plan is None else {"plan": plan}
     strategy = HarmonyStrategy(
-        device_memory=options.capacity, layers=LAYERS, parallel=options.parallel_now, update="just-in-time", **given
+        device_memory=options.capacity,
+        layers=LAYERS,
+        parallel=parallel,
+        update="just-in-time",
+        profile_cache=False,
+        **given,
     )
     trainer = pl.Trainer(
         strategy=strategy,
@@ -109,21 +120,35 @@ def measure(
     }
 
 
-def row_of(name: str, parallel: str, model: Model, subject: Subject, costs: Costs, options: Any) -> dict[str, Any]:
-    """One row: what was planned, what the formula says, what was measured."""
-    num_microbatches = subject.num_microbatches * (1 if options.fixed_batch else options.devices)
-    options.parallel_now = parallel
-    plan = plan_of(name, costs, num_microbatches, options.devices, parallel)
-    row: dict[str, Any] = {
+@dataclass(frozen=True)
+class Row:
+    """What is to be measured.
+
+    Attributes:
+        name: one of `ROWS`.
+        plan: its plan.
+        counted: what replay counts of that.
+    """
+
+    name: str
+    plan: Plan
+    counted: Counted
+
+
+def row_of(row: Row, model: Model, subject: Subject, costs: Costs, options: argparse.Namespace) -> dict[str, Any]:
+    """What was planned, what the formula says, and what was measured."""
+    plan = row.plan
+    assert plan.num_microbatches is not None
+    found: dict[str, Any] = {
         "model": options.model,
-        "row": name,
-        "parallel": parallel,
-        "devices": options.devices,
-        "num_microbatches": num_microbatches,
+        "row": row.name,
+        "parallel": plan.parallel,
+        "devices": plan.num_devices,
+        "num_microbatches": plan.num_microbatches,
         "microbatch_size": subject.microbatch_size,
         "capacity_bytes": parse_bytes(options.capacity),
         "weight_bytes": costs.weight_bytes,
-        "planned": asdict(count(plan, costs)),
+        "planned": asdict(row.counted),
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU",
@@ -132,11 +157,12 @@ def row_of(name: str, parallel: str, model: Model, subject: Subject, costs: Cost
         initialise(model, subject.shape)
         _forget_peaks()
         # The last row is what users get: the strategy's own plan, from what it measures.
-        row |= measure(model, subject, None if name == "search" else plan, num_microbatches, options)
+        given = None if row.name == "search" else plan
+        found |= measure(model, subject, given, plan.num_microbatches, plan.parallel, options)
     except Exception as error:
         traceback.print_exc()
-        row["error"] = f"{type(error).__name__}: {error}"[:2000]
-    return row
+        found["error"] = f"{type(error).__name__}: {error}"[:2000]
+    return found
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -179,42 +205,38 @@ def main() -> None:
     rows = options.rows or ([ROWS[0], ROWS[-1]] if several else ROWS)
     parallels = options.parallel or (["data", "pipeline"] if several else ["pipeline"])
     costs = costs_of(subject.shape, subject.microbatch_size, H200, parse_bytes(options.capacity))
-    _announce(subject, rows, parallels, costs, options)
-    model = build(subject.shape)
-    for name in rows:
-        for parallel in parallels:
-            row = row_of(name, parallel, model, subject, costs, options)
-            line = json.dumps(row)
-            print(line, flush=True)
-            if options.out is not None:
-                with options.out.open("a") as file:
-                    file.write(line + "\n")
-            taken = (
-                f"{row['seconds']:.3f} s a step, {row['fit_seconds']:.0f} s in all"
-                if "seconds" in row
-                else row["error"]
-            )
-            _say(f"{name}, {parallel}: {taken}")
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-
-
-def _announce(subject: Subject, rows: Any, parallels: Any, costs: Costs, options: argparse.Namespace) -> None:
-    """Say what is coming, and how long it will take on an H200."""
     num_microbatches = subject.num_microbatches * (1 if options.fixed_batch else options.devices)
-    seconds = 0.0
+    planned = []
     for name in rows:
         for parallel in parallels:
             plan = plan_of(name, costs, num_microbatches, options.devices, parallel)
-            step = max(count(plan, costs).seconds, LAUNCH_SECONDS * len(costs.calls) * num_microbatches)
-            # The first step, layer by layer and planning, takes as long as several; and the host's memory is registered.
-            seconds += 15 + (4 + WARM_UP + options.steps) * step
+            planned.append(Row(name, plan, count(plan, costs)))
     _say(
         f"{subject.title}, W = {format_bytes(costs.weight_bytes)}, {num_microbatches} microbatches of "
-        f"{subject.microbatch_size} on {options.devices} devices of {options.capacity}: {len(rows) * len(parallels)} rows, "
-        f"expected to take about {seconds / 60 + 0.5:.1f} minutes on H200s"
+        f"{subject.microbatch_size} on {options.devices} devices of {options.capacity}: {len(planned)} rows, expected to take "
+        f"about {_expected_seconds(planned, len(costs.calls) * num_microbatches, options.steps) / 60:.1f} minutes on H200s"
     )
+    model = build(subject.shape)
+    for row in planned:
+        found = row_of(row, model, subject, costs, options)
+        line = json.dumps(found)
+        print(line, flush=True)
+        if options.out is not None:
+            with options.out.open("a") as file:
+                file.write(line + "\n")
+        taken = (
+            f"{found['seconds']:.3f} s a step, {found['fit_seconds']:.0f} s in all" if "seconds" in found else "failed"
+        )
+        _say(f"{row.name}, {row.plan.parallel}: {taken}")
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _expected_seconds(planned: Sequence[Row], num_calls: int, num_steps: int) -> float:
+    """The first step, which goes layer by layer, takes as long as several; and the host's memory is registered."""
+    steps = [max(row.counted.seconds, LAUNCH_SECONDS * num_calls) for row in planned]
+    return 15 + sum(15 + (3 + WARM_UP + num_steps) * step for step in steps)
 
 
 def _say(text: str) -> None:

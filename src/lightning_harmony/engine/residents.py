@@ -226,7 +226,8 @@ class Residents:
     def _take_away(self) -> None:
         """Leave no weights and no sums on the device."""
         for pack in self.packs:
-            self.evict(pack)
+            if pack.residency is not None:
+                self.evict(pack)
             if pack.accumulators:
                 self.swapper.park_gradients(pack)
 

@@ -177,7 +177,7 @@ class Turns:
         number = 0 if self._plan.groups else progress.lane.microbatch
         if not self._has_several_devices:
             return 0, number, place
-        if request is None or request.pack is None:
+        if request is None:
             # It waits for no device.
             return progress.ready_at, number, place
         return max(progress.ready_at, self._free_at[self.device_of(progress)]), number, place
