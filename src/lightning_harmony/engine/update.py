@@ -67,7 +67,7 @@ class Updater:
 
     Attributes:
         overlap: of all updates.
-        speed: of the updates just in time so far.
+        speed: of the updates just in time so far, after those of the first step.
         norms: of the gradients of this step, where they were asked for.
         postponed: the update of the step before, where it runs under this one's forward.
     """
@@ -193,7 +193,9 @@ class Updater:
             optimizer.step()
         for parameter in parameters:
             parameter.grad = None
-        self.speed.note(sum(p.numel() * p.element_size() for p in parameters), time.perf_counter() - start)
+        # The first step of all makes the optimizer's state, which takes longer than to update.
+        if self._reuses:
+            self.speed.note(sum(p.numel() * p.element_size() for p in parameters), time.perf_counter() - start)
 
     def _use_up(self, source: HostGradients) -> None:
         self._unused[id(source)] -= 1
