@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import nets
@@ -129,7 +130,7 @@ def test_gradients_with_several_sources_differ_by_the_rounding_of_their_sum_only
 
 @pytest.mark.parametrize("net", {**NETS, **SUMMED_IN_ANOTHER_ORDER})
 def test_the_result_does_not_depend_on_the_plan(net: str) -> None:
-    """Capacity, packs and the choice of layers change nothing, not even where plain Lightning sums in another order."""
+    """Capacity, packs and how long they stay change nothing, not even where plain Lightning sums in another order."""
     module = build({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net])
     strategies = [
         HarmonyStrategy(num_microbatches=4),
@@ -137,6 +138,10 @@ def test_the_result_does_not_depend_on_the_plan(net: str) -> None:
         HarmonyStrategy(num_microbatches=4, device_memory="60KiB", update="deferred"),
     ]
     runs = [_train(module, strategy) for strategy in strategies]
+    plan = strategies[1].plan
+    assert plan is not None
+    less = {"first_fused": len(plan.visits), "kept": frozenset(), "lookahead": 0, "profile": None, "predicted": None}
+    runs.append(_train(module, HarmonyStrategy(plan=replace(plan, reuse="none", **less))))
     for other in runs[1:]:
         compare(runs[0], other)
 

@@ -22,6 +22,7 @@ from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.origin import origin_of
 from lightning_harmony.engine.report import StepReport
+from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.evaluation import Evaluation
 from lightning_harmony.lightning_tree import LightningTree
@@ -40,6 +41,7 @@ from lightning_harmony.settings import Settings
 from lightning_harmony.signals import HeldSignals
 from lightning_harmony.split_check import SplitCheck
 from lightning_harmony.step_reports import StepReports
+from lightning_harmony.store_progress import store_progress
 from lightning_harmony.training import Training
 from lightning_harmony.unregistered import move_unregistered
 from lightning_harmony.update_policy import UpdatePolicy
@@ -155,6 +157,11 @@ class HarmonyStrategyMixin(_Base):
         return None if self.plan is None else self.plan.profile
 
     @property
+    def recorder(self) -> StepRecorder | None:
+        """Measures and records steps for those who ask, as `HarmonyMonitor` does; None outside of a fit."""
+        return None if self._executor is None else self._executor.recorder
+
+    @property
     def root_device(self) -> torch.device:
         """The one logical device of the user's code."""
         return self._devices[0] if self._devices else torch.device("cpu")
@@ -266,11 +273,13 @@ class HarmonyStrategyMixin(_Base):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self._executor = self._build_executor()
+        self._executor = self._build_executor(trainer)
         self._prepare(trainer, self._executor)
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
             host_memory.refuse_too_little(self.optimizers)
+            assert self._training is not None
+            self._training.show_start()
         self.setup_precision_plugin()
 
     def _prepare(self, trainer: Any, engine: Executor) -> None:
@@ -280,7 +289,7 @@ class HarmonyStrategyMixin(_Base):
         self._training = Training(tree, trainer, engine, settings, deferred, split_check, self._fused, self._reports)
         self._evaluation = Evaluation(tree, trainer, engine, settings)
 
-    def _build_executor(self) -> Executor:
+    def _build_executor(self, trainer: Any) -> Executor:
         module = self._module
         refuse_sparse(module)
         devices = self._open_devices()
@@ -292,16 +301,19 @@ class HarmonyStrategyMixin(_Base):
                 "network in a submodule, or train with Trainer(strategy='auto')"
             )
         compute_dtype = getattr(self.precision_plugin, "compute_dtype", None)
-        return Executor(
-            module,
-            layers,
-            *devices,
-            parallel=self._settings.parallel,
-            compute_dtype=compute_dtype,
-            compile_options=self._settings.compile_options,
-            plan=self._settings.plan,
-            records=self._records(module, layers, devices),
-        )
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+        with store_progress(self._lightning, trainer, num_bytes) as progress:
+            return Executor(
+                module,
+                layers,
+                *devices,
+                parallel=self._settings.parallel,
+                compute_dtype=compute_dtype,
+                compile_options=self._settings.compile_options,
+                plan=self._settings.plan,
+                progress=progress,
+                records=self._records(module, layers, devices),
+            )
 
     def _records(self, module: nn.Module, layers: list[Layer], devices: list[Device]) -> ProfileCache | None:
         folder, settings = self._settings.profile_folder(), self._settings

@@ -18,6 +18,7 @@ from lightning_harmony.engine.postponed import by_value
 from lightning_harmony.engine.rng import stream_seed
 from lightning_harmony.engine.turns import Microbatch
 from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.fit_summary import FitSummary
 from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.microbatches import TrainingStep, merging_logs, num_elements
@@ -47,6 +48,11 @@ class Training:
     def __post_init__(self) -> None:
         self._attributes = LaneAttributes(self._module)
         self._chosen: int | None = None
+        self._summary = FitSummary(self.tree, self.trainer, self.engine)
+
+    def show_start(self) -> None:
+        """Say what is known before the first step."""
+        self._summary.show_start(runs_alone=self._runs_alone())
 
     def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a batch; the backward runs when that of the result does.
@@ -91,6 +97,8 @@ class Training:
         """Where layers run alone, bring the gradients of this backward to the host; once, check that the batch splits."""
         if self._runs_alone():
             self.engine.flush_gradients()
+        else:
+            self._summary.show_plan(self.deferred.policy.choose)
         self.split_check.after_backward()
 
     def _runs_alone(self) -> bool:

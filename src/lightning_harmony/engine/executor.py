@@ -30,6 +30,7 @@ from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.rng import RandomStreams
 from lightning_harmony.engine.stash import LaneStash, Stash, Stashed
+from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.engine.stream import Moment
 from lightning_harmony.engine.swap import HostGradients, Residency, SwappedPack, Swapper
 from lightning_harmony.engine.transfer import LaneTransfers, OneDevice, Transfers
@@ -40,7 +41,7 @@ from lightning_harmony.engine.workspace import WorkSpace
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Parallel, Plan, merge_calls
-from lightning_harmony.plan.task import Phase, Task
+from lightning_harmony.plan.task import Errand, Phase, Task
 
 # Threads that a GPU machine's host keeps for the lanes and the data loader while it updates.
 SPARED_THREADS = 2
@@ -117,6 +118,7 @@ class Executor:
             narrower than the parameters' own; None to leave all types as they are.
         compile_options: of `torch.compile`, with which layers are compiled; None not to.
         plan: what to run by once work space is known; None to plan from what is measured.
+        progress: told again and again how many bytes are in the host store.
         records: what earlier fits have measured; None to measure anew.
 
     Raises:
@@ -133,6 +135,7 @@ class Executor:
         compute_dtype: torch.dtype | None = None,
         compile_options: Mapping[str, Any] | None = None,
         plan: Plan | None = None,
+        progress: Callable[[int], None] = lambda done: None,
         records: Records | None = None,
     ) -> None:
         self.devices = devices
@@ -155,9 +158,12 @@ class Executor:
         model_fingerprint = check_given(plan, self._layers, set(self._names.values()), devices, parallel)
         self._glue_layers: dict[nn.Parameter, SwappedLayer] = {}
         in_order = dict.fromkeys([p for layer in self._layers for p in layer.parameters] + list(model.parameters()))
-        self.store = HostStore(list(in_order), self._root)
+        self.store = HostStore(list(in_order), self._root, progress)
         self.pool = HostPool(self._root.host_buffer)
-        self.updater = Updater(self.pool, devices, SPARED_THREADS if self._cuda_devices else 0)
+        self.recorder = StepRecorder(devices)
+        self.updater = Updater(
+            self.pool, devices, SPARED_THREADS if self._cuda_devices else 0, self.recorder.note_update
+        )
         self._residents = [self._residents_on(number) for number in range(len(devices))]
         self._transfers = Transfers(devices, self.traffic, lambda number, size: self._residents[number].admit(size))
         self._glue = Glue(places_of(model, list(in_order)), self._root.torch_device, self, compute_dtype)
@@ -268,6 +274,11 @@ class Executor:
         return self._lanes.is_driving
 
     # ---- the step ------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A training step begins: what is counted and noted from now on is its own."""
+        self.traffic.reset()
+        self.recorder.begin(self.plan, self._packs)
 
     def forward(
         self,
@@ -427,6 +438,7 @@ class Executor:
             if self._measuring and not self._is_training:
                 self._evaluated_elements = self._num_elements
             self._lanes.abort()
+            self.recorder.drop()
             self._reset()
 
     def measures(self, num_elements: int, *, is_training: bool) -> bool:
@@ -461,6 +473,7 @@ class Executor:
             yield
         except BaseException:
             self._lanes.abort()
+            self.recorder.drop()
             # Whoever handles the error may save a checkpoint: no update may run meanwhile, and none be lost.
             self.updater.postponed.drain()
             self.updater.drain()
@@ -521,7 +534,15 @@ class Executor:
             self.on_switch(progress.lane.microbatch)
         phase = Phase.FORWARD if request is None else request.phase
         self._note_period(pack, phase)
-        return Grant(progress, number, phase, pack, self._observe(device, pack) if self._measuring else None)
+        granted = Grant(progress, number, phase, pack, self._observe(device, pack) if self._measuring else None)
+        self.recorder.enter(number, self._task(progress, phase, pack), pack)
+        return granted
+
+    def _task(self, progress: LaneProgress, phase: Phase, pack: SwappedPack | None) -> Task:
+        """What a lane does: before the first layer, and from its loss to the last, what it does to that layer's pack."""
+        ends = self.plan.visits or (0,)
+        index = pack.index if pack is not None else ends[0 if phase is Phase.FORWARD else -1]
+        return Task(index, phase, progress.lane.microbatch)
 
     def _observe(self, device: Device, pack: SwappedPack | None) -> Observation:
         peak = device.watch_peak()
@@ -579,6 +600,7 @@ class Executor:
             self._note_seconds(granted, granted.observation)
             self._note_work(granted, granted.observation)
             self._last_turn = LastTurn(granted.pack, granted.phase, taken, time.perf_counter())
+        self.recorder.leave()
         residents = self._residents[granted.device]
         residents.stash.retire()
         residents.device.retire()
@@ -664,13 +686,14 @@ class Executor:
 
     def _deliver_final(self, packs: Iterable[int]) -> None:
         """Hand over the gradients of those packs of which no further backward is expected."""
+        if self.reentrant or not self.plan.just_in_time:
+            return
         self._deliver(
             index
             for index in packs
             if index not in self._delivered
             and any(pack.accumulators or pack.parked for pack in self._copies(index))
             and not self._turns.expects_backward(index)
-            and not self.reentrant
         )
 
     def _copies(self, index: int) -> list[SwappedPack]:
@@ -682,8 +705,10 @@ class Executor:
             self._delivered.add(index)
             self.updater.await_room()
             gradients: list[HostGradients] = []
-            self._add_up(index)
-            for residents in self._residents:
+            summing = self._summing(index)
+            if self.plan.just_in_time:
+                self._add_up(index, summing)
+            for residents in (self._residents[number] for number in summing):
                 pack = residents.packs[index]
                 with residents.device.scheduling():
                     if self._factor != 1.0:
@@ -694,33 +719,34 @@ class Executor:
     def _swap_out_gradients(self, residents: Residents, pack: SwappedPack) -> list[HostGradients]:
         if not self._is_profiling:
             return residents.swapper.swap_out_gradients(pack)
-        # A buffer that is not there yet takes far longer to make than to fill.
-        with residents.device.on_host():
-            for accumulator in pack.accumulators.values():
-                buffer, uses = self.pool.take(accumulator.buffer.numel())
-                self.pool.give(buffer, uses[0] if uses else None)
+        # To register a buffer takes longer than the copy, and is done once.
+        residents.swapper.provide_buffers(pack)
         with self._profiler.swapping_out(residents.device):
             gradients = residents.swapper.swap_out_gradients(pack)
             for copy in gradients:
                 copy.event.synchronize()
         return gradients
 
-    def _add_up(self, index: int) -> None:
-        """Add the sums that several devices have of a pack, in the order of devices, on one of them."""
-        having = [number for number, pack in enumerate(self._copies(index)) if pack.accumulators]
-        if len(having) < 2:
-            return
-        # Spread over devices, as are the swaps of what comes of it.
-        target = having[index % len(having)]
-        residents = self._residents[target]
-        for number in having:
-            if number == target:
-                continue
-            source = self._residents[number]
+    def _summing(self, index: int) -> list[int]:
+        """The devices that have sums of a pack, in the order in which these are added.
+
+        The first one takes the others'. It is another one for each pack, so that the swaps of what comes of it are spread.
+        """
+        having = [number for number, pack in enumerate(self._copies(index)) if pack.accumulators or pack.parked]
+        if not having:
+            return []
+        first = having[index % len(having)]
+        return [first, *(number for number in having if number != first)]
+
+    def _add_up(self, index: int, summing: Sequence[int]) -> None:
+        """Add the sums that several devices have of a pack on the first of them."""
+        for number in summing[1:]:
+            target, source = summing[0], self._residents[number]
+            residents = self._residents[target]
             accumulators, source.packs[index].accumulators = source.packs[index].accumulators, {}
             for use, accumulator in accumulators.items():
                 with source.device.scheduling(), residents.device.scheduling():
-                    buffer = self._transfers.copy(accumulator.buffer, target)
+                    buffer = self._transfers.copy(accumulator.buffer, target, Task(index, Errand.REDUCE, number))
                     residents.swapper.add(residents.packs[index], use, accumulator, buffer)
 
     # ---- what layers and glue ask for ----------------------------------------------------------------------------------
@@ -731,7 +757,7 @@ class Executor:
         lane = current_lane()
         progress = self._progress.get(lane) if lane is not None else None
         if progress is None:
-            with self._alone(self._pack_of[layer.index]) as alone:
+            with self._alone(self._pack_of[layer.index], phase) as alone:
                 yield alone
             return
         index = self._pack_of[layer.index]
@@ -743,7 +769,9 @@ class Executor:
             position = self.plan.position(phase, index, progress.position[phase])
             if self._may_go_on(progress, phase, pack):
                 with torch.no_grad(), no_dispatch(), residents.device.scheduling():
+                    self.recorder.leave()
                     self._enter(progress, Place(pack, phase, position))
+                    self.recorder.enter(self._device_of(index), self._task(progress, phase, pack), pack)
                 if self._granted is not None:
                     self._granted = replace(self._granted, pack=pack, phase=phase)
             else:
@@ -793,7 +821,7 @@ class Executor:
         return not self._turns.is_overtaking(progress, pack.index)
 
     @contextmanager
-    def _alone(self, index: int) -> Iterator[Residency]:
+    def _alone(self, index: int, phase: Phase) -> Iterator[Residency]:
         """A call outside of any step: the pack comes for it alone, for between two calls anyone may change weights."""
         residents = self._residents[0]
         pack = residents.packs[index]
@@ -801,12 +829,14 @@ class Executor:
             residents.swapper.swap_in(pack)
             assert pack.residency is not None
             pack.residency.ready.wait()
+            self.recorder.enter(0, Task(index, phase, 0), pack)
             with residents.device.computing():
                 yield pack.residency
         except torch.OutOfMemoryError as error:
             what = f"layer {pack.name!r}, called outside of a step or in manual optimization,"
             raise self._exceeded(what, residents.device, error) from error
         finally:
+            self.recorder.leave()
             residents.swapper.park_gradients(pack)
             residents.evict(pack)
             residents.drain()
@@ -840,7 +870,7 @@ class Executor:
 
     def running(self, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's own code."""
-        return nullcontext() if len(self.devices) == 1 else residency.device.computing()
+        return nullcontext() if len(self.devices) == 1 else self.recorder.computing(residency.device)
 
     def _current_glue(self) -> OneDevice | None:
         if len(self.devices) == 1:

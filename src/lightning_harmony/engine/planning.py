@@ -379,11 +379,15 @@ class Planner:
     def _decided(self, plan: Plan, num_microbatches: int) -> Plan:
         """A plan for a number of microbatches, with whose graphs are kept, and what is foreseen."""
         plan, given, costs = replace(plan, num_microbatches=num_microbatches), self._given, self._costs()
+        if given is not None:
+            plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead)
         # A step that differs from what a given plan foresees goes by its packs, but decides on graphs anew.
         if given is not None and all(
             getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")
         ):
             first_fused, keeping = given.first_fused, given.kept
+        elif not plan.just_in_time:
+            first_fused, keeping = plan.first_fused, plan.kept
         else:
             packs = [pack_cost([costs[name] for name in pack]) for pack in plan.packs]
             capacities = [device.capacity_bytes for device in self._devices]

@@ -30,8 +30,8 @@ from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.rng import RandomState
 from lightning_harmony.engine.stash import LaneStash, Stash, Stashed
-from lightning_harmony.engine.stream import Event, Happened
-from lightning_harmony.engine.swap import Residency
+from lightning_harmony.engine.stream import Event, Happened, HostMoment
+from lightning_harmony.engine.swap import Residency, SwappedPack
 from lightning_harmony.engine.workspace import WorkSpace
 from lightning_harmony.plan.task import Phase
 from lightning_harmony.plan.work import LayerProfile, StepProfile, Work
@@ -75,6 +75,10 @@ class _NoCopies:
     def submit(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Happened:
         """Leave it."""
         return Happened()
+
+    def moment(self) -> HostMoment:
+        """Now."""
+        return HostMoment()
 
     def close(self) -> None:
         """Nothing is left to do."""
@@ -820,10 +824,8 @@ class _Rehearsal:
 
     def _swapped_bytes(self, layer: SwappedLayer) -> int:
         """What crosses the bus to bring a layer."""
-        buffers = (owner._buffers[name] for owner, name in layer.buffers)
-        return sum(self._store.slot(p).num_bytes for p in layer.parameters) + sum(
-            buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None
-        )
+        pack = SwappedPack(-1, [layer], self._store)
+        return pack.layout.copied_bytes + pack.buffer_bytes
 
 
 # Attributes that number layers tell no two of them apart.

@@ -128,12 +128,13 @@ class Turns:
         if (
             previous is not None
             and self._has_several_devices
+            and self._plan.groups
             and not previous.lane.finished
             and self._is_first_on_its_device(previous)
             and self._may_run(previous, until)
         ):
             return previous
-        chosen, its_turn = None, (0, _FIRST)
+        chosen, its_turn = None, (0, 0, _FIRST)
         for progress in self.running:
             if progress.lane.finished:
                 continue
@@ -166,19 +167,29 @@ class Turns:
         """Whether all forwards are over."""
         return all(progress.has_come_to_its_loss for progress in self.running)
 
-    def _turn(self, progress: LaneProgress) -> tuple[int, tuple[bool, int, float]]:
-        """What sorts lanes: the soonest, as far as devices and the lane's last turn allow, then by place."""
+    def _turn(self, progress: LaneProgress) -> tuple[int, int, tuple[bool, int, float]]:
+        """What sorts lanes: the soonest, as far as devices and the lane's last turn allow, then by place.
+
+        Where each goes through all packs by itself, the first one comes before all places.
+        """
         request = progress.lane.request
         place = _FIRST if request is None else request.place
+        number = 0 if self._plan.groups else progress.lane.microbatch
         if not self._has_several_devices:
-            return 0, place
-        return max(progress.ready_at, self._free_at[self.device_of(progress)]), place
+            return 0, number, place
+        if request is None or request.pack is None:
+            # It waits for no device.
+            return progress.ready_at, number, place
+        return max(progress.ready_at, self._free_at[self.device_of(progress)]), number, place
 
     def _is_first_on_its_device(self, progress: LaneProgress) -> bool:
-        """Whether no other lane asks for the same device at an earlier place."""
+        """Whether no other lane asks for the same device at an earlier place, or may do so when it has begun."""
         number, place = self.device_of(progress), self._place(progress)
         return all(
-            other is progress or other.lane.finished or self.device_of(other) != number or place < self._place(other)
+            other is progress
+            or other.lane.finished
+            or (other.lane.request is not None and self.device_of(other) != number)
+            or place < self._place(other)
             for other in self.running
         )
 
