@@ -72,7 +72,12 @@ def measure(
     clock = Clock()
     given = {"num_microbatches": num_microbatches} if plan is None else {"plan": plan}
     strategy = HarmonyStrategy(
-        device_memory=options.capacity, layers=LAYERS, parallel=options.parallel_now, update="just-in-time", **given
+        profile_cache=False,
+        device_memory=options.capacity,
+        layers=LAYERS,
+        parallel=options.parallel_now,
+        update="just-in-time",
+        **given,
     )
     trainer = pl.Trainer(
         strategy=strategy,
