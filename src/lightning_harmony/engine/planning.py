@@ -157,7 +157,7 @@ class Planner:
         self.knows_casts = False
         self._calls: list[int] = []
         self._kinds: dict[int, str] = {}
-        self._has_begun = False
+        self._has_begun = self._has_read = False
         # What earlier fits have seen, whether all that is known is known from there, and whether that is yet to be checked.
         self._record: Record | None = None
         self._rests_on_record = self._is_to_be_checked = self._changes_number = False
@@ -190,7 +190,7 @@ class Planner:
         if self._has_begun or self._records is None:
             return None
         self._has_begun = True
-        record = self._record = self._record or self._records.read()
+        record = self._read()
         # What a larger microbatch allocates is nobody's guess.
         if record is None or num_elements > record.most_elements:
             return None
@@ -240,12 +240,11 @@ class Planner:
             num_elements: of its tensors.
             usual: the number to use where nothing is known.
         """
-        if not self._has_begun and self._record is None and self._records is not None:
-            self._record = self._records.read()
-        if self._record is None:
+        record = self._read()
+        if record is None:
             return None
         capacities = [device.capacity_bytes for device in self._devices]
-        number = choose_number(self._record, batch_size, num_elements, usual, capacities, self._parallel)
+        number = choose_number(record, batch_size, num_elements, usual, capacities, self._parallel)
         self._changes_number = self.is_planned and number != self._plan.num_microbatches
         return number
 
@@ -268,6 +267,13 @@ class Planner:
         return f". The step was planned from {self._records.discard()}, which is discarded: run again to measure anew"
 
     # ---- what earlier fits have seen -----------------------------------------------------------------------------------
+
+    def _read(self) -> Record | None:
+        """What is known by now; what earlier fits have seen is read once."""
+        if not self._has_read and self._records is not None:
+            self._record = self._records.read()
+        self._has_read = True
+        return self._record
 
     def _recall(self, record: Record, num_elements: int) -> None:
         """Take over what an earlier fit has seen."""
