@@ -57,7 +57,7 @@ def main() -> None:
     num_parameters = sum(p.numel() for p in model.parameters())
     samples = Tokens(options.steps * options.batch_size, shape)
     times = Times()
-    harmony = HarmonyStrategy(device_memory=options.device_memory, num_microbatches=options.num_microbatches)
+    harmony = HarmonyStrategy(options.device_memory, options.num_microbatches, profile_cache=False)
     plain = options.strategy == "plain"
     trainer = pl.Trainer(
         strategy="auto" if plain else harmony,

@@ -186,7 +186,7 @@ def test_a_step_beside_plain_lightning_with_recompute(benchmark: Any, device_mem
 
     def both() -> None:
         plain.extend(_train("auto", num_batches=NUM_MICROBATCHES, recompute=True))
-        strategy = HarmonyStrategy(num_microbatches=NUM_MICROBATCHES, device_memory=device_memory)
+        strategy = HarmonyStrategy(device_memory, NUM_MICROBATCHES, profile_cache=False)
         harmony.extend(_train(strategy, num_batches=1, recompute=False))
 
     benchmark.pedantic(both, rounds=2, iterations=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_harmony.engine.executor import Executor
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.record import Record
+from lightning_harmony.profile_cache import ProfileCache
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -255,6 +257,19 @@ class TestFiles:
         with pytest.warns(UserWarning, match="no profile is kept in .*: no space left on device"):
             train(folder, num_microbatches=2)
         assert file_in(folder).read_text() == before
+
+    def test_what_is_read_while_others_write_is_whole(self, folder: Path) -> None:
+        train(folder)
+        file = file_in(folder)
+        record = Record.from_json(file.read_text())
+        caches = [ProfileCache(folder, record.origin, pytest.fail, is_chosen=True) for _ in range(3)]
+        caches[0].file = caches[1].file = caches[2].file = file
+        with ThreadPoolExecutor(2) as pool:
+            written = [pool.submit(cache.write, record) for _ in range(25) for cache in caches[:2]]
+            while not all(each.done() for each in written):
+                assert caches[2].read() == record
+        assert [each.result() for each in written] == [None] * 50
+        assert list(folder.iterdir()) == [file]
 
     def test_the_default_folder_is_the_users_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from lightning_harmony import profile_cache

@@ -86,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     strategy: Any = "auto"
     if harmony:
         strategy = HarmonyStrategy(
+            profile_cache=False,
             device_memory=options.device_memory,
             num_microbatches=options.num_microbatches,
             parallel=options.parallel,

@@ -46,14 +46,21 @@ def device() -> Iterator[VirtualDevice]:
     device.close()
 
 
-def test_the_shortest_turn_counts(profiler: Profiler) -> None:
-    for began, ended in ((0.0, 5.0), (10.0, 12.0), (20.0, 23.0)):
+def test_a_middle_turn_counts(profiler: Profiler) -> None:
+    for began, ended in ((0.0, 50.0), (10.0, 12.0), (20.0, 23.0), (30.0, 34.0)):
         profiler.note_turn(LAYER, Phase.FORWARD, At(began), At(ended))
-    assert profiler.complete(Cost("layer", 1, 1), LAYER).forward_seconds == 2.0
-    profiler.note_turn(LAYER, Phase.FORWARD, At(0.0), At(3.0))
+    assert profiler.complete(Cost("layer", 1, 1), LAYER).forward_seconds == 3.0
+    profiler.note_turn(LAYER, Phase.FORWARD, At(0.0), At(3.5))
     profiler.note_turn(LAYER, Phase.BACKWARD, At(0.0), At(4.0))
     cost = profiler.complete(Cost("layer", 1, 1), LAYER)
-    assert (cost.forward_seconds, cost.backward_seconds) == (2.0, 4.0)
+    assert (cost.forward_seconds, cost.backward_seconds) == (3.0, 4.0)
+
+
+@pytest.mark.parametrize(("period", "expected"), [(1.0, 3.0), (7.0, 7.0)])
+def test_a_turn_lasts_as_long_as_the_host_is_busy_with_it(profiler: Profiler, period: float, expected: float) -> None:
+    profiler.note_turn(LAYER, Phase.FORWARD, At(0.0), At(3.0))
+    profiler.note_period(LAYER, Phase.FORWARD, period)
+    assert profiler.complete(Cost("layer", 1, 1), LAYER).forward_seconds == expected
 
 
 def test_bytes_are_those_of_the_largest_microbatch(profiler: Profiler, traffic: Traffic, device: VirtualDevice) -> None:

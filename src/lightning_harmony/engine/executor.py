@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,7 @@ class Observation:
         stashed_before: what had been stashed before it.
         summing: whether the pack had gradients before it.
         began: when it began, where that is measured.
+        granted_seconds: the same on the host's clock.
     """
 
     peak: Callable[[], int]
@@ -64,6 +66,23 @@ class Observation:
     stashed_before: int
     summing: bool
     began: Moment | None
+    granted_seconds: float
+
+
+class LastTurn(NamedTuple):
+    """A turn that was observed.
+
+    Attributes:
+        pack: the pack that ran, if any.
+        phase: its phase.
+        seconds: what it took of the host.
+        ended_seconds: the host's clock when it was over, and all of it noted.
+    """
+
+    pack: SwappedPack | None
+    phase: Phase
+    seconds: float
+    ended_seconds: float
 
 
 @dataclass
@@ -182,6 +201,7 @@ class Executor:
         self.step_plan = self.plan
         self._start([])
         self._granted: Grant | None = None
+        self._last_turn: LastTurn | None = None
         self._num_elements = 0
         self._in_backward = False
         self._factor, self._upstream = 1.0, torch.ones(())
@@ -487,6 +507,7 @@ class Executor:
         self._evaluated_elements = -1
 
     def _reset(self) -> None:
+        self._last_turn = None
         self._start([])
         self._random.switch_back()
         for residents in self._residents:
@@ -558,6 +579,7 @@ class Executor:
         if self.on_switch is not None:
             self.on_switch(progress.lane.microbatch)
         phase = Phase.FORWARD if request is None else request.phase
+        self._note_period(pack, phase)
         granted = Grant(progress, number, phase, pack, self._observe(device, pack) if self._measuring else None)
         self.recorder.enter(number, self._task(progress, phase, pack), pack)
         return granted
@@ -572,7 +594,8 @@ class Executor:
         peak = device.watch_peak()
         summing = pack is not None and bool(pack.accumulators)
         began = device.moment() if self._is_profiling else None
-        return Observation(peak, device.allocated_bytes(), self.traffic.swapped_out["stash"], summing, began)
+        stashed, now = self.traffic.swapped_out["stash"], time.perf_counter()
+        return Observation(peak, device.allocated_bytes(), stashed, summing, began, now)
 
     def _draw_on(self, number: int) -> None:
         """Random numbers are drawn on another device from now on."""
@@ -619,14 +642,27 @@ class Executor:
         """After a lane's turn: what it took, what can go now, and which gradients are final."""
         pack = granted.pack
         if granted.observation is not None:
+            taken = time.perf_counter() - granted.observation.granted_seconds
             self._note_seconds(granted, granted.observation)
             self._note_work(granted, granted.observation)
+            self._last_turn = LastTurn(granted.pack, granted.phase, taken, time.perf_counter())
         self.recorder.leave()
         residents = self._residents[granted.device]
         residents.stash.retire()
         residents.device.retire()
         if self._in_backward and pack is not None:
             self._deliver_final([pack.index])
+
+    def _note_period(self, pack: SwappedPack | None, phase: Phase) -> None:
+        """Keep what the last turn took of the host, up to one of another lane in the same layer; not what it took to observe.
+
+        Where that is more than what the device computed, launching bounds the step.
+        """
+        last, self._last_turn = self._last_turn, None
+        if last is None or pack is None or (last.pack, last.phase) != (pack, phase) or len(pack.layers) > 1:
+            return
+        if self._is_profiling:
+            self._profiler.note_period(pack.layers[0], phase, last.seconds + time.perf_counter() - last.ended_seconds)
 
     def _note_seconds(self, granted: Grant, observation: Observation) -> None:
         """Keep how long a turn in a layer took, and what it stashed."""

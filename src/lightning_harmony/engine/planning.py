@@ -14,15 +14,14 @@ from lightning_harmony.engine.origin import kind_of
 from lightning_harmony.engine.profile import Profiler, Speed
 from lightning_harmony.engine.workspace import WorkSpace
 from lightning_harmony.errors import PlanError
-from lightning_harmony.plan.cost import Cost, pack_cost
+from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.given import refuse_unfit
-from lightning_harmony.plan.graphs import graphs_to_keep
 from lightning_harmony.plan.microbatches import choose_number
-from lightning_harmony.plan.packing import fill_capacity
-from lightning_harmony.plan.plan import Parallel, Plan, Predicted, fingerprint, visits_of
+from lightning_harmony.plan.plan import Parallel, Plan, Predicted, fingerprint
 from lightning_harmony.plan.profile import MachineLimits, Profile, share_seconds
 from lightning_harmony.plan.record import NarrowWeights, Origin, Record, SeenSize
 from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.rules import Packs, fitting_packs, packed, smallest, with_graphs
 from lightning_harmony.plan.search import search_better
 
 
@@ -84,7 +83,7 @@ def check_given(
     found = fingerprint((layer.name, [p.shape for p in layer.parameters]) for layer in layers)
     if given is not None:
         _refuse_other_devices(given, len(devices), parallel)
-        refuse_unfit(given, [_known_cost(layer) for layer in layers], parameters, found, _smallest(devices))
+        refuse_unfit(given, [_known_cost(layer) for layer in layers], parameters, found, smallest(_capacities(devices)))
     return found
 
 
@@ -106,9 +105,8 @@ def _known_cost(layer: SwappedLayer) -> Cost:
     return Cost(layer.name, weights, gradients)
 
 
-def _smallest(devices: Sequence[Device]) -> int | None:
-    """The capacity of the smallest device."""
-    return min((d.capacity_bytes for d in devices if d.capacity_bytes is not None), default=None)
+def _capacities(devices: Sequence[Device]) -> list[int | None]:
+    return [device.capacity_bytes for device in devices]
 
 
 class Planner:
@@ -157,7 +155,7 @@ class Planner:
         self.knows_casts = False
         self._calls: list[int] = []
         self._kinds: dict[int, str] = {}
-        self._has_begun = False
+        self._has_begun = self._has_read = False
         # What earlier fits have seen, whether all that is known is known from there, and whether that is yet to be checked.
         self._record: Record | None = None
         self._rests_on_record = self._is_to_be_checked = self._changes_number = False
@@ -170,7 +168,7 @@ class Planner:
 
     def layer_by_layer(self, calls: Sequence[int]) -> Plan:
         """Each layer a pack of its own, called in an order."""
-        self._plan = self._packed([[layer] for layer in self._layers], calls)
+        self._plan = self._packed([], calls)
         return self._plan
 
     # ---- before and after a step ---------------------------------------------------------------------------------------
@@ -190,7 +188,7 @@ class Planner:
         if self._has_begun or self._records is None:
             return None
         self._has_begun = True
-        record = self._record = self._record or self._records.read()
+        record = self._read()
         # What a larger microbatch allocates is nobody's guess.
         if record is None or num_elements > record.most_elements:
             return None
@@ -204,7 +202,7 @@ class Planner:
         if not record.is_cast:
             return self._planned(num_elements, num_microbatches)
         # Which weights may be narrow is seen anew: they come as they are, and each pack has all memory to itself.
-        self._plan = self._packed(self._cut(self._costs()), self._calls)
+        self._plan = self._packed(self._fitting_packs(), self._calls)
         return self._plan
 
     def after_step(self, seen: SeenStep) -> Plan | None:
@@ -221,9 +219,7 @@ class Planner:
             return self._from_measured(seen) if seen.calls else None
         if seen.is_measured:
             # The packs stay, but the graphs of larger microbatches may no longer fit.
-            layers = {layer.name: layer for layer in self._layers}
-            packs = [[layers[name] for name in pack] for pack in self._plan.packs]
-            plan = self._decided(self._packed(packs, self._calls), seen.num_microbatches)
+            plan = self._decided(self._packed(self._plan.packs, self._calls), seen.num_microbatches)
             self._plan = self._improved(plan, with_its_packs=True)
             return self._plan
         if self._update_speed.num_bytes and _lacks_update(self._plan):
@@ -240,12 +236,11 @@ class Planner:
             num_elements: of its tensors.
             usual: the number to use where nothing is known.
         """
-        if not self._has_begun and self._record is None and self._records is not None:
-            self._record = self._records.read()
-        if self._record is None:
+        record = self._read()
+        if record is None:
             return None
-        capacities = [device.capacity_bytes for device in self._devices]
-        number = choose_number(self._record, batch_size, num_elements, usual, capacities, self._parallel)
+        capacities = _capacities(self._devices)
+        number = choose_number(record, batch_size, num_elements, usual, capacities, self._parallel)
         self._changes_number = self.is_planned and number != self._plan.num_microbatches
         return number
 
@@ -269,6 +264,13 @@ class Planner:
 
     # ---- what earlier fits have seen -----------------------------------------------------------------------------------
 
+    def _read(self) -> Record | None:
+        """What is known by now; what earlier fits have seen is read once."""
+        if not self._has_read and self._records is not None:
+            self._record = self._records.read()
+        self._has_read = True
+        return self._record
+
     def _recall(self, record: Record, num_elements: int) -> None:
         """Take over what an earlier fit has seen."""
         layers = {layer.name: layer for layer in self._layers}
@@ -285,7 +287,7 @@ class Planner:
         """After a first step that ran by a record: whether it was like those that the record is of."""
         record = self._record
         assert record is not None
-        names = [self._layers[call].name for call in seen.calls]
+        names = self._names(seen.calls)
         called = set(names)
         # What is not called now may be called in other steps.
         if (
@@ -319,7 +321,7 @@ class Planner:
         plan = self._planned(seen.num_elements, seen.num_microbatches)
         self._rests_on_record = False
         size = SeenSize(seen.num_elements, tuple(self._cost(layer) for layer in self._layers))
-        calls = tuple(self._layers[call].name for call in seen.calls)
+        calls = tuple(self._names(seen.calls))
         is_cast = self.knows_casts or seen.is_cast
         origin = Origin("", "", "") if self._records is None else self._records.origin
         record = Record(origin, calls, is_cast, self._narrow(), (size,), MachineLimits())
@@ -349,50 +351,38 @@ class Planner:
     def _planned(self, num_elements: int, num_microbatches: int) -> Plan:
         """A plan from what is known of the layers."""
         self.is_planned, self.measured_elements = True, num_elements
-        packs = self._cut(self._costs()) if self._given is None else self._given_packs(self._given)
+        packs = self._fitting_packs() if self._given is None else self._given_packs(self._given)
         self._plan = self._improved(self._decided(self._packed(packs, self._calls), num_microbatches))
         return self._plan
 
-    def _cut(self, costs: Mapping[str, Cost]) -> list[list[SwappedLayer]]:
-        """Packs of the layers in the order of their first calls."""
-        order = list(dict.fromkeys(self._calls))
-        capacity, number = _smallest(self._devices), len(self._devices) if self._parallel == "pipeline" else 1
-        cut = fill_capacity([costs[self._layers[index].name] for index in order], capacity, number)
-        return [[self._layers[order[place]] for place in pack] for pack in cut]
+    def _fitting_packs(self) -> Packs:
+        return fitting_packs(self._costs(), self._names(self._calls), _capacities(self._devices), self._parallel)
 
-    def _given_packs(self, given: Plan) -> list[list[SwappedLayer]]:
+    def _given_packs(self, given: Plan) -> Packs:
         """The packs of a given plan. Parameters that glue used when it was made may not have been used yet."""
-        by_name = {layer.name: layer for layer in self._layers}
-        packs = [[by_name[name] for name in pack if name in by_name] for pack in given.packs]
+        known = {layer.name for layer in self._layers}
+        packs = [[name for name in pack if name in known] for pack in given.packs]
         return [pack for pack in packs if pack]
 
-    def _packed(self, packs: Sequence[Sequence[SwappedLayer]], calls: Sequence[int]) -> Plan:
+    def _packed(self, packs: Packs, calls: Sequence[int]) -> Plan:
         """A plan of packs, and of one for each layer that is in none; nothing is decided on graphs."""
-        packed = {layer.index for pack in packs for layer in pack}
-        every = [*packs, *([layer] for layer in self._layers if layer.index not in packed)]
-        pack_of = {layer.index: number for number, pack in enumerate(every) for layer in pack}
-        names = tuple(tuple(layer.name for layer in pack) for pack in every)
-        visits = visits_of([pack_of[call] for call in calls])
-        plan = Plan(names, visits, len(visits), frozenset(), len(self._devices), self._parallel)
+        layers = [layer.name for layer in self._layers]
+        plan = packed(packs, layers, self._names(calls), len(self._devices), self._parallel)
         return replace(plan, fingerprint=self._fingerprint)
+
+    def _names(self, calls: Sequence[int]) -> list[str]:
+        return [self._layers[call].name for call in calls]
 
     def _decided(self, plan: Plan, num_microbatches: int) -> Plan:
         """A plan for a number of microbatches, with whose graphs are kept, and what is foreseen."""
-        plan, given, costs = replace(plan, num_microbatches=num_microbatches), self._given, self._costs()
-        if given is not None:
-            plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead)
+        given, costs = self._given, self._costs()
+        plan = with_graphs(plan, costs, num_microbatches, _capacities(self._devices))
         # A step that differs from what a given plan foresees goes by its packs, but decides on graphs anew.
         if given is not None and all(
             getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")
         ):
-            first_fused, keeping = given.first_fused, given.kept
-        elif not plan.just_in_time:
-            first_fused, keeping = plan.first_fused, plan.kept
-        else:
-            packs = [pack_cost([costs[name] for name in pack]) for pack in plan.packs]
-            capacities = [device.capacity_bytes for device in self._devices]
-            first_fused, keeping = graphs_to_keep(plan.visits, packs, num_microbatches, capacities, self._parallel)
-        return self._foreseen(replace(plan, first_fused=first_fused, kept=keeping), costs)
+            plan = replace(plan, first_fused=given.first_fused, kept=given.kept)
+        return self._foreseen(plan, costs)
 
     def _foreseen(self, plan: Plan, costs: Mapping[str, Cost]) -> Plan:
         """A plan with what it was made from, and what that predicts."""
@@ -410,7 +400,7 @@ class Planner:
         if self._given is not None or plan.profile is None:
             return plan
         places = {cost.name: place for place, cost in enumerate(plan.profile.layers)}
-        order = [places[self._layers[call].name] for call in self._calls]
+        order = [places[name] for name in self._names(self._calls)]
         better = search_better(plan, order, with_its_packs=with_its_packs)
         return plan if better is plan else self._foreseen(better, self._costs())
 
@@ -431,7 +421,7 @@ class Planner:
 
     def _machine(self) -> MachineLimits:
         return MachineLimits(
-            _smallest(self._devices),
+            smallest(_capacities(self._devices)),
             swap_in_bytes_per_second=self._profiler.swap_in.bytes_per_second,
             swap_out_bytes_per_second=self._profiler.swap_out.bytes_per_second,
             update_bytes_per_second=self._update_speed.bytes_per_second,

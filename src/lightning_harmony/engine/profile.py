@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import median_low
 
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.layer import SwappedLayer
@@ -51,6 +52,7 @@ class Profiler:
         self.swap_out = Speed()
         self._traffic = traffic
         self._turns: defaultdict[tuple[int, Phase], list[tuple[Moment, Moment]]] = defaultdict(list)
+        self._periods: defaultdict[tuple[int, Phase], list[float]] = defaultdict(list)
         self._seconds: dict[tuple[int, Phase], float] = {}
         self._copied: Counter[int] = Counter()
         self._stashed: Counter[int] = Counter()
@@ -82,6 +84,10 @@ class Profiler:
     def note_turn(self, layer: SwappedLayer, phase: Phase, began: Moment, ended: Moment) -> None:
         """A lane's turn in a layer."""
         self._turns[layer.index, phase].append((began, ended))
+
+    def note_period(self, layer: SwappedLayer, phase: Phase, seconds: float) -> None:
+        """From the beginning of a turn on the host to that of the next one in the same layer."""
+        self._periods[layer.index, phase].append(seconds)
 
     def note_stash(self, layer: SwappedLayer, num_bytes: int) -> None:
         """What a forward stashed."""
@@ -128,18 +134,25 @@ class Profiler:
         )
 
     def _read_clocks(self) -> None:
-        """Keep the shortest turn of each layer: the first ones load and choose kernels, and check what they compute."""
+        """Keep a middle turn of each layer: the first ones load and choose kernels, and check what they compute.
+
+        It lasts as long as the device computes, or as the host is busy with it if that is longer.
+        """
         for key, turns in self._turns.items():
-            shortest = min(ended.seconds_since(began) for began, ended in turns)
+            taken = median_low(ended.seconds_since(began) for began, ended in turns)
+            if self._periods[key]:
+                taken = max(taken, median_low(self._periods[key]))
             if key not in self._scaled:
-                shortest = min(shortest, self._seconds.get(key, shortest))
-            self._seconds[key] = shortest
+                taken = min(taken, self._seconds.get(key, taken))
+            self._seconds[key] = taken
             self._scaled.discard(key)
         self._turns.clear()
+        self._periods.clear()
 
     def clear(self) -> None:
         """Forget what layers took: from now on they run otherwise."""
         self._turns.clear()
+        self._periods.clear()
         self._seconds.clear()
         self._scaled.clear()
         self._num_elements = 0

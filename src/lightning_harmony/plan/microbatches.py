@@ -5,13 +5,12 @@ from dataclasses import replace
 from math import ceil
 
 from lightning_harmony.errors import PlanError
-from lightning_harmony.plan.cost import Cost, pack_cost
-from lightning_harmony.plan.graphs import graphs_to_keep
-from lightning_harmony.plan.packing import fill_capacity
-from lightning_harmony.plan.plan import Parallel, Plan, visits_of
+from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.plan import Parallel
 from lightning_harmony.plan.profile import Profile
 from lightning_harmony.plan.record import Record
 from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.rules import fitting_packs, packed, smallest, with_graphs
 from lightning_harmony.plan.search import SPARE_SHARE
 
 MOST_MICROBATCHES = 64
@@ -59,14 +58,15 @@ def _seconds(
     record: Record, num_elements: int, number: int, capacities: Sequence[int | None], parallel: Parallel
 ) -> float | None:
     """What a step with so many microbatches is predicted to take; None if it doesn't fit."""
-    costs = record.costs_at(num_elements)
-    smallest = min((each for each in capacities if each is not None), default=None)
-    if smallest is not None and any(_needed_bytes(cost, number) > smallest for cost in costs):
+    costs = {cost.name: cost for cost in record.costs_at(num_elements)}
+    limit = smallest(capacities)
+    if limit is not None and any(_needed_bytes(cost, number) > limit for cost in costs.values()):
         return None
-    profile = Profile(costs, replace(record.machine, capacity_bytes=smallest))
-    plan = _by_rules(profile, record.calls, number, capacities, parallel)
+    packs = fitting_packs(costs, record.calls, capacities, parallel)
+    plan = with_graphs(packed(packs, (), record.calls, len(capacities), parallel), costs, number, capacities)
+    profile = Profile(tuple(costs.values()), replace(record.machine, capacity_bytes=limit))
     try:
-        return predict(plan).seconds
+        return predict(replace(plan, profile=profile)).seconds
     except PlanError:
         return None
 
@@ -75,19 +75,3 @@ def _needed_bytes(cost: Cost, number: int) -> int:
     """What a layer takes beside the inputs of all lanes, as in a step that is measured."""
     work = max(cost.forward_work_bytes, cost.backward_work_bytes)
     return cost.state_bytes + work + number * cost.input_bytes
-
-
-def _by_rules(
-    profile: Profile, calls: Sequence[str], number: int, capacities: Sequence[int | None], parallel: Parallel
-) -> Plan:
-    """The plan that training begins with."""
-    costs = {cost.name: cost for cost in profile.layers}
-    order = list(dict.fromkeys(calls))
-    around = len(capacities) if parallel == "pipeline" else 1
-    cut = fill_capacity([costs[name] for name in order], profile.machine.capacity_bytes, around)
-    packs = tuple(tuple(order[place] for place in pack) for pack in cut)
-    pack_of = {name: index for index, pack in enumerate(packs) for name in pack}
-    visits = visits_of([pack_of[name] for name in calls])
-    whole = [pack_cost([costs[name] for name in pack]) for pack in packs]
-    first_fused, kept = graphs_to_keep(visits, whole, number, capacities, parallel)
-    return Plan(packs, visits, first_fused, kept, len(capacities), parallel, number, profile=profile)

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost, pack_cost
-from lightning_harmony.plan.graphs import graphs_to_keep
 from lightning_harmony.plan.line import on_line
 from lightning_harmony.plan.machine import Machine
-from lightning_harmony.plan.packing import fill_capacity
-from lightning_harmony.plan.plan import Plan, Predicted, visits_of
+from lightning_harmony.plan.plan import Plan, Predicted
 from lightning_harmony.plan.profile import MachineLimits, Profile
 from lightning_harmony.plan.replay import COMPUTE, Prediction, predict
+from lightning_harmony.plan.rules import fitting_packs, packed, with_graphs
 from lightning_harmony.plan.work import LayerProfile, StepProfile
 
 # More microbatches are not replayed: each of them adds as much as the one before.
@@ -162,16 +161,17 @@ class _Step:
         self._lanes = num_microbatches
         self._is_deferred = is_deferred
         self._state_copies = state_copies
-        order = list(dict.fromkeys(profile.calls))
-        packs = fill_capacity([profile.layers[index].cost for index in order], capacity_bytes)
-        called = set(order)
-        uncalled = [(index,) for index in range(len(profile.layers)) if index not in called]
-        self._packs = [*(tuple(order[place] for place in pack) for pack in packs), *uncalled]
-        pack_of = {index: number for number, pack in enumerate(self._packs) for index in pack}
-        self._visits = visits_of([pack_of[call] for call in profile.calls])
+        # As training begins; what it is seen to take there may lead to a better one.
+        costs = {layer.cost.name: layer.cost for layer in profile.layers}
+        calls = [profile.layers[call].cost.name for call in profile.calls]
+        packs = fitting_packs(costs, calls, [capacity_bytes], "pipeline")
+        plan = packed(packs, costs, calls, 1, "pipeline")
+        self._plan = with_graphs(plan, costs, num_microbatches, [capacity_bytes])
+        index_of = {name: index for index, name in enumerate(costs)}
+        self._packs = [[index_of[name] for name in pack] for pack in plan.packs]
 
     def look_ahead(self) -> Outlook:
-        plan, need = self._make_plan(), self._need()
+        plan, need = replace(self._plan, profile=self._costs()), self._need()
         course = self._course(plan)
         peak = max(course.peak_bytes + self._other_bytes, need.num_bytes)
         return Outlook(
@@ -186,19 +186,14 @@ class _Step:
             swapped_out_bytes=course.swapped_out_bytes,
         )
 
-    # ---- the plan ------------------------------------------------------------------------------------------------------
+    # ---- costs ---------------------------------------------------------------------------------------------------------
 
-    def _make_plan(self) -> Plan:
-        layers = self._profile.layers
-        whole = [pack_cost([layers[index].cost for index in pack]) for pack in self._packs]
-        first_fused, keeping = graphs_to_keep(self._visits, whole, self._lanes, [self._capacity], "pipeline")
-        num_visits = Counter(self._visits)
+    def _costs(self) -> Profile:
+        layers, num_visits = self._profile.layers, Counter(self._plan.visits)
         costs = [
             self._cost(layers[index], num_visits[number]) for number, pack in enumerate(self._packs) for index in pack
         ]
-        names = tuple(tuple(layers[index].cost.name for index in pack) for pack in self._packs)
-        plan = Plan(names, self._visits, first_fused, keeping, num_microbatches=self._lanes)
-        return replace(plan, profile=Profile(tuple(costs), self._limits()))
+        return Profile(tuple(costs), self._limits())
 
     def _cost(self, layer: LayerProfile, num_visits: int) -> Cost:
         """What a layer costs in each of the visits that a microbatch pays it."""
@@ -249,7 +244,7 @@ class _Step:
                 busy[_PARTS[span.stream]] += span.end_seconds - span.start_seconds
         for number, pack in enumerate(self._packs):
             keeps = number in plan.fused | plan.kept
-            for index in pack if number in self._visits else ():
+            for index in pack if number in plan.visits else ():
                 layer = self._profile.layers[index]
                 parts = [self._compute_seconds(layer, part) for part in ("forward", "backward", "recompute")]
                 for place, part in enumerate(("compute", "launch")):
