@@ -363,7 +363,7 @@ class Executor:
         """
         self._follow(self._names)
         for parameter, name in self._names.items():
-            if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            if parameter._post_accumulate_grad_hooks:
                 raise UnsupportedModelError(
                     f"parameter {name!r} has a hook that waits for its gradient (register_post_accumulate_grad_hook), but "
                     "gradients are summed elsewhere: use on_after_backward, or leave the update just in time to the strategy"
@@ -413,6 +413,9 @@ class Executor:
         self._is_watching = (
             is_training and not self._recorded and not self._has_watched_all and self._compute_dtype is None
         )
+        host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
+        for layer in self._layers:
+            layer.is_training, layer.host_buffers = is_training, host_buffers
         for residents in self._residents:
             residents.device.begin_step()
             for pack in residents.packs:
@@ -489,6 +492,8 @@ class Executor:
             self._deliver_final(range(len(self._packs)))
             self._drive(Phase.BACKWARD)
             self._deliver(pack.index for pack in self._packs if pack.index not in self._delivered)
+            for layer in self._layers:
+                layer.refuse_changed_buffers()
             self.updater.finish()
         self._end()
 
@@ -566,6 +571,8 @@ class Executor:
     def _reset(self) -> None:
         self._start([])
         self._random.switch_back()
+        for layer in self._layers:
+            layer.is_training, layer.host_buffers = False, {}
         for residents in self._residents:
             residents.reset()
 
