@@ -1,6 +1,7 @@
 """Fixtures that make mistakes visible."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -13,6 +14,9 @@ from lightning_harmony.engine.stream import Event
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--profile-cache", action="store_true", help="let the fits of a test know what earlier ones measured"
+    )
     parser.addoption("--devices", type=int, help="train on so many devices where a test names no number")
     parser.addoption("--accelerator", choices=["cpu", "gpu"], default="cpu", help="on which, where a test names none")
 
@@ -75,3 +79,11 @@ def few_threads() -> Iterator[None]:
 def small_stash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests' tensors are small: swap out all but scalars."""
     monkeypatch.setattr("lightning_harmony.engine.stash.SMALLEST_BYTES", 64)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """No test depends on what another one has measured, or on what is in the user's folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if not request.config.getoption("--profile-cache"):
+        monkeypatch.setattr("lightning_harmony.profile_cache.default_folder", lambda: None)

@@ -20,7 +20,7 @@ seconds = st.integers(0, 4).map(float)
 speeds = st.none() | st.sampled_from([1.0, 5.0])
 
 
-WITHOUT_MICROBATCH = [Errand.SWAP_IN, Errand.EVICT, Errand.SWAP_OUT, Errand.UPDATE]
+WITHOUT_MICROBATCH = [Errand.SWAP_IN, Errand.EVICT, Errand.SWAP_OUT, Errand.PARK, Errand.UPDATE]
 with_microbatch = st.sampled_from([*Phase, *(errand for errand in Errand if errand not in WITHOUT_MICROBATCH)])
 numbers = st.integers(0, 10**6)
 tasks = st.builds(Task, numbers, with_microbatch, numbers) | st.builds(
@@ -60,6 +60,10 @@ def plans(draw: st.DrawFn, *, max_devices: int = 3, repeats: bool = True) -> tup
     firsts = [n for n in range(len(visits) + 1) if not set(visits[:n]) & set(visits[n:])]
     first = draw(st.sampled_from(firsts))
     kept = frozenset(draw(st.sets(st.sampled_from(visits[:first])))) if first else frozenset()
+    lookahead = draw(st.integers(0, 3))
+    reuse = draw(st.sampled_from(["just-in-time", "just-in-time", "visit", "none"]))
+    if reuse != "just-in-time":
+        first, kept, lookahead = len(visits), frozenset(), 0
     plan = Plan(
         names(num_packs),
         visits,
@@ -68,6 +72,8 @@ def plans(draw: st.DrawFn, *, max_devices: int = 3, repeats: bool = True) -> tup
         num_microbatches=draw(st.integers(1, 4)),
         num_devices=draw(st.integers(1, max_devices)),
         parallel=draw(st.sampled_from(["pipeline", "data"])),
+        reuse=reuse,
+        lookahead=lookahead,
     )
     return plan, tuple(draw(costs(f"layer {index}")) for index in range(num_packs))
 
@@ -107,7 +113,7 @@ def compute(plan: Plan, packs: Sequence[Cost], schedule: Schedule) -> dict[int, 
                 tasks.pop(0)
         if sum(map(len, todo)) == before:
             raise CannotRun(str([tasks[0] for tasks in todo if tasks]))
-    if run.updated.keys() != run.gradients.keys() or any(run.sums.values()):
+    if run.updated.keys() != run.gradients.keys() or any(run.sums.values()) or any(run.parked.values()):
         raise CannotRun("gradients that nobody uses")
     return run.updated
 
@@ -124,6 +130,7 @@ class _Symbols:
         self.saved: dict[Any, list[Any]] = defaultdict(list)
         self.on_host: dict[Any, list[Any]] = defaultdict(list)
         self.sums: dict[tuple[int, int], list[Any]] = defaultdict(list)
+        self.parked: dict[tuple[int, int], list[Any]] = defaultdict(list)
         self.gradients: dict[int, Any] = {}
         self.updated: dict[int, Any] = {}
 
@@ -158,6 +165,8 @@ class _Symbols:
             saved.append((value, weights if self.plan.keeps_graph(position) else None))
         else:
             if not saved or saved.pop()[1] not in (None, weights):
+                return False
+            if any(part[0] == position for part in self.parked[device, pack]):
                 return False
             if pack in self.trained:
                 self.sums[device, pack].append((position, number, value))
@@ -197,13 +206,26 @@ class _Symbols:
         elif kind is Errand.SWAP_OUT:
             if not sums[device, pack]:
                 return False
-            gradients[pack] = (*gradients.get(pack, ()), *sums.pop((device, pack)))
+            parts = (*self.parked.pop((device, pack), ()), *sums.pop((device, pack)))
+            gradients[pack] = (*gradients.get(pack, ()), *parts)
+        elif kind is Errand.PARK:
+            self.parked[device, pack] += sums.pop((device, pack), [])
+        elif kind is Errand.UNPARK:
+            self._brings_sums(device, pack, number)
         else:
             if pack not in gradients or pack in updated:
                 return False
-            # Sums of different uses are added in an order of their own.
-            updated[pack] = sorted(gradients[pack], key=lambda part: -part[0])
+            # Sums of different uses are added in an order of their own, and so are those of devices that add up on the host.
+            updated[pack] = sorted(gradients[pack], key=lambda part: (-part[0], self._sender(pack, part[1])))
         return True
+
+    def _brings_sums(self, device: int, pack: int, number: Any) -> None:
+        parked, position = self.parked.pop((device, pack), []), self._next(number)[1]
+        self.sums[device, pack] = [part for part in parked if part[0] == position] + self.sums[device, pack]
+        self.parked[device, pack] = [part for part in parked if part[0] != position]
+
+    def _sender(self, pack: int, number: int) -> int:
+        return 0 if self.plan.just_in_time else self.plan.device_of(pack, number)
 
     def _is_complete(self, device: int, pack: int) -> bool:
         visits, plan = self.plan.visits, self.plan

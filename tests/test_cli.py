@@ -11,10 +11,16 @@ from plans import STEP
 from lightning_harmony.cli import main
 from lightning_harmony.plan.machine import read_machine
 from lightning_harmony.plan.page import summary, to_html
+from lightning_harmony.plan.profile import MachineLimits
+from lightning_harmony.plan.recording import Recording
 from lightning_harmony.plan.replay import predict
 from lightning_harmony.plan.schedule import Schedule
 from lightning_harmony.plan.task import Task
 from lightning_harmony.plan.trace import to_trace
+
+# A step that was slower than it was predicted to be.
+MEASURED = predict(STEP, MachineLimits(None, 1024.0, 1024.0))
+RECORDING = Recording(STEP, MEASURED, "just-in-time: nothing reads all gradients")
 
 
 def test_machine_shows_versions_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,8 +70,8 @@ class TestPlan:
     def test_writes_what_is_asked_for(self, file: Path, tmp_path: Path) -> None:
         page, trace = tmp_path / "plan.html", tmp_path / "trace.json"
         main(["plan", str(file), "--html", str(page), "--trace", str(trace)])
-        assert page.read_text() == to_html(STEP, predict(STEP))
-        assert trace.read_text() == to_trace(STEP, predict(STEP))
+        assert page.read_text() == to_html(STEP, {"predicted": predict(STEP)}, "Plan of a step")
+        assert trace.read_text() == to_trace(STEP, {"predicted": predict(STEP)})
 
     def test_draws_a_picture(self, file: Path, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")
@@ -87,5 +93,65 @@ class TestPlan:
             (tmp_path / "plan.json").write_text(content)
         with pytest.raises(SystemExit) as stopped:
             main(["plan", str(tmp_path / "plan.json")])
+        assert stopped.value.code == 2
+        assert problem in capsys.readouterr().err
+
+
+class TestTrace:
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        file = tmp_path / "step-5.json"
+        file.write_text(RECORDING.to_json())
+        return file
+
+    def test_tells_what_was_measured_and_what_was_predicted(
+        self, file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["trace", str(file)]) == 0
+        measured, device, predicted, _, update = capsys.readouterr().out.splitlines()
+        assert measured == f"measured: {summary(STEP, MEASURED)[0]}"
+        assert device == summary(STEP, MEASURED)[1]
+        assert predicted == f"predicted: {summary(STEP, predict(STEP))[0]}"
+        assert update == "update: just-in-time: nothing reads all gradients"
+
+    def test_writes_what_is_asked_for(self, file: Path, tmp_path: Path) -> None:
+        page, trace, steps = (
+            tmp_path / "a.html",
+            tmp_path / "a.json",
+            {"measured": MEASURED, "predicted": predict(STEP)},
+        )
+        main(["trace", str(file), "--html", str(page), "--trace", str(trace)])
+        assert page.read_text() == to_html(STEP, steps, "A recorded step")
+        assert trace.read_text() == to_trace(STEP, steps)
+
+    def test_draws_a_picture(self, file: Path, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        main(["trace", str(file), "--png", str(tmp_path / "step.png")])
+        assert (tmp_path / "step.png").exists()
+
+    def test_a_step_that_had_no_prediction_is_shown_alone(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file, page = tmp_path / "step-0.json", tmp_path / "a.html"
+        file.write_text(replace(RECORDING, plan=replace(STEP, profile=None)).to_json())
+        assert main(["trace", str(file), "--html", str(page)]) == 0
+        assert "predicted: nothing" in capsys.readouterr().out
+        assert page.read_text().count("<svg") == 1
+
+    @pytest.mark.parametrize(
+        ("content", "problem"),
+        [
+            ("{", "this is not a recorded step"),
+            (STEP.to_json(), "HarmonyMonitor(trace_step=...)"),
+            (None, "No such file"),
+        ],
+    )
+    def test_what_is_no_recording_is_refused(
+        self, content: str | None, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        if content is not None:
+            (tmp_path / "step.json").write_text(content)
+        with pytest.raises(SystemExit) as stopped:
+            main(["trace", str(tmp_path / "step.json")])
         assert stopped.value.code == 2
         assert problem in capsys.readouterr().err

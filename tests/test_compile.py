@@ -150,7 +150,7 @@ def test_validation_runs_compiled_and_afterwards_the_module_is_as_it_was() -> No
 def test_an_estimate_compiles_nothing() -> None:
     backend = Counting()
     compiled, plain = (estimate(build(nets.Language, each), nets.tokens(8)) for each in (backend, None))
-    assert compiled.prediction.peak_bytes == plain.prediction.peak_bytes
+    assert compiled.outlook.peak_bytes == plain.outlook.peak_bytes
     assert backend.graphs == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import nets
@@ -130,7 +131,7 @@ def test_gradients_with_several_sources_differ_by_the_rounding_of_their_sum_only
 
 @pytest.mark.parametrize("net", {**NETS, **SUMMED_IN_ANOTHER_ORDER})
 def test_the_result_does_not_depend_on_the_plan(net: str) -> None:
-    """Capacity, packs and the choice of layers change nothing, not even where plain Lightning sums in another order."""
+    """Capacity, packs and how long they stay change nothing, not even where plain Lightning sums in another order."""
     module = build({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net])
     strategies = [
         HarmonyStrategy(num_microbatches=4),
@@ -138,6 +139,10 @@ def test_the_result_does_not_depend_on_the_plan(net: str) -> None:
         HarmonyStrategy(num_microbatches=4, device_memory="60KiB", update="deferred"),
     ]
     runs = [_train(module, strategy) for strategy in strategies]
+    plan = strategies[1].plan
+    assert plan is not None
+    less = {"first_fused": len(plan.visits), "kept": frozenset(), "lookahead": 0, "profile": None, "predicted": None}
+    runs.append(_train(module, HarmonyStrategy(plan=replace(plan, reuse="none", **less))))
     for other in runs[1:]:
         compare(runs[0], other)
 
@@ -187,3 +192,15 @@ def _hugging_face(name: str) -> nn.Module:
 def test_hugging_face_models_from_config(name: str, capacity: str | None) -> None:
     module = build(lambda: _hugging_face(name), "adamw")
     assert_same_training(module, nets.tokens(), device_memory=capacity)
+
+
+class LargeVocabulary(nets.Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(nets.WIDTH, 2048, bias=False)
+
+
+def test_the_gradients_of_many_losses_are_not_on_the_device_at_once() -> None:
+    """Also in the first step, where lanes go layer by layer: that of one microbatch's loss takes 96 KiB here."""
+    samples = nets.tokens(32)
+    assert_same_training(build(LargeVocabulary), samples, device_memory="1MiB", num_microbatches=16, batch_size=32)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import nets
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from same_training import Gradients, Net, assert_close, compare, train_harmony, train_plain, trainer_for
 from test_compile import Compilations
@@ -21,7 +23,9 @@ from test_precision import Scales, train_reference
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_harmony import HarmonyPrecision, HarmonyStrategy
+from lightning_harmony import HarmonyMonitor, HarmonyPrecision, HarmonyStrategy
+from lightning_harmony.plan.recording import read_recording
+from lightning_harmony.plan.task import Phase
 
 pytestmark = [
     pytest.mark.gpu,
@@ -340,3 +344,49 @@ def test_the_check_of_the_split_leaves_no_trace_on_the_gpu() -> None:
         found.append(train_harmony(module, nets.tokens(), strategy, 8, with_gradients=False, accelerator="gpu"))
         assert len(module.losses) == 12
     compare(*found)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=needs_two)])
+@pytest.mark.parametrize("parallel", ["pipeline", "data"])
+def test_a_step_is_recorded_by_the_clocks_of_the_gpus_and_changes_no_bit(
+    parallel: Any, devices: int, tmp_path: Path
+) -> None:
+    found = []
+    for callbacks in ([], [HarmonyMonitor(trace_step=2, dirpath=tmp_path)]):
+        strategy = HarmonyStrategy(num_microbatches=4, device_memory="64MiB", parallel=parallel)
+        trainer = trainer_for(strategy, -1, callbacks, accelerator="gpu", devices=devices, max_epochs=1)
+        module = build("plain")
+        trainer.fit(module, DataLoader(nets.tokens(), batch_size=8))
+        found.append({name: value.cpu() for name, value in module.state_dict().items()})
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    recording, report = read_recording(tmp_path / "step-2.json"), trainer.strategy.step_report
+    assert report is not None
+    for device in recording.measured.devices:
+        computed = [span for span in device.spans if span.stream == "compute"]
+        assert {span.task.kind for span in computed} == set(Phase)
+        # To the half microsecond that events are told apart by.
+        assert all(before.end_seconds <= after.start_seconds + 1e-6 for before, after in pairwise(computed))
+        assert 0 < device.compute_seconds <= recording.measured.seconds
+        assert 0 < device.peak_bytes <= 64 * 2**20
+    for kind in ("weights", "gradients", "stash"):
+        arrived = sum(device.swapped_in_bytes.get(kind, 0) for device in recording.measured.devices)
+        left = sum(device.swapped_out_bytes.get(kind, 0) for device in recording.measured.devices)
+        assert (arrived, left) == (report.swapped_in_bytes[kind], report.swapped_out_bytes[kind])
+    transferred = sum(device.transferred_bytes for device in recording.measured.devices)
+    assert transferred == report.transferred_bytes
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
+def test_how_busy_a_gpu_is_lies_between_nothing_and_all(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = quiet_trainer(
+        harmony(device_memory="64MiB"),
+        accelerator="gpu",
+        callbacks=[HarmonyMonitor()],
+        logger=logger,
+        log_every_n_steps=1,
+    )
+    trainer.fit(build("plain"), DataLoader(nets.tokens(), batch_size=8))
+    (busy,) = trainer.strategy.step_report.busy
+    assert 0 < busy <= 1

@@ -1,5 +1,6 @@
 """Pictures of a step."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from lightning_harmony.picture import draw
 def test_a_picture_is_drawn_with_a_timeline_and_the_memory_of_each_device(tmp_path: Path, num_devices: int) -> None:
     plan = replace(STEP, num_devices=num_devices)
     file = tmp_path / "plan.svg"
-    draw(plan, predict(plan), file)
+    draw(plan, {"predicted": predict(plan)}, file)
     text = file.read_text()
     # Words are paths in the drawing, with what they say beside them.
     for word in ["swap-in", "compute", "update", "memory (KiB)", "time (s)"]:
@@ -25,6 +26,19 @@ def test_a_picture_is_drawn_with_a_timeline_and_the_memory_of_each_device(tmp_pa
     assert ("<!-- transfer -->" in text) == (num_devices == 2)
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_measured_and_predicted_lie_below_each_other(tmp_path: Path, num_devices: int) -> None:
+    plan = replace(STEP, num_devices=num_devices)
+    file = tmp_path / "step.svg"
+    draw(plan, {"measured": predict(plan), "predicted": predict(plan)}, file)
+    text = file.read_text()
+    titles = re.findall("<!-- ((?:device ., )?(?:measured|predicted)) -->", text)
+    devices = ["device 0, ", "device 1, "] if num_devices == 2 else [""]
+    parts = [f"{device}{name}" for device in devices for name in ("measured", "predicted")]
+    assert titles == parts
+    assert text.count("<!-- compute -->") == 2 * num_devices
+
+
 def test_the_suffix_tells_the_format(tmp_path: Path) -> None:
-    draw(STEP, predict(STEP), tmp_path / "plan.png")
+    draw(STEP, {"predicted": predict(STEP)}, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

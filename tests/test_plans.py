@@ -194,6 +194,55 @@ class TestGiven:
         assert [report.num_microbatches for report in reports] == [4, 4, 3]
 
 
+class TestReuse:
+    """What Harmony is compared with: less stays on a device, more is copied, and not a bit of the training is another."""
+
+    @pytest.mark.parametrize(("num_devices", "parallel"), [(1, "pipeline"), (2, "pipeline"), (3, "data")])
+    @pytest.mark.parametrize(("reuse", "lookahead"), [("none", 0), ("visit", 0), ("just-in-time", 0)])
+    def test_changes_what_is_copied_and_nothing_else(
+        self, reuse: Any, lookahead: int, num_devices: int, parallel: Any
+    ) -> None:
+        names = ["net.embed", *(f"net.blocks.{i}" for i in range(4)), "net.head"]
+        shape = {"num_devices": num_devices, "parallel": parallel, "num_microbatches": 4}
+        plan = Plan(tuple((n,) for n in names), tuple(range(6)), 6, reuse=reuse, lookahead=lookahead, **shape)
+        runs = []
+        for given in ({"plan": plan}, {"num_microbatches": 4}):
+            strategy = HarmonyStrategy(device_memory="96KiB", parallel=parallel, **given)
+            options = {"with_gradients": False, "devices": num_devices}
+            runs.append(train_harmony(build(), nets.tokens(24), strategy, 8, **options))
+            if "plan" in given:
+                used = strategy.plan
+        compare(*runs)
+        assert used is not None
+        assert replace(used, profile=None, predicted=None, fingerprint="") == plan
+        report, devices = runs[0].reports[-1], predict(used).devices
+        # Glue stashes, too, which no plan foresees.
+        for kind in ("weights", "gradients"):
+            for way in ("in", "out"):
+                foreseen = sum(getattr(device, f"swapped_{way}_bytes").get(kind, 0) for device in devices)
+                assert foreseen == getattr(report, f"swapped_{way}_bytes")[kind]
+
+    def test_without_it_each_microbatch_swaps_each_layer_anew(self) -> None:
+        plan = planned("96KiB")
+        names = [(name,) for pack in plan.packs for name in pack]
+        other = Plan(tuple(names), tuple(range(6)), 6, num_microbatches=4, reuse="none", lookahead=0)
+        _, reports = fit(HarmonyStrategy(device_memory="96KiB", plan=other))
+        assert plan.profile is not None
+        weights = sum(cost.copied_bytes for cost in plan.profile.layers)
+        gradients = sum(cost.gradient_bytes for cost in plan.profile.layers)
+        report = reports[-1]
+        assert report.swapped_in_bytes["weights"] == 2 * 4 * weights
+        assert report.swapped_out_bytes["gradients"] == 4 * gradients
+        assert report.swapped_in_bytes["gradients"] == 3 * gradients
+
+    def test_a_batch_that_was_not_planned_for_is_run_in_the_same_way(self) -> None:
+        names = [("net.embed",), *((f"net.blocks.{i}",) for i in range(4)), ("net.head",)]
+        plan = Plan(tuple(names), tuple(range(6)), 6, num_microbatches=4, reuse="visit", lookahead=0)
+        used, reports = fit(HarmonyStrategy(plan=plan), samples=nets.tokens(8 + 8 + 3))
+        assert (used.reuse, used.lookahead, used.kept) == ("visit", 0, frozenset())
+        assert [report.num_microbatches for report in reports] == [4, 4, 3]
+
+
 class TestSearched:
     def test_a_plan_that_is_found_is_run_by_and_changes_no_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def train() -> Any:
@@ -208,7 +257,7 @@ class TestSearched:
             packs = (("net.embed", "net.blocks.0"), ("net.blocks.1",), ("net.blocks.2", "net.blocks.3"), ("net.head",))
             return replace(plan, packs=packs, visits=(0, 1, 2, 3), first_fused=2, kept=frozenset({1}))
 
-        monkeypatch.setattr("lightning_harmony.engine.executor.search_better", found)
+        monkeypatch.setattr("lightning_harmony.engine.planning.search_better", found)
         compare(expected, train())
         plan, calls, with_its_packs = searched[0]
         assert plan.profile is not None
@@ -224,7 +273,7 @@ class TestSearched:
 
     def test_a_plan_that_is_given_is_not_searched_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         plan = planned()
-        monkeypatch.setattr("lightning_harmony.engine.executor.search_better", None)
+        monkeypatch.setattr("lightning_harmony.engine.planning.search_better", None)
         fit(HarmonyStrategy(device_memory="96KiB", plan=plan))
 
 

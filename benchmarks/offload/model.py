@@ -74,21 +74,22 @@ class GPT(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.fused)
 
 
-def build(shape: Shape, *, recompute: bool, fused: bool | None) -> GPT:
+def build(shape: Shape, *, recompute: bool, fused: bool | None, device: str = "cuda") -> GPT:
     """A model on the host, its numbers drawn on the GPU: on the host that would take a minute."""
     with torch.device("meta"):
         model = GPT(shape, recompute=recompute, fused=fused)
     model.to_empty(device="cpu")
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                drawn = torch.empty(parameter.shape, device="cuda").normal_(0, 0.02, generator=generator)
+                drawn = torch.empty(parameter.shape, device=device).normal_(0, 0.02, generator=generator)
                 parameter.copy_(drawn)
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
-    torch.cuda.empty_cache()
+    if device == "cuda":
+        torch.cuda.empty_cache()
     return model
 
 

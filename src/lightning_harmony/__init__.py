@@ -12,6 +12,7 @@ from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelE
 if TYPE_CHECKING:
     from lightning_harmony.engine.report import StepReport
     from lightning_harmony.estimation import Estimate, estimate
+    from lightning_harmony.monitor import HarmonyMonitor
     from lightning_harmony.plan.machine import Machine
     from lightning_harmony.precision import HarmonyPrecision
     from lightning_harmony.strategy import HarmonyStrategy
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CapacityError",
     "Estimate",
+    "HarmonyMonitor",
     "HarmonyPrecision",
     "HarmonyStrategy",
     "Machine",
@@ -36,6 +38,10 @@ def __getattr__(name: str) -> Any:
         from lightning_harmony.strategy import HarmonyStrategy
 
         return HarmonyStrategy
+    if name == "HarmonyMonitor":
+        from lightning_harmony.monitor import HarmonyMonitor
+
+        return HarmonyMonitor
     if name == "HarmonyPrecision":
         from lightning_harmony.precision import HarmonyPrecision
 

@@ -131,7 +131,7 @@ def read_config(path: str, model: str | None) -> dict[str, Any]:
     strategy = trainer.get("strategy")
     given = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
     for name in ("device_memory", "num_microbatches", "microbatch_size"):
-        if given.get(name) is not None:
+        if given.get(name) not in (None, "auto"):
             arguments[name] = given[name]
     if given.get("update") == "deferred":
         arguments["update"] = "deferred"

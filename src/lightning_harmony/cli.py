@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from lightning_harmony.estimation import estimate
 from lightning_harmony.plan.given import read_plan
 from lightning_harmony.plan.lowering import lower
 from lightning_harmony.plan.memory_size import format_bytes
-from lightning_harmony.plan.page import summary, to_html
+from lightning_harmony.plan.page import summaries, summary, to_html
 from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.recording import Recording, read_recording
+from lightning_harmony.plan.replay import Prediction, predict
 from lightning_harmony.plan.trace import to_trace
 
 _ESTIMATE = """Say what training a model takes, before any memory is taken: bytes on device and host, packs, the time of a
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine.add_argument("--measure", action="store_true", help="measure it, and print what `estimate --machine` reads")
     _add_estimate(commands)
     _add_plan(commands)
+    _add_trace(commands)
     options = parser.parse_args(arguments)
     if options.command == "plan":
         try:
@@ -52,6 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         except (PlanError, ImportError, OSError) as error:
             parser.exit(2, f"lightning-harmony plan: {error}\n")
+        return 0
+    if options.command == "trace":
+        try:
+            show_recording(read_recording(options.recording), png=options.png, html=options.html, trace=options.trace)
+        except (PlanError, ImportError, OSError) as error:
+            parser.exit(2, f"lightning-harmony trace: {error}\n")
         return 0
     if options.command == "estimate":
         try:
@@ -66,6 +74,16 @@ def _add_plan(commands: Any) -> None:
     parser = commands.add_parser("plan", help="show a plan, and what a step by it will do")
     parser.add_argument("plan", type=Path, help="a file with the JSON of a plan: trainer.strategy.plan.to_json()")
     parser.add_argument("--grid", action="store_true", help="print all tasks of each device, in order")
+    _add_outputs(parser)
+
+
+def _add_trace(commands: Any) -> None:
+    parser = commands.add_parser("trace", help="show a step that was recorded beside what its plan predicted")
+    parser.add_argument("recording", type=Path, help="a file that HarmonyMonitor(trace_step=...) wrote")
+    _add_outputs(parser)
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", type=Path, help="draw what streams do over time, and the memory (or .svg, .pdf)")
     parser.add_argument("--html", type=Path, help="the same as a page that tells what you point at")
     parser.add_argument("--trace", type=Path, help="write a trace for https://ui.perfetto.dev or chrome://tracing")
@@ -84,13 +102,39 @@ def show_plan(plan: Plan, *, grid: bool, png: Path | None, html: Path | None, tr
     print("\n".join(summary(plan, prediction)))
     if grid and plan.profile is not None:
         print(lower(plan, plan.profile.pack_costs(plan.packs), plan.profile.machine.capacity_bytes))
+    _write(plan, {"predicted": prediction}, "Plan of a step", png=png, html=html, trace=trace)
+
+
+def show_recording(recording: Recording, *, png: Path | None, html: Path | None, trace: Path | None) -> None:
+    """Print what a step did and what its plan had predicted, and write both to files."""
+    steps = {"measured": recording.measured}
+    predicted = recording.predicted()
+    if predicted is not None:
+        steps["predicted"] = predicted
+    print("\n".join(summaries(recording.plan, steps)))
+    if predicted is None:
+        print("predicted: nothing, for the plan was made before the step had been measured")
+    print(f"update: {recording.update}")
+    _write(recording.plan, steps, "A recorded step", png=png, html=html, trace=trace)
+
+
+def _write(
+    plan: Plan,
+    steps: Mapping[str, Prediction],
+    title: str,
+    *,
+    png: Path | None,
+    html: Path | None,
+    trace: Path | None,
+) -> None:
     if png is not None:
         from lightning_harmony.picture import draw
 
-        draw(plan, prediction, png)
-    for file, write in ((html, to_html), (trace, to_trace)):
-        if file is not None:
-            file.write_text(write(plan, prediction), encoding="utf-8")
+        draw(plan, steps, png)
+    if html is not None:
+        html.write_text(to_html(plan, steps, title), encoding="utf-8")
+    if trace is not None:
+        trace.write_text(to_trace(plan, steps), encoding="utf-8")
 
 
 def _add_estimate(commands: Any) -> None:

@@ -15,7 +15,7 @@ from lightning_harmony.engine.rehearse import rehearse
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.machine import Machine, read_machine
 from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
-from lightning_harmony.plan.predict import PhaseSeconds, Prediction, predict
+from lightning_harmony.plan.outlook import Outlook, look_ahead
 from lightning_harmony.plan.work import StepProfile, between
 from lightning_harmony.subject import Subject, casting, make_subject, precision_name
 
@@ -26,11 +26,11 @@ class Row:
 
     Attributes:
         microbatch_size: samples of each.
-        prediction: of the step.
+        outlook: on the step.
     """
 
     microbatch_size: int
-    prediction: Prediction
+    outlook: Outlook
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Estimate:
     notes: tuple[str, ...]
 
     @property
-    def prediction(self) -> Prediction:
-        """Of the size that was asked for."""
-        return self.chosen.prediction
+    def outlook(self) -> Outlook:
+        """On a step with the size that was asked for."""
+        return self.chosen.outlook
 
     @property
     def fits(self) -> bool:
@@ -83,16 +83,16 @@ class Estimate:
 
     def fits_device(self, row: Row) -> bool:
         """Whether the device has what one size of microbatches needs."""
-        return self.capacity_bytes is None or row.prediction.need.num_bytes <= self.capacity_bytes
+        return self.capacity_bytes is None or row.outlook.need.num_bytes <= self.capacity_bytes
 
     def fits_host(self, row: Row) -> bool:
         """Whether the host has."""
-        return self.machine.host_bytes is None or row.prediction.host.num_bytes <= self.machine.host_bytes
+        return self.machine.host_bytes is None or row.outlook.host.num_bytes <= self.machine.host_bytes
 
     @property
     def items_per_second(self) -> float:
         """Tokens or samples, as `items` says."""
-        return self.items_per_step / self.prediction.seconds
+        return self.items_per_step / self.outlook.seconds
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, ready for JSON."""
@@ -108,32 +108,30 @@ class Estimate:
             "capacity_bytes": self.capacity_bytes,
             "fits": self.fits,
             "chosen": self._figures(self.chosen),
-            "packs": [list(pack) for pack in self.prediction.plan.packs],
+            "packs": [list(pack) for pack in self.outlook.plan.packs],
             "rows": [self._figures(row) for row in self.rows],
             "advice": list(self.advice),
             "notes": list(self.notes),
         }
 
     def _figures(self, row: Row) -> dict[str, Any]:
-        prediction = row.prediction
+        outlook = row.outlook
         return {
             "microbatch_size": row.microbatch_size,
-            "num_microbatches": prediction.num_microbatches,
+            "num_microbatches": outlook.num_microbatches,
             "fits_device": self.fits_device(row),
             "fits_host": self.fits_host(row),
-            "needed_device_bytes": prediction.need.num_bytes,
-            "needed_by": prediction.need.name,
-            "peak_device_bytes": prediction.peak_bytes,
-            "host_bytes": prediction.host.num_bytes,
-            "num_packs": len(prediction.plan.packs),
-            "seconds": prediction.seconds,
-            f"{self.items}_per_second": self.items_per_step / prediction.seconds,
-            "bound_by": prediction.bound,
-            "forward_seconds": dict(prediction.forward.seconds),
-            "backward_seconds": dict(prediction.backward.seconds),
-            "turn_seconds": prediction.turn_seconds,
-            "swapped_in_bytes": dict(prediction.swapped_in_bytes),
-            "swapped_out_bytes": dict(prediction.swapped_out_bytes),
+            "needed_device_bytes": outlook.need.num_bytes,
+            "needed_by": outlook.need.name,
+            "peak_device_bytes": outlook.peak_bytes,
+            "host_bytes": outlook.host.num_bytes,
+            "num_packs": len(outlook.plan.packs),
+            "seconds": outlook.seconds,
+            f"{self.items}_per_second": self.items_per_step / outlook.seconds,
+            "bound_by": outlook.bound,
+            "busy_seconds": dict(outlook.busy_seconds),
+            "swapped_in_bytes": dict(outlook.swapped_in_bytes),
+            "swapped_out_bytes": dict(outlook.swapped_out_bytes),
         }
 
     # ---- the page ------------------------------------------------------------------------------------------------------
@@ -151,38 +149,35 @@ class Estimate:
             f"{self.optimizer}",
             f"a step: {self.batch_size} samples"
             + (f", {self.items_per_step:,} tokens" if self.items == "tokens" else "")
-            + f", in {self.prediction.num_microbatches} microbatches of {self.chosen.microbatch_size}",
+            + f", in {self.outlook.num_microbatches} microbatches of {self.chosen.microbatch_size}",
             f"on {self.machine.name}: device {capacity}, host {host}",
         ]
 
     def _bytes(self) -> list[str]:
-        prediction = self.prediction
-        need, host = prediction.need, prediction.host
+        outlook = self.outlook
+        need, host = outlook.need, outlook.host
         where = f"for {need.name}" if need.name else "before the first layer"
         device_verdict = "fits" if self.fits_device(self.chosen) else "DOES NOT FIT"
         host_verdict = "fits" if self.fits_host(self.chosen) else "DOES NOT FIT"
         return [
             f"device  {device_verdict}: needs {format_bytes(need.num_bytes)}, and uses up to "
-            f"{format_bytes(prediction.peak_bytes)} where it has it",
+            f"{format_bytes(outlook.peak_bytes)} where it has it",
             f"        most {where}: {format_bytes(need.state_bytes)} weights and gradients, "
             f"{format_bytes(need.work_bytes)} work space, {format_bytes(need.live_bytes)} of all microbatches, "
             f"{format_bytes(need.other_bytes)} besides",
             f"host    {host_verdict}: {format_bytes(host.num_bytes)} = {format_bytes(host.weight_bytes)} weights + "
             f"{format_bytes(host.gradient_bytes)} gradients + {format_bytes(host.optimizer_bytes)} optimizer + "
             f"{format_bytes(host.stash_bytes)} stash",
-            f"packs   {_describe_packs(prediction)}",
+            f"packs   {_describe_packs(outlook)}",
         ]
 
     def _step(self) -> list[str]:
-        prediction = self.prediction
+        outlook = self.outlook
         return [
-            f"step    about {_seconds(prediction.seconds)}: {_rate(self.items_per_second)} {self.items}/s; "
-            f"bounded by {prediction.bound}",
-            f"        forward  {_describe_phase(prediction.forward)}",
-            f"        backward {_describe_phase(prediction.backward)}",
-            f"        turn     {_seconds(prediction.turn_seconds)}",
-            f"swaps   in {_describe_bytes(prediction.swapped_in_bytes)}; out "
-            f"{_describe_bytes(prediction.swapped_out_bytes)}",
+            f"step    about {_seconds(outlook.seconds)}: {_rate(self.items_per_second)} {self.items}/s; "
+            f"bounded by {outlook.bound}",
+            f"        {_describe_parts(outlook)}",
+            f"swaps   in {_describe_bytes(outlook.swapped_in_bytes)}; out {_describe_bytes(outlook.swapped_out_bytes)}",
         ]
 
     def _table(self) -> list[str]:
@@ -199,17 +194,17 @@ class Estimate:
         ]
 
     def _cells(self, row: Row) -> tuple[str, ...]:
-        prediction = row.prediction
+        outlook = row.outlook
         return (
-            str(prediction.num_microbatches),
+            str(outlook.num_microbatches),
             str(row.microbatch_size),
-            format_bytes(prediction.need.num_bytes),
+            format_bytes(outlook.need.num_bytes),
             "fits" if self.fits_device(row) and self.fits_host(row) else "too much",
-            format_bytes(prediction.host.num_bytes),
-            str(len(prediction.plan.packs)),
-            _seconds(prediction.seconds),
-            _rate(self.items_per_step / prediction.seconds),
-            prediction.bound,
+            format_bytes(outlook.host.num_bytes),
+            str(len(outlook.plan.packs)),
+            _seconds(outlook.seconds),
+            _rate(self.items_per_step / outlook.seconds),
+            outlook.bound,
         )
 
     def _end(self) -> list[str]:
@@ -284,7 +279,7 @@ def estimate(
 
     def row(of_size: int) -> Row:
         factor = 0.0 if of_size == size else (of_size - size) / (other - size)
-        prediction = predict(
+        outlook = look_ahead(
             between(profile, second, factor),
             where,
             capacity_bytes=capacity,
@@ -292,7 +287,7 @@ def estimate(
             is_deferred=is_deferred,
             state_copies=subject.state_copies,
         )
-        return Row(of_size, prediction)
+        return Row(of_size, outlook)
 
     result = Estimate(
         name=subject.name,
@@ -339,17 +334,17 @@ def _device_advice(result: Estimate, module: nn.Module) -> list[str]:
     advice = []
     fitting = [row for row in result.rows if result.fits_device(row)]
     if fitting:
-        best = min(fitting, key=lambda row: row.prediction.seconds)
+        best = min(fitting, key=lambda row: row.outlook.seconds)
         advice.append(
-            f"HarmonyStrategy(num_microbatches={best.prediction.num_microbatches}): microbatches of "
-            f"{best.microbatch_size} need {format_bytes(best.prediction.need.num_bytes)}"
+            f"HarmonyStrategy(num_microbatches={best.outlook.num_microbatches}): microbatches of "
+            f"{best.microbatch_size} need {format_bytes(best.outlook.need.num_bytes)}"
         )
-    need = result.prediction.need
+    need = result.outlook.need
     advice.append(
         f'HarmonyStrategy(device_memory="{_rounded_up(need.num_bytes)}") or more, for microbatches of '
         f"{result.chosen.microbatch_size}"
     )
-    smallest = result.rows[0].prediction.need
+    smallest = result.rows[0].outlook.need
     if not fitting and result.rows[0].microbatch_size != result.chosen.microbatch_size:
         advice.append(
             f'device_memory="{_rounded_up(smallest.num_bytes)}" for microbatches of {result.rows[0].microbatch_size}'
@@ -378,7 +373,7 @@ def _state_advice(name: str, state_bytes: int, module: nn.Module) -> str:
 def _host_advice(result: Estimate) -> list[str]:
     if result.fits_host(result.chosen):
         return []
-    host = result.prediction.host
+    host = result.outlook.host
     short = host.num_bytes - (result.machine.host_bytes or 0)
     advice = [f"{format_bytes(short)} more host memory"]
     if host.optimizer_bytes >= host.gradient_bytes > 0:
@@ -400,8 +395,8 @@ def _rounded_up(num_bytes: int) -> str:
 # ---- words -------------------------------------------------------------------------------------------------------------
 
 
-def _describe_packs(prediction: Prediction) -> str:
-    plan = prediction.plan
+def _describe_packs(outlook: Outlook) -> str:
+    plan = outlook.plan
     packs = [pack for pack in plan.packs if pack]
     largest = max((len(pack) for pack in packs), default=0)
     of_layers = "each a layer" if largest == 1 else f"of up to {largest} layers"
@@ -414,11 +409,9 @@ def _plural(number: int, one: str, several: str) -> str:
     return one if number == 1 else f"{number} {several}"
 
 
-def _describe_phase(phase: PhaseSeconds) -> str:
-    parts = sorted(phase.seconds.items(), key=lambda part: -part[1])
-    return f"{_seconds(phase.total):>8} {phase.bound}, beside it " + ", ".join(
-        f"{name} {_seconds(seconds)}" for name, seconds in parts[1:]
-    )
+def _describe_parts(outlook: Outlook) -> str:
+    parts = sorted(outlook.busy_seconds.items(), key=lambda part: -part[1])
+    return "busy    " + ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in parts)
 
 
 def _describe_bytes(num_bytes: Mapping[str, int]) -> str:

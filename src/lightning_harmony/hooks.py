@@ -52,9 +52,14 @@ def onlooker(tree: LightningTree, trainer: Any) -> str | None:
         if kind.__name__ in _BLIND_CALLBACKS and kind.__module__.startswith(f"{tree.name}.callbacks."):
             continue
         for hook in _CALLBACK_HOOKS_BETWEEN:
-            if tree.overrides(callback, hook):
+            if tree.overrides(callback, hook) and not _is_blind(getattr(kind, hook)):
                 return f"callback {kind.__name__} has {hook}"
     return None
+
+
+def _is_blind(hook: Any) -> bool:
+    """Whether a hook is that of `HarmonyMonitor`, which reads reports."""
+    return getattr(hook, "__module__", None) == "lightning_harmony.monitor"
 
 
 def end_of_batches(trainer: Any) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -31,6 +32,27 @@ def refuse_too_little(optimizers: Sequence[Optimizer]) -> None:
             f"the host is {format_bytes(needed - free)} short: gradients and optimizer state take {format_bytes(needed)}, "
             f"{format_bytes(free)} are free. Add host memory, train fewer parameters, or choose an optimizer with less state"
         )
+
+
+def expected_state_bytes(optimizers: Sequence[Optimizer]) -> int | None:
+    """What the state of optimizers takes once they have stepped; None where that cannot be told before."""
+    known = [_expected(optimizer) for optimizer in optimizers]
+    return None if None in known else sum(one or 0 for one in known)
+
+
+def _expected(optimizer: Optimizer) -> int | None:
+    if optimizer.state:
+        return state_bytes([optimizer])
+    copies = STATE_COPIES.get(type(optimizer).__name__)
+    total = 0
+    for group in optimizer.param_groups:
+        if type(optimizer) is torch.optim.SGD:
+            copies = 1 if group["momentum"] else 0
+        if copies is None:
+            return None
+        extra = 1 if group.get("amsgrad") else 0
+        total += (copies + extra) * sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
+    return total
 
 
 def state_bytes(optimizers: Sequence[Optimizer]) -> int:

@@ -34,6 +34,10 @@ class LightningTree:
         """How many samples a batch has, as Lightning tells it; raises whatever it raises."""
         return int(self.part("utilities.data").extract_batch_size(batch))
 
+    def info(self, message: str) -> None:
+        """Say it where Lightning says what it does."""
+        self.part("utilities.rank_zero").rank_zero_info(message)
+
     def warn(self, message: str) -> None:
         """Say it once."""
         self.part("utilities.rank_zero").rank_zero_warn(message)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
+from lightning_harmony import profile_cache
 from lightning_harmony.engine.batch import microbatch_sizes
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.given import read_plan
@@ -22,6 +23,7 @@ class Settings:
 
     Attributes:
         capacities: of each device, or a single one for all.
+        chooses_number: whether the number of microbatches is chosen by what is predicted.
         compile_options: of `torch.compile`; None not to compile.
         reduction: how losses are merged.
         checks_reduction: whether nobody said so, and it is to be checked.
@@ -29,6 +31,7 @@ class Settings:
 
     capacities: tuple[int | None, ...]
     num_microbatches: int | None
+    chooses_number: bool
     microbatch_size: int | None
     layers: Collection[type] | Callable[[str, nn.Module], bool] | None
     update: str
@@ -37,13 +40,14 @@ class Settings:
     parallel: Parallel
     compile_options: Mapping[str, Any] | None
     plan: Plan | None
+    profile_cache: bool | Path
 
     @classmethod
     def of(
         cls,
         *,
         device_memory: Any,
-        num_microbatches: int | None,
+        num_microbatches: int | Literal["auto"] | None,
         microbatch_size: int | None,
         layers: Any,
         update: str,
@@ -51,6 +55,7 @@ class Settings:
         parallel: Parallel,
         compile_layers: Any,
         plan: Plan | str | Path | None,
+        profile_cache: bool | str | Path,
     ) -> Settings:
         """Check the arguments as they are given.
 
@@ -63,7 +68,9 @@ class Settings:
                 f"HarmonyStrategy(num_microbatches={num_microbatches}, microbatch_size={microbatch_size}): "
                 "give at most one of the two, the other follows from the batch"
             )
-        _whole_number("num_microbatches", num_microbatches)
+        chooses_number = num_microbatches == "auto"
+        if not chooses_number:
+            _whole_number("num_microbatches", num_microbatches)
         _whole_number("microbatch_size", microbatch_size)
         _one_of("update", update, ("auto", "just-in-time", "deferred"))
         _one_of("loss_reduction", loss_reduction, ("mean", "sum", None))
@@ -80,7 +87,8 @@ class Settings:
             )
         return cls(
             capacities=capacities,
-            num_microbatches=num_microbatches,
+            num_microbatches=None if num_microbatches == "auto" else num_microbatches,
+            chooses_number=chooses_number,
             microbatch_size=microbatch_size,
             layers=layers,
             update=update,
@@ -89,6 +97,7 @@ class Settings:
             parallel=parallel,
             compile_options=compile_options,
             plan=given,
+            profile_cache=_folder_or_switch(profile_cache),
         )
 
     def capacities_of(self, num_devices: int) -> tuple[int | None, ...]:
@@ -106,8 +115,21 @@ class Settings:
             )
         return self.capacities
 
-    def sizes(self, batch_size: int) -> tuple[int, ...]:
-        """The samples of each microbatch of a batch."""
+    def profile_folder(self) -> Path | None:
+        """Where profiles are kept; None if they are not."""
+        if isinstance(self.profile_cache, Path):
+            return self.profile_cache
+        return profile_cache.default_folder() if self.profile_cache else None
+
+    def sizes(self, batch_size: int, chosen: int | None = None) -> tuple[int, ...]:
+        """The samples of each microbatch of a batch.
+
+        Args:
+            batch_size: samples of the batch.
+            chosen: the number of microbatches where nobody gave one.
+        """
+        if chosen is not None:
+            return microbatch_sizes(batch_size, num_microbatches=min(chosen, max(batch_size, 1)), microbatch_size=None)
         number = self.num_microbatches
         planned = None if self.plan is None else self.plan.num_microbatches
         if number is None and self.microbatch_size is None and planned is not None:
@@ -135,6 +157,19 @@ def _whole_number(name: str, value: Any) -> None:
 def _one_of(name: str, value: str | None, allowed: Sequence[str | None]) -> None:
     if value not in allowed:
         raise ValueError(f"HarmonyStrategy({name}={value!r}): one of {', '.join(map(repr, allowed))} is needed")
+
+
+def _folder_or_switch(profile_cache: Any) -> bool | Path:
+    if isinstance(profile_cache, bool):
+        return profile_cache
+    if not isinstance(profile_cache, str | Path) or not str(profile_cache):
+        raise ValueError(
+            f"HarmonyStrategy(profile_cache={profile_cache!r}): True, False, or a folder to keep profiles in, is needed"
+        )
+    folder = Path(profile_cache).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"HarmonyStrategy(profile_cache={str(profile_cache)!r}): this is not a folder")
+    return folder
 
 
 def _compile_options(compile_layers: Any) -> Mapping[str, Any] | None:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.report import StepReport
 from lightning_harmony.host_memory import state_bytes
+from lightning_harmony.plan.plan import Plan
 
 
 class StepReports:
@@ -23,21 +24,25 @@ class StepReports:
         self.last: StepReport | None = None
         self._state_bytes = 0
         self._start = 0.0
+        self._plan: Plan | None = None
 
     def begin(self, engine: Executor) -> None:
         """A step begins: what is counted from now on is its own."""
+        engine.begin_step()
+        self._plan = engine.plan
         self._start = time.perf_counter()
-        engine.traffic.reset()
 
     def write(
         self, engine: Executor, optimizers: Sequence[Optimizer], num_microbatches: int, update: str, reason: str
     ) -> None:
         """A step has ended."""
         # In the first step, buffers go as the optimizer's state comes: what they took together is no more than either end.
+        seconds = time.perf_counter() - self._start
         before, self._state_bytes = self._state_bytes, state_bytes(optimizers)
         most = max(engine.pool.take_peak_bytes() + before, engine.pool.num_bytes + self._state_bytes)
+        predicted = None if self._plan is None else self._plan.predicted
         self.last = StepReport(
-            seconds=time.perf_counter() - self._start,
+            seconds=seconds,
             swapped_in_bytes=dict(engine.traffic.swapped_in),
             swapped_out_bytes=dict(engine.traffic.swapped_out),
             transferred_bytes=engine.traffic.transferred,
@@ -48,4 +53,6 @@ class StepReports:
             update=update,
             update_reason=reason,
             update_hidden=engine.updater.overlap.take_hidden(),
+            predicted_seconds=None if predicted is None else predicted.seconds,
+            busy=engine.recorder.end(seconds, num_microbatches, f"{update}: {reason}"),
         )

@@ -17,18 +17,21 @@ from torch.optim import Optimizer
 from lightning_harmony import host_memory
 from lightning_harmony.checkpoints import refuse_directory, refuse_sharded
 from lightning_harmony.deferred_update import DeferredUpdate
-from lightning_harmony.engine.decompose import find_layers
+from lightning_harmony.engine.decompose import Layer, find_layers
 from lightning_harmony.engine.device import CudaDevice, Device, VirtualDevice, free_device_bytes
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.host_store import HostStore
+from lightning_harmony.engine.origin import origin_of
 from lightning_harmony.engine.report import StepReport
+from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.evaluation import Evaluation
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.plan.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
+from lightning_harmony.profile_cache import ProfileCache
 from lightning_harmony.refusals import (
     refuse_other_accelerators,
     refuse_scripted,
@@ -40,6 +43,7 @@ from lightning_harmony.settings import Settings
 from lightning_harmony.signals import HeldSignals
 from lightning_harmony.split_check import SplitCheck
 from lightning_harmony.step_reports import StepReports
+from lightning_harmony.store_progress import store_progress
 from lightning_harmony.training import Training
 from lightning_harmony.unregistered import move_unregistered
 from lightning_harmony.update_policy import UpdatePolicy
@@ -56,7 +60,9 @@ class HarmonyStrategyMixin(_Base):
     Args:
         device_memory: the capacity of each device, in bytes or as text such as "16GiB", or a list with that of each;
             None for what is free on it (on the CPU: no limit).
-        num_microbatches: how many microbatches a batch is split into.
+        num_microbatches: how many microbatches a batch is split into; "auto" for the number that is predicted to be fastest,
+            of those that divide the first batch. It is chosen from what an earlier fit measured, or else after the first step,
+            which has the default's, and stays for the fit. As it depends on measured times, so does what depends on it.
         microbatch_size: how many samples a microbatch has. Give at most one of the two; with neither, a batch is split
             into 4 microbatches, or as many as it has samples.
         layers: the classes of the modules to schedule as layers, or a predicate on name and module; None to find them.
@@ -70,6 +76,8 @@ class HarmonyStrategyMixin(_Base):
         compile_layers: whether to compile each layer, as `torch.compile` does; or the arguments to call it with.
         plan: a plan of an earlier run, or a JSON file that holds one, to run by instead of planning. It tells the number of
             microbatches, too, where that is not given.
+        profile_cache: whether what was measured of a model is kept for later fits, whose first step is planned then; or the
+            folder to keep it in. By default it is one below ``$XDG_CACHE_HOME`` or ``~/.cache``. Results do not depend on it.
     """
 
     strategy_name = "harmony"
@@ -78,7 +86,7 @@ class HarmonyStrategyMixin(_Base):
     def __init__(
         self,
         device_memory: int | str | list[int | str] | None = None,
-        num_microbatches: int | None = None,
+        num_microbatches: int | Literal["auto"] | None = None,
         microbatch_size: int | None = None,
         layers: Collection[type] | Callable[[str, nn.Module], bool] | None = None,
         update: Literal["auto", "just-in-time", "deferred"] = "auto",
@@ -86,6 +94,7 @@ class HarmonyStrategyMixin(_Base):
         parallel: Parallel = "pipeline",
         compile_layers: bool | dict[str, Any] = False,
         plan: Plan | str | Path | None = None,
+        profile_cache: bool | str | Path = True,
         *,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -103,6 +112,7 @@ class HarmonyStrategyMixin(_Base):
             parallel=parallel,
             compile_layers=compile_layers,
             plan=plan,
+            profile_cache=profile_cache,
         )
         self._lightning = LightningTree(self.tree)
         self._signals = HeldSignals()
@@ -147,6 +157,11 @@ class HarmonyStrategyMixin(_Base):
     def profile(self) -> Profile | None:
         """What layers and copies were seen to take, and what the plan in use was made from; None before the first step."""
         return None if self.plan is None else self.plan.profile
+
+    @property
+    def recorder(self) -> StepRecorder | None:
+        """Measures and records steps for those who ask, as `HarmonyMonitor` does; None outside of a fit."""
+        return None if self._executor is None else self._executor.recorder
 
     @property
     def root_device(self) -> torch.device:
@@ -260,11 +275,13 @@ class HarmonyStrategyMixin(_Base):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self._executor = engine = self._build_executor(self._settings.plan)
+        self._executor = engine = self._build_executor(trainer, self._settings.plan)
         self._prepare(trainer, engine, SplitCheck(self._lightning, trainer, engine, self._settings))
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
             host_memory.refuse_too_little(self.optimizers)
+            assert self._training is not None
+            self._training.show_start()
         self.setup_precision_plugin()
 
     def _prepare(self, trainer: Any, engine: Executor, split_check: SplitCheck) -> None:
@@ -285,11 +302,11 @@ class HarmonyStrategyMixin(_Base):
             store = self._executor.store
             known = all(parameter in store for parameter in self._module.parameters())
             # A plan that was given is for the model as it was.
-            self._executor = engine = self._build_executor(None, store if known else None)
+            self._executor = engine = self._build_executor(before.trainer, None, store if known else None)
             self._prepare(before.trainer, engine, replace(before.split_check, engine=engine))
         self._executor.catch_up()
 
-    def _build_executor(self, plan: Plan | None, store: HostStore | None = None) -> Executor:
+    def _build_executor(self, trainer: Any, plan: Plan | None, store: HostStore | None = None) -> Executor:
         module = self._module
         refuse_sparse(module)
         devices = self._open_devices()
@@ -301,16 +318,29 @@ class HarmonyStrategyMixin(_Base):
                 "network in a submodule, or train with Trainer(strategy='auto')"
             )
         compute_dtype = getattr(self.precision_plugin, "compute_dtype", None)
-        return Executor(
-            module,
-            layers,
-            *devices,
-            parallel=self._settings.parallel,
-            compute_dtype=compute_dtype,
-            compile_options=self._settings.compile_options,
-            plan=plan,
-            store=store,
-        )
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+        with store_progress(self._lightning, trainer, num_bytes) as progress:
+            return Executor(
+                module,
+                layers,
+                *devices,
+                parallel=self._settings.parallel,
+                compute_dtype=compute_dtype,
+                compile_options=self._settings.compile_options,
+                plan=plan,
+                progress=progress,
+                records=self._records(module, layers, devices),
+                store=store,
+            )
+
+    def _records(self, module: nn.Module, layers: list[Layer], devices: list[Device]) -> ProfileCache | None:
+        folder, settings = self._settings.profile_folder(), self._settings
+        if folder is None:
+            return None
+        plugin = self.precision_plugin
+        taken = [type(plugin).__qualname__, str(plugin.precision), repr(settings.compile_options)]
+        origin = origin_of(module, layers, devices, taken)
+        return ProfileCache(folder, origin, self._lightning.warn, is_chosen=settings.profile_cache is not True)
 
     def _open_devices(self) -> list[Device]:
         torch_devices = self._devices or [self.root_device]

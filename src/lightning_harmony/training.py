@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_harmony.deferred_update import DeferredUpdate
-from lightning_harmony.engine.batch import merge_outputs, split_batch
+from lightning_harmony.engine.batch import DEFAULT_NUM_MICROBATCHES, merge_outputs, split_batch
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.opaque import without_caches
@@ -18,9 +18,10 @@ from lightning_harmony.engine.postponed import by_value
 from lightning_harmony.engine.rng import stream_seed
 from lightning_harmony.engine.turns import Microbatch
 from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.fit_summary import FitSummary
 from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.lightning_tree import LightningTree
-from lightning_harmony.microbatches import TrainingStep, merging_logs
+from lightning_harmony.microbatches import TrainingStep, merging_logs, num_elements
 from lightning_harmony.settings import Settings
 from lightning_harmony.split_check import SplitCheck
 from lightning_harmony.step_reports import StepReports
@@ -46,6 +47,12 @@ class Training:
 
     def __post_init__(self) -> None:
         self._attributes = LaneAttributes(self._module)
+        self._chosen: int | None = None
+        self._summary = FitSummary(self.tree, self.trainer, self.engine)
+
+    def show_start(self) -> None:
+        """Say what is known before the first step."""
+        self._summary.show_start(runs_alone=self._runs_alone())
 
     def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a batch; the backward runs when that of the result does.
@@ -90,6 +97,8 @@ class Training:
         """Where layers run alone, bring the gradients of this backward to the host; once, check that the batch splits."""
         if self._runs_alone():
             self.engine.flush_gradients()
+        else:
+            self._summary.show_plan(self.deferred.policy.choose)
         self.split_check.after_backward()
 
     def _runs_alone(self) -> bool:
@@ -106,7 +115,9 @@ class Training:
                 f"the size of a batch of type {type(batch).__name__} cannot be told, so it cannot be split into "
                 "microbatches: return tensors, or use HarmonyStrategy(num_microbatches=1)"
             ) from error
-        return self.settings.sizes(batch_size)
+        if self.settings.chooses_number and self._chosen is None:
+            self._chosen = self.engine.choose_number(batch_size, num_elements(batch), DEFAULT_NUM_MICROBATCHES)
+        return self.settings.sizes(batch_size, self._chosen)
 
     def _forward(self, steps: Sequence[TrainingStep], weights: Sequence[float], sizes: Sequence[int]) -> None:
         batch_number = self.trainer.fit_loop.epoch_loop.total_batch_idx

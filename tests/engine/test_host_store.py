@@ -53,6 +53,12 @@ class TestParameters:
             parameters[0].fill_(7)
         assert torch.equal(store.slot(parameters[0]).view(store.arena), torch.full((3, 5), 7.0))
 
+    def test_tell_how_much_is_done(self, device: VirtualDevice) -> None:
+        parameters, told = a_bit_of_everything(), list[int]()
+        HostStore(parameters, device, told.append)
+        sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+        assert told == [sum(sizes[: number + 1]) for number in range(len(sizes))]
+
     def test_keep_requires_grad(self, device: VirtualDevice) -> None:
         frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         trained = nn.Parameter(torch.ones(3))
@@ -250,6 +256,20 @@ class TestHostPool:
         assert pool.take(10)[1] == [last_use]
         pool.give(buffer, None)
         assert pool.take(10)[1] == []
+
+    def test_provides_one_where_none_is_free(self) -> None:
+        made: list[int] = []
+
+        def allocate(num_bytes: int) -> torch.Tensor:
+            made.append(num_bytes)
+            return torch.empty(num_bytes, dtype=torch.uint8)
+
+        pool = HostPool(allocate)
+        pool.provide(100)
+        pool.provide(100)
+        taken, _ = pool.take(100)
+        assert made == [100]
+        assert pool.num_bytes == taken.numel()
 
     def test_counts_what_exists_and_the_most_that_did(self) -> None:
         pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))

@@ -59,10 +59,11 @@ def test_the_shortest_turn_counts(profiler: Profiler) -> None:
 def test_bytes_are_those_of_the_largest_microbatch(profiler: Profiler, traffic: Traffic, device: VirtualDevice) -> None:
     for num_bytes in (5, 9, 7):
         profiler.note_stash(LAYER, num_bytes)
+        profiler.note_input(LAYER, num_bytes - 1)
     with profiler.swapping_in(LAYER, device):
         traffic.count_in("weights", 40)
     cost = profiler.complete(Cost("layer", 1, 1), LAYER)
-    assert (cost.stash_bytes, cost.input_bytes, cost.copied_bytes) == (9, 9, 40)
+    assert (cost.stash_bytes, cost.input_bytes, cost.copied_bytes) == (9, 8, 40)
 
 
 def test_copies_are_counted_while_they_are_timed(profiler: Profiler, traffic: Traffic, device: VirtualDevice) -> None:
@@ -90,8 +91,40 @@ def test_what_is_forgotten_is_measured_anew_but_speeds_stay(
 ) -> None:
     profiler.note_turn(LAYER, Phase.FORWARD, At(0.0), At(1.0))
     profiler.note_stash(LAYER, 5)
+    profiler.note_input(LAYER, 5)
     with profiler.swapping_in(LAYER, device):
         traffic.count_in("weights", 30)
     profiler.clear()
     assert profiler.complete(Cost("layer", 1, 1), LAYER) == Cost("layer", 1, 1)
     assert profiler.swap_in.num_bytes == 30
+
+
+def test_layers_that_are_not_timed_alone_any_more_need_time_in_proportion(profiler: Profiler) -> None:
+    def seconds() -> float:
+        return profiler.complete(Cost("layer", 1, 1), LAYER).forward_seconds
+
+    profiler.begin(10)
+    profiler.note_turn(LAYER, Phase.FORWARD, At(0.0), At(2.0))
+    assert seconds() == 2.0
+    profiler.begin(30)
+    assert seconds() == 6.0
+    # Where one is, that counts, and the shorter times of smaller microbatches don't.
+    profiler.note_turn(LAYER, Phase.FORWARD, At(0.0), At(5.0))
+    profiler.note_turn(LAYER, Phase.FORWARD, At(0.0), At(7.0))
+    assert seconds() == 5.0
+    profiler.begin(20)
+    assert seconds() == 5.0
+
+
+def test_what_is_recalled_is_as_if_it_had_been_measured(profiler: Profiler) -> None:
+    cost = Cost("layer", 1, 1, copied_bytes=4, input_bytes=2, stash_bytes=3, forward_seconds=0.5, backward_seconds=1.5)
+    profiler.recall(LAYER, cost)
+    assert profiler.complete(Cost("layer", 1, 1), LAYER) == cost
+    speed = Speed()
+    speed.recall(None)
+    assert speed.bytes_per_second is None
+    speed.recall(20.0)
+    assert speed.bytes_per_second == 20.0
+    speed.note(20, 3.0)
+    speed.recall(99.0)
+    assert speed.bytes_per_second == 10.0

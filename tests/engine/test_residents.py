@@ -1,6 +1,8 @@
 """Which packs are on the device, who comes next, and who makes way."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from lightning_harmony.engine.postponed import Overlap, PostponedUpdate
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.stash import Stash
-from lightning_harmony.engine.stream import HostStream
+from lightning_harmony.engine.stream import Happened, HostStream
 from lightning_harmony.engine.swap import SwappedPack, Swapper
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.plan import Plan
@@ -135,3 +137,69 @@ def test_a_pack_that_does_not_fit_at_all_is_named(model: Model) -> None:
     with pytest.raises(CapacityError, match="pack 2"):
         model.residents.bring(model.forward(2), 0)
     del kept
+
+
+class TestLessReuse:
+    def plan(self, model: Model, **changes: Any) -> None:
+        changes = {"first_fused": NUM_PACKS, "lookahead": 0, **changes}
+        model.residents.plan = replace(model.residents.plan, **changes)
+
+    def test_nothing_is_fetched_ahead(self, model: Model) -> None:
+        self.plan(model, lookahead=0)
+        for pack in range(2):
+            model.residents.enter(model.forward(pack), 0, alone=False)
+        assert model.resident() == {0, 1}
+
+    def test_what_is_not_fetched_ahead_comes_when_the_device_has_computed(
+        self, model: Model, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where computing is only launched, a copy that waits for nothing would run beside it."""
+        computed = Happened()
+        waited_for = []
+
+        class Spy(HostStream):
+            def submit(self, work: Any, after: Any = ()) -> Any:
+                waited_for.append(list(after))
+                return super().submit(work, after)
+
+        monkeypatch.setattr(model.device, "record", lambda: computed)
+        model.device.swap_in.close()
+        model.device.swap_in = Spy("swap-in")
+        model.residents.enter(model.forward(0), 0, alone=False)
+        assert [computed] not in waited_for
+        self.plan(model, lookahead=0)
+        model.residents.enter(model.forward(4), 0, alone=False)
+        # It, and then the copy.
+        assert waited_for[-2:] == [[computed], []]
+
+    def test_a_visit_leaves_neither_weights_nor_sums(self, model: Model) -> None:
+        self.plan(model, reuse="visit")
+        first = model.backward(4)
+        for _ in range(2):
+            model.residents.enter(first, 0, alone=False)
+            layer = first.pack.layers[0]
+            gradients = [(layer.parameters[0], torch.ones_like(layer.parameters[0]))]
+            model.residents.swapper.accumulate(first.pack, layer, 0, gradients, add_to_earlier=False)
+        residency = first.pack.residency
+        model.residents.enter(model.backward(3), 0, alone=False)
+        assert residency is not None
+        assert model.resident() == {3}
+        assert not first.pack.accumulators
+        (parked,) = first.pack.parked.values()
+        parked.event.synchronize()
+        assert all(float(total.sum()) == 2 * PACK_BYTES // 4 for total in parked.sums.values())
+
+    def test_sums_that_were_parked_come_back_and_go_on(self, model: Model) -> None:
+        self.plan(model, reuse="none")
+        place = model.backward(4)
+        layer = place.pack.layers[0]
+        for number in range(3):
+            model.residents.enter(place, 0, alone=False)
+            # Each lane finds the device without what the one before brought.
+            assert not place.pack.accumulators
+            assert len(place.pack.parked) == min(number, 1)
+            gradients = [(layer.parameters[0], torch.ones_like(layer.parameters[0]))]
+            model.residents.swapper.accumulate(place.pack, layer, 0, gradients, add_to_earlier=False)
+        (gradients,) = model.residents.swapper.swap_out_gradients(place.pack)
+        gradients.event.synchronize()
+        assert all(bool((total == 3).all()) for total in gradients.sums.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ def lanes(requests: Sequence[Asked], **state: Any) -> list[LaneProgress]:
 
 def turns(running: list[LaneProgress], devices: int = 1, parallel: Parallel = "pipeline", **options: Any) -> Turns:
     plan = Plan((("a",), ("b",), ("c",), ("d",)), (0, 1, 2, 3), 3, num_devices=devices, parallel=parallel)
+    plan = replace(plan, reuse=options.pop("reuse", "just-in-time"))
     return Turns(running, plan, options.pop("having_buffers", ()), fuses=options.pop("fuses", False))
 
 
@@ -44,12 +46,29 @@ class TestOneDevice:
             ([(FORWARD, 1, 1), (FORWARD, 0, 0), (FORWARD, 0, 0)], 1),
             ([(BACKWARD, 3, 0), (FORWARD, 2, 2)], 1),
             ([(BACKWARD, 2, 1), (BACKWARD, 3, 0)], 1),
-            ([(BACKWARD, 3, 0), (BACKWARD, None, -1)], 1),
+            ([(BACKWARD, 2, 1), (BACKWARD, None, 0)], 1),
+            ([(BACKWARD, None, 0), (BACKWARD, 3, 0)], 1),
         ],
-        ids=["a start first", "behind first", "forward first", "as planned", "a loss before packs"],
+        ids=[
+            "a start first",
+            "behind first",
+            "forward first",
+            "as planned",
+            "a loss",
+            "what the last one's gradient is for",
+        ],
     )
     def test_lanes_behind_catch_up(self, requests: list[Asked], expected: int) -> None:
         assert chosen(turns(lanes(requests, differentiating=True))) == expected
+
+    def test_without_grouping_each_goes_through_all_packs_before_the_next(self) -> None:
+        running = lanes([(FORWARD, 2, 2), (FORWARD, 0, 0), None], differentiating=True)
+        of = turns(running, reuse="none")
+        assert chosen(of) == 0
+        running[0].lane.request = Request(BACKWARD, 0, 3)
+        assert chosen(of) == 0
+        running[0].lane.finished = True
+        assert chosen(of) == 1
 
     def test_a_lane_that_has_ended_has_no_turn(self) -> None:
         running = lanes([None, (FORWARD, 1, 1)])
@@ -59,7 +78,7 @@ class TestOneDevice:
         assert chosen(turns(running)) is None
 
     def test_until_all_losses_are_there_no_backward_begins(self) -> None:
-        running = lanes([(BACKWARD, None, -1), (BACKWARD, None, -1)])
+        running = lanes([(BACKWARD, None, 0), (BACKWARD, None, 0)])
         assert chosen(turns(running), until=FORWARD) is None
 
     def test_a_gradient_that_the_step_itself_asks_for_belongs_to_the_forward(self) -> None:
@@ -97,6 +116,24 @@ class TestSeveralDevices:
         assert chosen(turns(running, 2), previous=running[1]) == 1
         running = lanes([(FORWARD, 0, 0), (FORWARD, 2, 2)])
         assert chosen(turns(running, 2), previous=running[1]) == 0
+
+    def test_no_lane_goes_on_alone_before_all_have_begun(self) -> None:
+        """Lanes that share the microbatches begin together: what one brings to its device is for all of them there."""
+        running = lanes([(FORWARD, 0, 0), (FORWARD, 0, 0), None, None])
+        of = turns(running, 2, "data")
+        of.take(running[0], 0)
+        assert chosen(of, previous=running[1]) == 2
+        running[2].lane.request = running[3].lane.request = Request(FORWARD, 0, 0)
+        assert chosen(of, previous=running[3]) == 1
+
+    def test_without_grouping_devices_still_work_side_by_side(self) -> None:
+        running = lanes([(FORWARD, 1, 1), (FORWARD, 0, 0), (FORWARD, 0, 0)])
+        of = turns(running, 2, "data", reuse="none")
+        of.take(running[0], 0)
+        assert chosen(of, previous=running[0]) == 1
+        of.take(running[1], 1)
+        # Of those that come to the same device, the one before.
+        assert chosen(of) == 0
 
     @pytest.mark.parametrize("parallel", ["pipeline", "data"])
     def test_buffers_change_in_the_order_of_microbatches(self, parallel: Parallel) -> None:

@@ -7,8 +7,8 @@ from plans import compute, names, plans
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
-from lightning_harmony.plan.lowering import LOOKAHEAD, lower, stays
-from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.lowering import lower, stays
+from lightning_harmony.plan.plan import LOOKAHEAD, Plan
 from lightning_harmony.plan.task import Errand, Phase, Task
 
 PACK = Cost("pack", 10, 10, 2, 3, 4, 10, 1, 1)
@@ -71,6 +71,30 @@ def test_what_is_not_needed_any_more_makes_way_before_anything_waits_for_what_le
     for capacity, following in ((40, "0B0"), (39, "1EVICT")):
         tasks = [str(task) for task in lower(plan, packs, capacity).devices[0]]
         assert tasks[tasks.index("1U") + 1] == following
+
+
+def test_without_grouping_each_microbatch_swaps_each_pack_anew_and_parks_its_gradients() -> None:
+    plan = plan_of(2, 2, num_microbatches=2, reuse="none", lookahead=0)
+    (tasks,) = lower(plan, [Cost("pack", 10, 10)] * 2, None).devices
+    assert " ".join(map(str, tasks)) == (
+        "0SWAP_IN 0F0 0EVICT 1SWAP_IN 1F0 1EVICT 0SWAP_IN 0F1 0EVICT 1SWAP_IN 1F1 1EVICT "
+        "1SWAP_IN 1B0 1PARK 1EVICT 0SWAP_IN 0B0 0PARK 0EVICT "
+        "1SWAP_IN 1UNPARK1 1B1 1SWAP_OUT 1EVICT 0SWAP_IN 0UNPARK1 0B1 0SWAP_OUT 0EVICT 1U 0U"
+    )
+
+
+def test_with_grouping_alone_each_visit_does_and_the_update_follows_the_backward() -> None:
+    plan = plan_of(2, 2, num_microbatches=2, reuse="visit", lookahead=0)
+    (tasks,) = lower(plan, [Cost("pack", 10, 10)] * 2, None).devices
+    assert " ".join(map(str, tasks)) == (
+        "0SWAP_IN 0F0 0F1 0EVICT 1SWAP_IN 1F0 1F1 1EVICT "
+        "1SWAP_IN 1B0 1B1 1SWAP_OUT 1EVICT 0SWAP_IN 0B0 0B1 0SWAP_OUT 0EVICT 1U 0U"
+    )
+
+
+def test_nothing_is_fetched_ahead_where_the_plan_says_so() -> None:
+    (tasks,) = lower(plan_of(3, 2, num_microbatches=1, lookahead=0), [Cost("pack", 10, 10)] * 3, None).devices
+    assert [str(task) for task in tasks[:6]] == ["0SWAP_IN", "0F0", "1SWAP_IN", "1F0", "2SWAP_IN", "2F0"]
 
 
 def test_a_device_without_a_microbatch_has_nothing_to_do() -> None:

@@ -1,15 +1,17 @@
 """The page of a prediction."""
 
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
+import pytest
 from hypothesis import given
 from hypothesis import settings as limits
 from plans import STEP, machines, plans
 
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.lowering import lower
-from lightning_harmony.plan.page import colour_of, format_seconds, streams_of, summary, to_html
+from lightning_harmony.plan.page import colour_of, format_seconds, streams_of, summaries, summary, to_html
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.profile import MachineLimits
 from lightning_harmony.plan.replay import predict, replay
@@ -22,7 +24,7 @@ def drawings(page: str) -> list[ElementTree.Element]:
 
 
 def test_every_task_is_drawn_in_the_row_of_its_stream_and_tells_what_it_is() -> None:
-    (drawing,) = drawings(to_html(STEP, PREDICTION))
+    (drawing,) = drawings(to_html(STEP, {"predicted": PREDICTION}, "A step"))
     told = [box.find("title").text for box in drawing.iter("rect")]  # type: ignore[union-attr]
     assert len(told) == len(PREDICTION.devices[0].spans)
     assert "1B1: 1 s from 6 s\nc, d" in told
@@ -47,11 +49,25 @@ def test_the_summary_tells_seconds_share_peak_and_bytes() -> None:
 def test_whatever_is_predicted_can_be_drawn(planned: tuple[Plan, tuple[Cost, ...]], machine: MachineLimits) -> None:
     plan, packs = planned
     prediction = replay(plan, lower(plan, packs, None), packs, MachineLimits(None, machine.swap_in_bytes_per_second))
-    assert len(drawings(to_html(plan, prediction))) == plan.num_devices
+    assert len(drawings(to_html(plan, {"predicted": prediction}, "A step"))) == plan.num_devices
 
 
 def test_only_streams_that_are_used_have_a_row() -> None:
-    assert streams_of(PREDICTION.devices[0]) == ["swap-in", "stash-in", "compute", "swap-out", "update"]
+    assert streams_of(PREDICTION.devices) == ["swap-in", "stash-in", "compute", "swap-out", "update"]
+
+
+def test_several_steps_are_drawn_below_each_other_to_one_scale() -> None:
+    slow = predict(replace(STEP, profile=replace(STEP.profile, machine=MachineLimits(None, 1024.0, 1024.0))))  # type: ignore[type-var]
+    page = to_html(STEP, {"measured": slow, "predicted": PREDICTION}, "A step")
+    assert re.findall("<h3>(device.*?)</h3>", page) == ["device 0, measured", "device 0, predicted"]
+    widths = [
+        next(float(box.get("width") or 0) for box in drawing.iter("rect") if "0F0" in box.find("title").text)  # type: ignore[operator, union-attr]
+        for drawing in drawings(page)
+    ]
+    assert widths[0] == pytest.approx(widths[1])
+    assert [line.partition(":")[0] for line in summaries(STEP, {"measured": slow, "predicted": PREDICTION})] == [
+        "measured", "device 0", "predicted", "device 0",
+    ]  # fmt: skip
 
 
 def test_packs_have_colours_of_their_own() -> None:

@@ -1,5 +1,6 @@
 """What follows from the order in which a step visits its packs."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -45,6 +46,10 @@ visits: 0 1 2 0 [3]"""
         expected = ["data on 2 devices", "microbatches: 8", "predicted: 1.23 s, at most 1 GiB, 512 MiB"]
         assert str(plan).splitlines()[-3:] == expected
 
+    def test_it_says_what_it_does_without(self) -> None:
+        plan = Plan((("one",),), (0,), 1, reuse="visit", lookahead=0)
+        assert str(plan).splitlines()[1:] == ["visits: 0 []", "reuse: visit", "packs fetched ahead: 0"]
+
 
 FULL = Plan(
     (("one", "two"), ("three",)),
@@ -68,7 +73,7 @@ class TestJson:
         [
             ("{", "", "not JSON"),
             ('"lightning-harmony plan"', '"something"', 'no "format"'),
-            ('"version": 1', '"version": 2', "version 2, but this release reads version 1"),
+            ('"version": 2', '"version": 3', "version 3, but this release reads version 2"),
             ('"visits"', '"order"', "plan has no 'visits'"),
             ('"format"', '"colour": 1, "format"', "plan has 'colour', which is not known"),
             ('"first_fused": 1', '"first_fused": "1"', "plan.first_fused is '1', where int is needed"),
@@ -96,6 +101,13 @@ class TestJson:
 
 
 class TestPlacement:
+    def test_without_grouping_each_device_has_a_stage(self) -> None:
+        plan = replace(plan_of((0, 1, 2, 3)), num_devices=2, reuse="none")
+        assert [plan.device_of(pack, 5) for pack in range(4)] == [0, 0, 1, 1]
+        # A pack that the plan doesn't know.
+        assert plan.device_of(7, 0) == 1
+        assert [plan.runs_on(2, device) for device in range(2)] == [False, True]
+
     @pytest.mark.parametrize(("parallel", "expected"), [("pipeline", [0, 1, 2, 0, 1]), ("data", [1, 1, 1, 1, 1])])
     def test_packs_or_microbatches_go_round_the_devices(
         self, parallel: Literal["pipeline", "data"], expected: Any

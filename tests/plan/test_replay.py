@@ -64,6 +64,13 @@ class TestTimes:
             "0U": (58, 62),
         }
 
+    def test_weights_that_are_not_fetched_ahead_come_when_the_device_has_nothing_to_do(self) -> None:
+        machine = MachineLimits(None, 1.0, 1.0, None, 2.0)
+        spans = replay(replace(TWO, lookahead=0), grid(TWO_TASKS), [PACK] * 2, machine).devices[0].spans
+        starts = {str(span.task): span.start_seconds for span in spans}
+        # The forward of the pack before lasts from 20 to 21.
+        assert (starts["0F0"], starts["1SWAP_IN"]) == (20, 21)
+
     def test_a_task_waits_for_room_that_an_earlier_one_leaves(self) -> None:
         machine = MachineLimits(None, 1.0, 1.0, None, None)
         # Both packs (20), the gradients of one (8), its work (5) and graph (6): the stash of the other (4) has to be gone.
@@ -214,6 +221,43 @@ class TestRules:
             changed = grid(first.replace("0REDUCE1 0REDUCE2", after), *others)
             assert problem in problem_of(plan, changed, [PACK])
 
+    @pytest.mark.parametrize(
+        ("before", "after", "problem"),
+        [
+            ("0UNPARK1 ", "", "0B1 on device 0: its gradients are parked on the host"),
+            ("0PARK ", "0PARK 0PARK ", "0PARK on device 0: pack 0 has no gradients"),
+            ("0PARK ", "", "no gradients of pack 0 are parked that microbatch 1 adds to"),
+            ("0UNPARK1 0B1", "0B1 0UNPARK1", "its gradients are parked on the host"),
+            ("0UNPARK1 0B1 0SWAP_OUT 0U", "", "the end on device 0: microbatch 1 never runs 0B1"),
+            ("0SWAP_OUT 0U", "0PARK", "the end on device 0: the gradients of pack 0 are parked for ever"),
+            ("0SWAP_OUT 0U", "0U 0SWAP_OUT", "0U on device 0: the gradients of pack 0 on device 0 are not on the host"),
+            ("0SWAP_OUT 0U", "0SWAP_OUT 0U 0U", "pack 0 has been updated"),
+        ],
+    )
+    def test_sums_that_make_way_come_back(self, before: str, after: str, problem: str) -> None:
+        plan = chain(1, 1, 2, reuse="none", lookahead=0)
+        tasks = "0SWAP_IN 0F0 0F1 0B0 0PARK 0UNPARK1 0B1 0SWAP_OUT 0U 0EVICT"
+        (device,) = replay(plan, grid(tasks), [PACK], FREE).devices
+        assert (device.swapped_in_bytes["gradients"], device.swapped_out_bytes["gradients"]) == (8, 16)
+        assert before in tasks
+        assert problem in problem_of(plan, grid(tasks.replace(before, after, 1)), [PACK])
+
+    def test_no_update_begins_before_the_whole_backward_has_ended(self) -> None:
+        plan = chain(2, 2, 1, reuse="visit", lookahead=0)
+        (tasks,) = lower(plan, [PACK] * 2, None).devices
+        text = " ".join(map(str, tasks))
+        replay(plan, grid(text), [PACK] * 2, FREE)
+        early = text.replace(" 1U", "").replace("1SWAP_OUT", "1SWAP_OUT 1U")
+        assert "1U on device 0: the backward of microbatch 0 has not ended" in problem_of(plan, grid(early), [PACK] * 2)
+
+    def test_devices_that_share_microbatches_each_send_their_sums_where_nothing_is_done_just_in_time(self) -> None:
+        plan = chain(1, 1, 2, num_devices=2, parallel="data", reuse="visit", lookahead=0)
+        first, second = (" ".join(map(str, tasks)) for tasks in lower(plan, [PACK], None).devices)
+        devices = replay(plan, grid(first, second), [PACK], FREE).devices
+        assert [device.swapped_out_bytes["gradients"] for device in devices] == [8, 8]
+        problem = problem_of(plan, grid(first, second.replace(" 0SWAP_OUT", "")), [PACK])
+        assert "the gradients of pack 0 on device 1 are not on the host" in problem
+
     def test_a_task_that_another_device_never_does_is_waited_for_in_vain(self) -> None:
         plan = chain(2, 1, 1, kept=frozenset({0}), num_devices=2)
         first, second = lower(plan, [PACK] * 2, None).devices
@@ -355,6 +399,9 @@ class TestPlans:
             (Plan((("a",), ("b",)), (0, 1), 1, frozenset({1})), "pack 1 keeps its graphs, but isn't before"),
             (Plan((("a",),), (0,), 0, num_microbatches=0), "it is for 0 microbatches"),
             (Plan((("a",),), (0,), 0, num_devices=0), "it is for 0 devices"),
+            (Plan((("a",),), (0,), 0, reuse="visit", lookahead=0), "it keeps graphs, but with reuse='visit'"),
+            (Plan((("a",),), (0,), 1, reuse="none"), "it fetches 2 packs ahead, but with reuse='none'"),
+            (Plan((("a",),), (0,), 1, lookahead=-1), "it fetches -1 packs ahead"),
         ],
     )
     def test_one_that_contradicts_itself_is_refused(self, plan: Plan, problem: str) -> None:

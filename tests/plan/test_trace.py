@@ -8,7 +8,7 @@ from lightning_harmony.plan.replay import STREAMS, predict
 from lightning_harmony.plan.trace import to_trace
 
 PREDICTION = predict(STEP)
-EVENTS = json.loads(to_trace(STEP, PREDICTION))["traceEvents"]
+EVENTS = json.loads(to_trace(STEP, {"predicted": PREDICTION}))["traceEvents"]
 
 
 def test_every_task_is_an_event_on_the_thread_of_its_stream() -> None:
@@ -22,6 +22,14 @@ def test_every_task_is_an_event_on_the_thread_of_its_stream() -> None:
 def test_devices_and_streams_have_names() -> None:
     named = {event["args"]["name"] for event in EVENTS if event["ph"] == "M" and "name" in event["args"]}
     assert named == {"device 0", *STREAMS}
+
+
+def test_several_steps_are_processes_of_their_own() -> None:
+    events = json.loads(to_trace(STEP, {"measured": PREDICTION, "predicted": PREDICTION}))["traceEvents"]
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert named == {0: "device 0, measured", 1: "device 0, predicted"}
+    tasks = [event for event in events if event["ph"] == "X"]
+    assert [event["pid"] for event in tasks] == [0] * (len(tasks) // 2) + [1] * (len(tasks) // 2)
 
 
 def test_memory_is_a_counter() -> None:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from lightning_harmony.engine.stream import (
     Moment,
     Stream,
 )
+from lightning_harmony.plan.task import Errand, Task
 
 
 class DeviceOutOfMemoryError(torch.OutOfMemoryError):
@@ -38,6 +39,23 @@ class DeviceOutOfMemoryError(torch.OutOfMemoryError):
         self.short_bytes = short_bytes
 
 
+class Recorder(Protocol):
+    """What keeps when devices worked."""
+
+    def copying(
+        self, device: Device, kind: Errand, what: str, num_bytes: int, work: Callable[[], None], pack: int | None
+    ) -> Callable[[], None]:
+        """The work of a copy between host and device, with a note of when it runs."""
+
+    def transferring(
+        self, source: Device, target: Device, num_bytes: int, task: Task | None
+    ) -> AbstractContextManager[None]:
+        """The context in which a tensor is copied from device to device."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """The context in which what computes waits for a copy."""
+
+
 class Device(ABC):
     """Where packs run: its memory, its capacity and its streams.
 
@@ -47,6 +65,7 @@ class Device(ABC):
         swap_in: the stream of host-to-device copies. Separate, so that a copy runs under compute.
         swap_out: the stream of device-to-host copies: both directions of the bus work at once.
         stash_in: the stream on which the stash comes back, which a lane needs at once: it is not to queue behind a pack.
+        recorder: keeps when this device works, while somebody wants to know.
     """
 
     torch_device: torch.device
@@ -58,6 +77,7 @@ class Device(ABC):
     def __init__(self, torch_device: torch.device, capacity_bytes: int | None) -> None:
         self.torch_device = torch_device
         self.capacity_bytes = capacity_bytes
+        self.recorder: Recorder | None = None
         self._kept: deque[tuple[Event, Tensor]] = deque()
 
     @abstractmethod
@@ -87,6 +107,10 @@ class Device(ABC):
     @abstractmethod
     def moment(self) -> Moment:
         """The moment at which all that the caller has computed so far on this device is done."""
+
+    @abstractmethod
+    def lane_moment(self) -> Moment:
+        """The moment at which the running lane's own work on this device is done so far."""
 
     @abstractmethod
     def free(self, buffer: Tensor, uses: Sequence[Event]) -> None:
@@ -139,6 +163,28 @@ class Device(ABC):
     def register_host(self, buffer: Tensor) -> Callable[[], None]:
         """Make an existing host buffer fast to copy; calling the result undoes it."""
         return lambda: None
+
+    def noted(
+        self, kind: Errand, what: str, num_bytes: int, work: Callable[[], None], pack: int | None = None
+    ) -> Callable[[], None]:
+        """The work of a copy, for the stream of that kind: as it is, unless somebody records when it runs.
+
+        Args:
+            kind: the kind of its task.
+            what: the kind of what is copied.
+            num_bytes: how much of that.
+            work: copies.
+            pack: which one's; None for what belongs to the running lane.
+        """
+        return work if self.recorder is None else self.recorder.copying(self, kind, what, num_bytes, work, pack)
+
+    def receiving(self, source: Device, num_bytes: int, task: Task | None) -> AbstractContextManager[None]:
+        """The context of a copy from another device; the task is None for what belongs to the running lane."""
+        return nullcontext() if self.recorder is None else self.recorder.transferring(source, self, num_bytes, task)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """The context in which what computes on this device waits for a copy."""
+        return nullcontext() if self.recorder is None else self.recorder.waiting()
 
     def keep_until(self, event: Event, buffer: Tensor) -> None:
         """Keep a buffer from `scratch` alive until a copy of it is done."""
@@ -224,6 +270,10 @@ class CudaDevice(Device):
     def moment(self) -> Moment:
         """A timed event on the compute stream."""
         return CudaMoment(self._compute)
+
+    def lane_moment(self) -> Moment:
+        """A timed event on the current stream."""
+        return CudaMoment(torch.cuda.current_stream(self.torch_device))
 
     def free(self, buffer: Tensor, uses: Sequence[Event]) -> None:
         """Order later copies, which may reuse the memory, after its uses."""
@@ -393,6 +443,8 @@ class VirtualDevice(Device):
     def moment(self) -> Moment:
         """The host computes in the calling thread."""
         return HostMoment()
+
+    lane_moment = moment
 
     def free(self, buffer: Tensor, uses: Sequence[Event]) -> None:
         """Nothing to do: a copy that is under way holds a reference of its own."""

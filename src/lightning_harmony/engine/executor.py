@@ -23,12 +23,14 @@ from lightning_harmony.engine.intercept import InterceptedForward, LayerCall
 from lightning_harmony.engine.lane import Lane, LanePool, current_lane
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer, buffers_of, move_buffers, places_of
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
+from lightning_harmony.engine.planning import Planner, Records, SeenStep, check_given
 from lightning_harmony.engine.postponed import Clip
 from lightning_harmony.engine.profile import Profiler
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.rng import RandomStreams
 from lightning_harmony.engine.stash import Alias, LaneStash, Stash, Stashed, is_small
+from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.engine.stream import Moment
 from lightning_harmony.engine.swap import HostGradients, Residency, SwappedPack, Swapper
 from lightning_harmony.engine.transfer import LaneTransfers, OneDevice, Transfers
@@ -36,17 +38,10 @@ from lightning_harmony.engine.turns import LaneProgress, Microbatch, Request, Tu
 from lightning_harmony.engine.update import Updater
 from lightning_harmony.engine.verify import verify_layer
 from lightning_harmony.engine.workspace import WorkSpace
-from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
-from lightning_harmony.plan.cost import Cost, pack_cost
-from lightning_harmony.plan.given import refuse_unfit
-from lightning_harmony.plan.graphs import graphs_to_keep
+from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.plan.memory_size import format_bytes
-from lightning_harmony.plan.packing import fill_capacity
-from lightning_harmony.plan.plan import Parallel, Plan, Predicted, fingerprint, merge_calls, visits_of
-from lightning_harmony.plan.profile import MachineLimits, Profile
-from lightning_harmony.plan.replay import predict
-from lightning_harmony.plan.search import search_better
-from lightning_harmony.plan.task import Phase, Task
+from lightning_harmony.plan.plan import Parallel, Plan, merge_calls
+from lightning_harmony.plan.task import Errand, Phase, Task
 
 # Threads that a GPU machine's host keeps for the lanes and the data loader while it updates.
 SPARED_THREADS = 2
@@ -104,7 +99,9 @@ class Executor:
         compute_dtype: the type in which floating parameters and the layers' floating inputs are on the device, where it is
             narrower than the parameters' own; None to leave all types as they are.
         compile_options: of `torch.compile`, with which layers are compiled; None not to.
-        plan: what to run by once the first step has measured work space; None to plan from that step.
+        plan: what to run by once work space is known; None to plan from what is measured.
+        progress: told again and again how many bytes are in the host store.
+        records: what earlier fits have measured; None to measure anew.
         store: one that was closed, where it has all of the model's parameters; None to make one.
 
     Raises:
@@ -121,11 +118,12 @@ class Executor:
         compute_dtype: torch.dtype | None = None,
         compile_options: Mapping[str, Any] | None = None,
         plan: Plan | None = None,
+        progress: Callable[[int], None] = lambda done: None,
+        records: Records | None = None,
         store: HostStore | None = None,
     ) -> None:
         self.devices = devices
         self._root = devices[0]
-        self._parallel: Parallel = parallel
         self._cuda_devices = [d.torch_device.index for d in devices if isinstance(d.torch_device.index, int)]
         self.traffic = Traffic()
         self.reentrant = False
@@ -141,12 +139,15 @@ class Executor:
         ]
         self._num_owners = Counter(p for layer in self._layers for p in layer.parameters)
         self._refuse_too_large()
-        self._given, self._fingerprint = plan, self._fingerprint_for(plan)
+        model_fingerprint = check_given(plan, self._layers, set(self._names.values()), devices, parallel)
         self._glue_layers: dict[nn.Parameter, SwappedLayer] = {}
         in_order = dict.fromkeys([p for layer in self._layers for p in layer.parameters] + list(model.parameters()))
-        self.store = HostStore(list(in_order), self._root) if store is None else store.reopened(self._root)
+        self.store = HostStore(list(in_order), self._root, progress) if store is None else store.reopened(self._root)
         self.pool = HostPool(self._root.host_buffer)
-        self.updater = Updater(self.pool, devices, SPARED_THREADS if self._cuda_devices else 0)
+        self.recorder = StepRecorder(devices)
+        self.updater = Updater(
+            self.pool, devices, SPARED_THREADS if self._cuda_devices else 0, self.recorder.note_update
+        )
         self._residents = [self._residents_on(number) for number in range(len(devices))]
         self._transfers = Transfers(devices, self.traffic, lambda number, size: self._residents[number].admit(size))
         self._glue = Glue(places_of(model, list(in_order)), self._root.torch_device, self, compute_dtype)
@@ -159,16 +160,25 @@ class Executor:
         self._works = {is_training: WorkSpace() for is_training in (True, False)}
         self._delivered: set[int] = set()
         self._verified: set[int] = set()
-        self._measured_elements = {True: -1, False: -1}
+        self._evaluated_elements = -1
         self._measuring = True
-        self._recorded = False
-        self._is_watching = self._has_watched = self._has_watched_all = False
+        self._is_watching = self._has_watched = False
         self._watched: set[int] = set()
-        self._calls: list[int] = []
         self._predicted: float | None = None
         self._fuses = True
-        self._arrange([[layer] for layer in self._layers])
-        self._set_plan(list(range(len(self._layers))))
+        self._planner = Planner(
+            self._layers,
+            self.store,
+            devices,
+            parallel,
+            model_fingerprint,
+            self._profiler,
+            self._works[True],
+            self.updater.speed,
+            plan,
+            records,
+        )
+        self._use(self._planner.layer_by_layer(range(len(self._layers))))
         self._start([])
         self._granted: Grant | None = None
         self._num_elements = 0
@@ -192,13 +202,8 @@ class Executor:
         )
         return Residents(device, swapper, Stash(device, self.pool, self.traffic), number)
 
-    @property
-    def _capacity_bytes(self) -> int | None:
-        """Of the smallest device."""
-        return min((d.capacity_bytes for d in self.devices if d.capacity_bytes is not None), default=None)
-
     def _refuse_too_large(self) -> None:
-        capacity = self._capacity_bytes
+        capacity = min((d.capacity_bytes for d in self.devices if d.capacity_bytes is not None), default=None)
         for layer in self._layers if capacity is not None else []:
             weights = sum(p.numel() * layer.narrow.get(p, p.dtype).itemsize for p in layer.parameters)
             gradients = sum(p.numel() * p.element_size() for p in layer.parameters if p.requires_grad)
@@ -210,24 +215,6 @@ class Executor:
                     "HarmonyStrategy(device_memory=...), or name smaller modules with HarmonyStrategy(layers=...)"
                 )
 
-    def _fingerprint_for(self, plan: Plan | None) -> str:
-        """The fingerprint of the model, which a given plan has to be for."""
-        found = fingerprint((layer.name, [p.shape for p in layer.parameters]) for layer in self._layers)
-        if plan is not None:
-            self._refuse_other_devices(plan)
-            costs = [_known_cost(layer) for layer in self._layers]
-            refuse_unfit(plan, costs, set(self._names.values()), found, self._capacity_bytes)
-        return found
-
-    def _refuse_other_devices(self, plan: Plan) -> None:
-        number = len(self.devices)
-        if plan.num_devices != number or (number > 1 and plan.parallel != self._parallel):
-            raise PlanError(
-                f"HarmonyStrategy(plan=...): the plan is for {plan.num_devices} devices ({plan.parallel}), not for {number} "
-                f"({self._parallel}): use Trainer(devices=...) and HarmonyStrategy(parallel=...) as it was made with, or "
-                "leave plan= out to plan anew"
-            )
-
     def _move_glue_buffers(self) -> list[BufferKey]:
         """Buffers that no layer owns stay on the device throughout."""
         owned = {key for layer in self._layers for key in layer.buffers}
@@ -237,92 +224,20 @@ class Executor:
 
     # ---- plan ----------------------------------------------------------------------------------------------------------
 
-    def _arrange(self, packs: Sequence[Sequence[SwappedLayer]]) -> None:
-        """Make packs of layers."""
-        for residents in self._residents:
-            residents.packs = [SwappedPack(index, layers, self.store) for index, layers in enumerate(packs)]
-        self._pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
-
-    def _set_plan(self, calls: Sequence[int], *, num_microbatches: int | None = None) -> None:
-        """Plan for an order of calls; with the number of microbatches, also whose graphs are kept."""
-        names = tuple(tuple(layer.name for layer in pack.layers) for pack in self._packs)
-        visits = visits_of([self._pack_of[call] for call in calls])
-        plan = Plan(names, visits, len(visits), frozenset(), len(self.devices), self._parallel)
-        plan = replace(plan, fingerprint=self._fingerprint)
-        if num_microbatches is not None:
-            plan = replace(plan, num_microbatches=num_microbatches)
-            given = self._given
-            # A step that differs from what it foresees goes by the given packs, but decides on graphs anew.
-            if given is not None and all(
-                getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")
-            ):
-                first_fused, keeping = given.first_fused, given.kept
-            else:
-                costs = [pack_cost([self._cost(layer) for layer in pack.layers]) for pack in self._packs]
-                capacities = [device.capacity_bytes for device in self.devices]
-                first_fused, keeping = graphs_to_keep(visits, costs, num_microbatches, capacities, self._parallel)
-            plan = self._foresee(replace(plan, first_fused=first_fused, kept=keeping))
-        self._use(plan)
-
     def _use(self, plan: Plan) -> None:
         """Run by a plan from now on."""
         self.plan = plan
+        by_name = {layer.name: layer for layer in self._layers}
+        packs = [[by_name[name] for name in pack] for pack in plan.packs]
+        # Anew even where they are the same: their weights may be narrow by now.
         for residents in self._residents:
+            residents.packs = [SwappedPack(index, layers, self.store) for index, layers in enumerate(packs)]
             residents.plan = plan
+        self._pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
 
-    def _foresee(self, plan: Plan) -> Plan:
-        """A plan with what it was made from, and what that predicts."""
-        copies = self._profiler
-        machine = MachineLimits(
-            self._capacity_bytes,
-            swap_in_bytes_per_second=copies.swap_in.bytes_per_second,
-            swap_out_bytes_per_second=copies.swap_out.bytes_per_second,
-            update_bytes_per_second=self.updater.speed.bytes_per_second,
-        )
-        layers = tuple(self._cost(layer) for pack in self._packs for layer in pack.layers)
-        plan = replace(plan, profile=Profile(layers, machine), predicted=None)
-        try:
-            prediction = predict(plan)
-        except PlanError:
-            # Where the plan's order leaves no room, the executor still finds some: it may drop graphs, and park sums.
-            return plan
-        return replace(plan, predicted=Predicted(prediction.seconds, prediction.peak_bytes))
-
-    def _plan_from_record(self, calls: list[int], num_microbatches: int) -> None:
-        """Pack the layers in the order in which the first step called them."""
-        order = list(dict.fromkeys(calls))
-        costs = [self._cost(self._layers[index]) for index in order]
-        cut = fill_capacity(costs, self._capacity_bytes, len(self.devices) if self._parallel == "pipeline" else 1)
-        packs = [[self._layers[order[i]] for i in pack] for pack in cut]
-        if self._given is not None:
-            packs = self._given_packs(self._given)
-        packed = {layer.index for pack in packs for layer in pack}
-        self._arrange([*packs, *([layer] for layer in self._layers if layer.index not in packed)])
-        self._set_plan(calls, num_microbatches=num_microbatches)
-        self._improve(calls)
-
-    def _improve(self, calls: Sequence[int], *, with_its_packs: bool = False) -> None:
-        """Run by a plan that is predicted to be clearly faster than the one in use, if the search finds one."""
-        plan = self.plan
-        if self._given is not None or plan.profile is None:
-            return
-        places = {cost.name: place for place, cost in enumerate(plan.profile.layers)}
-        order = [places[self._layers[call].name] for call in calls]
-        better = search_better(plan, order, with_its_packs=with_its_packs)
-        if better is plan:
-            return
-        by_name = {layer.name: layer for layer in self._layers}
-        self._arrange([[by_name[name] for name in pack] for pack in better.packs])
-        self._use(self._foresee(better))
-
-    def _given_packs(self, given: Plan) -> list[list[SwappedLayer]]:
-        """The packs of a given plan. Parameters that glue used when it was made may not have been used yet."""
-        by_name = {layer.name: layer for layer in self._layers}
-        packs = [[by_name[name] for name in pack if name in by_name] for pack in given.packs]
-        return [pack for pack in packs if pack]
-
-    def _cost(self, layer: SwappedLayer) -> Cost:
-        return self._profiler.complete(self._works[True].cost(layer, self.store), layer)
+    def _find_glue_layer(self, name: str) -> SwappedLayer | None:
+        """The layer that a parameter with a name is when glue uses it."""
+        return next((self.glue_layer(parameter) for parameter, own in self._names.items() if own == name), None)
 
     @property
     def _work(self) -> WorkSpace:
@@ -383,6 +298,11 @@ class Executor:
 
     # ---- the step ------------------------------------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        """A training step begins: what is counted and noted from now on is its own."""
+        self.traffic.reset()
+        self.recorder.begin(self.plan, self._packs)
+
     def forward(
         self,
         microbatches: Sequence[Microbatch],
@@ -403,19 +323,26 @@ class Executor:
         """
         self.abandon()
         self._is_training = is_training
+        plan = (
+            self._planner.before_step(num_elements, len(microbatches), self._find_glue_layer) if is_training else None
+        )
+        if plan is not None:
+            self._use(plan)
         self._measuring = self.measures(num_elements, is_training=is_training)
+        if self._is_profiling:
+            self._profiler.begin(num_elements)
         # Where work space isn't known, a lane goes from pack to pack.
-        self._predicted = predicted_gradient if self._fuses and self._recorded and not self._measuring else None
+        self._predicted = (
+            predicted_gradient if self._fuses and self._planner.is_planned and not self._measuring else None
+        )
         self._num_elements = num_elements
         self._random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
         self.updater.reclaim()
         self._in_backward = False
-        self._is_watching = (
-            is_training and not self._recorded and not self._has_watched_all and self._compute_dtype is None
-        )
         host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         for layer in self._layers:
             layer.is_training, layer.host_buffers = is_training, host_buffers
+        self._is_watching = is_training and self._planner.watches and self._compute_dtype is None
         for residents in self._residents:
             residents.device.begin_step()
             for pack in residents.packs:
@@ -519,54 +446,46 @@ class Executor:
 
     def _end(self) -> None:
         """Nothing outlives a step on the device: its weights are stale after an update, whoever makes it."""
-        if self._measuring:
-            self._measured_elements[True] = self._num_elements
-        calls, num_microbatches = (
-            merge_calls([progress.calls for progress in self._turns.running]),
-            len(self._turns.running),
-        )
+        calls = merge_calls([progress.calls for progress in self._turns.running])
+        num_microbatches = len(self._turns.running)
         for progress in self._turns.running:
             self._work.note_calls(progress.calls)
-        measured = self._measuring
+        is_cast = self._is_watching and bool(self._watched)
+        seen = SeenStep(calls, num_microbatches, self._num_elements, is_measured=self._measuring, is_cast=is_cast)
         self._reset()
         self.pool.trim()
         self.has_succeeded = True
-        if self._is_watching and any(layer.narrow for layer in self._layers):
-            # What was measured is the work with weights as they are: once more, with the narrow ones.
-            self._work.clear()
-            self._profiler.clear()
-            self._measured_elements[True] = -1
-            self._arrange([[layer] for layer in self._layers])
-            self._set_plan(calls)
-            self._has_watched_all = True
-        elif not self._recorded and calls:
-            self._recorded = True
-            self._calls = calls
-            self._plan_from_record(calls, num_microbatches)
-        elif measured and self._recorded:
-            # The packs stay, but the graphs of larger microbatches may no longer fit.
-            self._set_plan(self._calls, num_microbatches=num_microbatches)
-            self._improve(self._calls, with_its_packs=True)
-        elif self.updater.speed.num_bytes and _lacks_update(self.plan):
-            self._use(self._foresee(self.plan))
-            self._improve(self._calls)
+        plan = self._planner.after_step(seen)
+        if plan is not None:
+            self._use(plan)
 
     def abandon(self) -> None:
         """End a step that has no backward, or whose backward never came."""
         if self._progress:
             if self._measuring and not self._is_training:
-                self._measured_elements[False] = self._num_elements
+                self._evaluated_elements = self._num_elements
             self._lanes.abort()
+            self.recorder.drop()
             self._reset()
 
     def measures(self, num_elements: int, *, is_training: bool) -> bool:
         """Whether so many elements in a microbatch are more than ever before."""
-        return num_elements > self._measured_elements[is_training]
+        return num_elements > (self._planner.measured_elements if is_training else self._evaluated_elements)
+
+    def choose_number(self, batch_size: int, num_elements: int, usual: int) -> int | None:
+        """The number of microbatches that is predicted to make a training step fastest; None as long as nothing is known.
+
+        Args:
+            batch_size: samples of a batch.
+            num_elements: of its tensors.
+            usual: the number to use where nothing is known.
+        """
+        return self._planner.choose_number(batch_size, num_elements, usual)
 
     def forget_evaluations(self) -> None:
         """Forget the work space of evaluations: a batch that failed is not run again."""
         self._works[False].clear()
-        self._measured_elements[False] = -1
+        self._evaluated_elements = -1
 
     def _reset(self) -> None:
         self._start([])
@@ -582,6 +501,7 @@ class Executor:
             yield
         except BaseException:
             self._lanes.abort()
+            self.recorder.drop()
             # Whoever handles the error may save a checkpoint: no update may run meanwhile, and none be lost.
             self.updater.postponed.drain()
             self.updater.drain()
@@ -641,7 +561,15 @@ class Executor:
         if self.on_switch is not None:
             self.on_switch(progress.lane.microbatch)
         phase = Phase.FORWARD if request is None else request.phase
-        return Grant(progress, number, phase, pack, self._observe(device, pack) if self._measuring else None)
+        granted = Grant(progress, number, phase, pack, self._observe(device, pack) if self._measuring else None)
+        self.recorder.enter(number, self._task(progress, phase, pack), pack)
+        return granted
+
+    def _task(self, progress: LaneProgress, phase: Phase, pack: SwappedPack | None) -> Task:
+        """What a lane does: before the first layer, and from its loss to the last, what it does to that layer's pack."""
+        ends = self.plan.visits or (0,)
+        index = pack.index if pack is not None else ends[0 if phase is Phase.FORWARD else -1]
+        return Task(index, phase, progress.lane.microbatch)
 
     def _observe(self, device: Device, pack: SwappedPack | None) -> Observation:
         peak = device.watch_peak()
@@ -696,6 +624,7 @@ class Executor:
         if granted.observation is not None:
             self._note_seconds(granted, granted.observation)
             self._note_work(granted, granted.observation)
+        self.recorder.leave()
         residents = self._residents[granted.device]
         residents.stash.retire()
         residents.device.retire()
@@ -730,7 +659,8 @@ class Executor:
 
     def _out_of_memory(self, granted: Grant, error: BaseException) -> CapacityError:
         pack = granted.pack
-        where = f"pack {pack.index} ({pack.name})" if pack is not None else "the code before the first layer"
+        outside = "the code before the first layer" if granted.phase is Phase.FORWARD else "the backward of the loss"
+        where = f"pack {pack.index} ({pack.name})" if pack is not None else outside
         on_device = f" on device {granted.device}" if len(self.devices) > 1 else ""
         what = f"{where} with microbatch {granted.progress.lane.microbatch}{on_device}"
         return self._exceeded(what, self.devices[granted.device], error)
@@ -743,7 +673,8 @@ class Executor:
         return CapacityError(
             f"{what} exceeds {limit}{missing}: weights, gradients and work space together do not fit. Use smaller "
             "microbatches with HarmonyStrategy(num_microbatches=...), more "
-            f"memory with HarmonyStrategy(device_memory=...), or smaller layers with HarmonyStrategy(layers=...). ({error})"
+            "memory with HarmonyStrategy(device_memory=...), or smaller layers with HarmonyStrategy(layers=...). "
+            f"({error}){self._planner.discard_record()}"
         )
 
     # ---- memory --------------------------------------------------------------------------------------------------------
@@ -768,13 +699,14 @@ class Executor:
 
     def _deliver_final(self, packs: Iterable[int]) -> None:
         """Hand over the gradients of those packs of which no further backward is expected."""
+        if self.reentrant or not self.plan.just_in_time:
+            return
         self._deliver(
             index
             for index in packs
             if index not in self._delivered
             and any(pack.accumulators or pack.parked for pack in self._copies(index))
             and not self._turns.expects_backward(index)
-            and not self.reentrant
         )
 
     def _copies(self, index: int) -> list[SwappedPack]:
@@ -786,8 +718,10 @@ class Executor:
             self._delivered.add(index)
             self.updater.await_room()
             gradients: list[HostGradients] = []
-            self._add_up(index)
-            for residents in self._residents:
+            summing = self._summing(index)
+            if self.plan.just_in_time:
+                self._add_up(index, summing)
+            for residents in (self._residents[number] for number in summing):
                 pack = residents.packs[index]
                 with residents.device.scheduling():
                     if self._factor != 1.0:
@@ -798,28 +732,34 @@ class Executor:
     def _swap_out_gradients(self, residents: Residents, pack: SwappedPack) -> list[HostGradients]:
         if not self._is_profiling:
             return residents.swapper.swap_out_gradients(pack)
+        # To register a buffer takes longer than the copy, and is done once.
+        residents.swapper.provide_buffers(pack)
         with self._profiler.swapping_out(residents.device):
             gradients = residents.swapper.swap_out_gradients(pack)
             for copy in gradients:
                 copy.event.synchronize()
         return gradients
 
-    def _add_up(self, index: int) -> None:
-        """Add the sums that several devices have of a pack, in the order of devices, on one of them."""
-        having = [number for number, pack in enumerate(self._copies(index)) if pack.accumulators]
-        if len(having) < 2:
-            return
-        # Spread over devices, as are the swaps of what comes of it.
-        target = having[index % len(having)]
-        residents = self._residents[target]
-        for number in having:
-            if number == target:
-                continue
-            source = self._residents[number]
+    def _summing(self, index: int) -> list[int]:
+        """The devices that have sums of a pack, in the order in which these are added.
+
+        The first one takes the others'. It is another one for each pack, so that the swaps of what comes of it are spread.
+        """
+        having = [number for number, pack in enumerate(self._copies(index)) if pack.accumulators or pack.parked]
+        if not having:
+            return []
+        first = having[index % len(having)]
+        return [first, *(number for number in having if number != first)]
+
+    def _add_up(self, index: int, summing: Sequence[int]) -> None:
+        """Add the sums that several devices have of a pack on the first of them."""
+        for number in summing[1:]:
+            target, source = summing[0], self._residents[number]
+            residents = self._residents[target]
             accumulators, source.packs[index].accumulators = source.packs[index].accumulators, {}
             for use, accumulator in accumulators.items():
                 with source.device.scheduling(), residents.device.scheduling():
-                    buffer = self._transfers.copy(accumulator.buffer, target)
+                    buffer = self._transfers.copy(accumulator.buffer, target, Task(index, Errand.REDUCE, number))
                     residents.swapper.add(residents.packs[index], use, accumulator, buffer)
 
     # ---- what layers and glue ask for ----------------------------------------------------------------------------------
@@ -830,7 +770,7 @@ class Executor:
         lane = current_lane()
         progress = self._progress.get(lane) if lane is not None else None
         if progress is None:
-            with self._alone(self._pack_of[layer.index]) as alone:
+            with self._alone(self._pack_of[layer.index], phase) as alone:
                 yield alone
             return
         index = self._pack_of[layer.index]
@@ -842,7 +782,9 @@ class Executor:
             position = self.plan.position(phase, index, progress.position[phase])
             if self._may_go_on(progress, phase, pack):
                 with torch.no_grad(), no_dispatch(), residents.device.scheduling():
+                    self.recorder.leave()
                     self._enter(progress, Place(pack, phase, position))
+                    self.recorder.enter(self._device_of(index), self._task(progress, phase, pack), pack)
                 if self._granted is not None:
                     self._granted = replace(self._granted, pack=pack, phase=phase)
             else:
@@ -858,7 +800,11 @@ class Executor:
         assert residency is not None
         # Not known while it lasts. Nor afterwards, where an error ended it, or where glue uses its parameters later on.
         residency.last_use = None
+        stashed = self.traffic.swapped_out["stash"]
         yield residency
+        if self._is_profiling and phase is Phase.FORWARD:
+            # The code behind the layer stashes, too.
+            self._profiler.note_input(layer, self.traffic.swapped_out["stash"] - stashed)
         if layer.module is not None:
             residency.last_use = residents.device.record()
 
@@ -888,7 +834,7 @@ class Executor:
         return not self._turns.is_overtaking(progress, pack.index)
 
     @contextmanager
-    def _alone(self, index: int) -> Iterator[Residency]:
+    def _alone(self, index: int, phase: Phase) -> Iterator[Residency]:
         """A call outside of any step: the pack comes for it alone, for between two calls anyone may change weights."""
         residents = self._residents[0]
         pack = residents.packs[index]
@@ -904,12 +850,14 @@ class Executor:
             residents.swapper.swap_in(pack)
             assert pack.residency is not None
             pack.residency.ready.wait()
+            self.recorder.enter(0, Task(index, phase, 0), pack)
             with residents.device.computing():
                 yield pack.residency
         except torch.OutOfMemoryError as error:
             what = f"layer {pack.name!r}, called outside of a step or in manual optimization,"
             raise self._exceeded(what, residents.device, error) from error
         finally:
+            self.recorder.leave()
             residents.swapper.park_gradients(pack)
             residents.evict(pack)
             residents.drain()
@@ -943,7 +891,7 @@ class Executor:
 
     def running(self, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's own code."""
-        return nullcontext() if len(self.devices) == 1 else residency.device.computing()
+        return nullcontext() if len(self.devices) == 1 else self.recorder.computing(residency.device)
 
     def _current_glue(self) -> OneDevice | None:
         if len(self.devices) == 1:
@@ -1142,17 +1090,3 @@ class Executor:
         for device in self.devices:
             device.close()
         self.store.close()
-
-
-def _known_cost(layer: SwappedLayer) -> Cost:
-    """What is known of a layer before it runs: its state."""
-    weights, gradients = (
-        sum(p.numel() * p.element_size() for p in parameters)
-        for parameters in (layer.parameters, [p for p in layer.parameters if p.requires_grad])
-    )
-    return Cost(layer.name, weights, gradients)
-
-
-def _lacks_update(plan: Plan) -> bool:
-    """Whether a plan was made before any update was seen."""
-    return plan.profile is not None and plan.profile.machine.update_bytes_per_second is None

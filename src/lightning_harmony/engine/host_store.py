@@ -85,12 +85,15 @@ class HostStore:
     Args:
         parameters: in execution order, as far as it is known; each once.
         device: the device that will copy from the arena.
+        progress: told after each parameter how many bytes are there.
 
     Attributes:
         elsewhere: the parameters whose data lies outside of the arena for now.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], device: Device) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], device: Device, progress: Callable[[int], None] = lambda done: None
+    ) -> None:
         self._slots: dict[nn.Parameter, Slot] = {}
         # Of the memory that each parameter has here, who uses it.
         self._storages: dict[nn.Parameter, weakref.ref[torch.UntypedStorage]] = {}
@@ -99,9 +102,12 @@ class HostStore:
         self._map = mmap.mmap(-1, max(self.num_bytes, 1))
         self.arena = torch.frombuffer(self._map, dtype=torch.uint8)
         self._address = self.arena.data_ptr()
+        done = 0
         for parameter, slot in zip(parameters, slots, strict=True):
             self._slots[parameter] = slot
             self._adopt(parameter)
+            done += slot.num_bytes
+            progress(done)
         self._unregister = device.register_host(self.arena)
 
     def _adopt(self, parameter: nn.Parameter) -> None:
@@ -213,10 +219,18 @@ class HostPool:
         if self._free[num_bytes]:
             free = self._free[num_bytes].pop()
             return free.buffer, [] if free.last_use is None else [free.last_use]
+        return self._make(num_bytes), []
+
+    def provide(self, num_bytes: int) -> None:
+        """Make a buffer of a size, if none is free: who takes one next need not wait for that."""
+        if not self._free[num_bytes]:
+            self.give(self._make(num_bytes), None)
+
+    def _make(self, num_bytes: int) -> Tensor:
         buffer = self._allocate(num_bytes)
         self._count(num_bytes)
         weakref.finalize(buffer.untyped_storage(), self._count, -num_bytes)
-        return buffer, []
+        return buffer
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:

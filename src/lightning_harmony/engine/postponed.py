@@ -19,6 +19,8 @@ from lightning_harmony.engine.stream import Event, HostEvent, HostStream
 
 # Changes the gradients of some parameters in place, whichever they are.
 Clip = Callable[[list[nn.Parameter]], None]
+# Told the parameters of a piece of an update, and its beginning and end by `time.perf_counter`.
+UpdateHeard = Callable[[Iterable[nn.Parameter], float, float], None]
 # While it waits for an update, the host looks this often whether the device still has something to do.
 _GLANCE_SECONDS = 2e-4
 
@@ -38,14 +40,16 @@ class Overlap:
         busy_seconds: what updates took.
         waited_seconds: how much of that all devices, with nothing else to do, waited for.
         spared_threads: how many of torch's threads an update leaves to who launches the devices' work.
+        on_update: told each piece of an update.
     """
 
     busy_seconds: float = 0.0
     waited_seconds: float = 0.0
     spared_threads: int = 0
+    on_update: UpdateHeard = lambda parameters, start, end: None
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """The context of a piece of an update, in the thread that does it."""
         start = time.perf_counter()
         before = torch.get_num_threads()
@@ -57,7 +61,9 @@ class Overlap:
         finally:
             if self.spared_threads:
                 torch.set_num_threads(before)
-            self.busy_seconds += time.perf_counter() - start
+            end = time.perf_counter()
+            self.busy_seconds += end - start
+            self.on_update(parameters, start, end)
 
     def take_hidden(self) -> float:
         """The share of the updates' seconds in which other work went on, since this was last asked; 0 without an update."""
@@ -187,7 +193,7 @@ class PostponedUpdate:
         twin = _twin(optimizer, groups, stand_ins)
 
         def update() -> None:
-            with self._overlap.updating():
+            with self._overlap.updating(groups):
                 if clip is not None:
                     clip(list(stand_ins.values()))
                 twin.step()

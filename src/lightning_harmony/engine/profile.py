@@ -28,6 +28,11 @@ class Speed:
         self.num_bytes += num_bytes
         self.seconds += seconds
 
+    def recall(self, bytes_per_second: float | None) -> None:
+        """What was seen before all that has been timed here: it counts as if it had been timed for a second."""
+        if bytes_per_second and not self.num_bytes:
+            self.note(int(bytes_per_second), 1.0)
+
     @property
     def bytes_per_second(self) -> float | None:
         """What all of them together came to; None if there was nothing to time."""
@@ -49,6 +54,30 @@ class Profiler:
         self._seconds: dict[tuple[int, Phase], float] = {}
         self._copied: Counter[int] = Counter()
         self._stashed: Counter[int] = Counter()
+        self._inputs: Counter[int] = Counter()
+        self._num_elements = 0
+        self._scaled: set[tuple[int, Phase]] = set()
+
+    def begin(self, num_elements: int) -> None:
+        """A step of microbatches of so many elements is timed.
+
+        If they are larger than before, layers that are not timed alone any more are taken to need time in proportion.
+        """
+        if 0 < self._num_elements < num_elements:
+            self._read_clocks()
+            factor = num_elements / self._num_elements
+            self._seconds = {key: seconds * factor for key, seconds in self._seconds.items()}
+            self._scaled = set(self._seconds)
+        self._num_elements = num_elements
+
+    def recall(self, layer: SwappedLayer, cost: Cost) -> None:
+        """What an earlier fit has seen of a layer."""
+        for phase, seconds in zip(Phase, (cost.forward_seconds, cost.backward_seconds), strict=True):
+            if seconds:
+                self._seconds[layer.index, phase] = seconds
+        self._copied[layer.index] = cost.copied_bytes
+        self._stashed[layer.index] = cost.stash_bytes
+        self._inputs[layer.index] = cost.input_bytes
 
     def note_turn(self, layer: SwappedLayer, phase: Phase, began: Moment, ended: Moment) -> None:
         """A lane's turn in a layer."""
@@ -57,6 +86,10 @@ class Profiler:
     def note_stash(self, layer: SwappedLayer, num_bytes: int) -> None:
         """What a forward stashed."""
         self._stashed[layer.index] = max(self._stashed[layer.index], num_bytes)
+
+    def note_input(self, layer: SwappedLayer, num_bytes: int) -> None:
+        """What of that it was called with."""
+        self._inputs[layer.index] = max(self._inputs[layer.index], num_bytes)
 
     @contextmanager
     def swapping_in(self, layer: SwappedLayer, device: Device) -> Iterator[None]:
@@ -85,12 +118,11 @@ class Profiler:
         """The cost of a layer with what was seen of it added."""
         self._read_clocks()
         forward, backward = (self._seconds.get((layer.index, phase), 0.0) for phase in Phase)
-        stash = self._stashed[layer.index]
         return replace(
             cost,
             copied_bytes=self._copied[layer.index],
-            input_bytes=stash,
-            stash_bytes=stash,
+            input_bytes=self._inputs[layer.index],
+            stash_bytes=self._stashed[layer.index],
             forward_seconds=forward,
             backward_seconds=backward,
         )
@@ -99,12 +131,18 @@ class Profiler:
         """Keep the shortest turn of each layer: the first ones load and choose kernels, and check what they compute."""
         for key, turns in self._turns.items():
             shortest = min(ended.seconds_since(began) for began, ended in turns)
-            self._seconds[key] = min(shortest, self._seconds.get(key, shortest))
+            if key not in self._scaled:
+                shortest = min(shortest, self._seconds.get(key, shortest))
+            self._seconds[key] = shortest
+            self._scaled.discard(key)
         self._turns.clear()
 
     def clear(self) -> None:
         """Forget what layers took: from now on they run otherwise."""
         self._turns.clear()
         self._seconds.clear()
+        self._scaled.clear()
+        self._num_elements = 0
         self._copied.clear()
         self._stashed.clear()
+        self._inputs.clear()

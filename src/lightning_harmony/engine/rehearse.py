@@ -30,8 +30,8 @@ from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.rng import RandomState
 from lightning_harmony.engine.stash import Alias, LaneStash, Stash, Stashed
-from lightning_harmony.engine.stream import Event, Happened
-from lightning_harmony.engine.swap import Residency
+from lightning_harmony.engine.stream import Event, Happened, HostMoment
+from lightning_harmony.engine.swap import Residency, SwappedPack
 from lightning_harmony.engine.workspace import WorkSpace
 from lightning_harmony.plan.task import Phase
 from lightning_harmony.plan.work import LayerProfile, StepProfile, Work
@@ -75,6 +75,10 @@ class _NoCopies:
     def submit(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Happened:
         """Leave it."""
         return Happened()
+
+    def moment(self) -> HostMoment:
+        """Now."""
+        return HostMoment()
 
     def close(self) -> None:
         """Nothing is left to do."""
@@ -330,6 +334,7 @@ class _Totals:
     backward: Work = field(default_factory=Work)
     recompute: Work = field(default_factory=Work)
     live_bytes: int = 0
+    input_bytes: int = 0
     stash_bytes: int = 0
     num_calls: int = 0
 
@@ -637,7 +642,11 @@ class _Rehearsal:
             turn = self._turn
             if turn is None or not turn.is_visit or (turn.layer, turn.phase) != (layer, phase):
                 self._begin(layer, phase, is_visit=True)
+        stashed = self._traffic.swapped_out["stash"]
         yield self._residency(layer)
+        if self._measured is None and phase is Phase.FORWARD:
+            totals = self._totals[layer.index]
+            totals.input_bytes = max(totals.input_bytes, self._traffic.swapped_out["stash"] - stashed)
 
     def stash(self, tensor: Tensor) -> Stashed:
         """Keep a tensor for the backward."""
@@ -800,6 +809,7 @@ class _Rehearsal:
                     trained_bytes=sum(p.numel() * p.element_size() for p in trained),
                     num_trained=sum(p.numel() for p in trained),
                     live_bytes=max(totals.live_bytes, first._totals[layer.index].live_bytes),
+                    input_bytes=totals.input_bytes,
                     stash_bytes=totals.stash_bytes,
                     num_calls=totals.num_calls,
                     forward=totals.forward,
@@ -819,10 +829,8 @@ class _Rehearsal:
 
     def _swapped_bytes(self, layer: SwappedLayer) -> int:
         """What crosses the bus to bring a layer."""
-        buffers = (owner._buffers[name] for owner, name in layer.buffers)
-        return sum(self._store.slot(p).num_bytes for p in layer.parameters) + sum(
-            buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None
-        )
+        pack = SwappedPack(-1, [layer], self._store)
+        return pack.layout.copied_bytes + pack.buffer_bytes
 
 
 # Attributes that number layers tell no two of them apart.

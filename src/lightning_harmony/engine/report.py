@@ -27,6 +27,10 @@ class StepReport:
         update_hidden: the share of the updates' seconds in which the device had other work, between 0 and 1: of this step's
             update just in time, under its backward; or of the deferred one that the step before asked for, under this step's
             forward. 0 where no update ran beside the step.
+        predicted_seconds: how long a step by its plan was predicted to take, its updates included; None if it was not.
+        busy: for each device, the share of `seconds` in which it computed, between 0 and 1. What a microbatch does counts from
+            its first operation in a pack to its last, waiting for what is copied excepted. With several devices, calls of
+            layers count, and not the code between them. Empty where nobody asked: `HarmonyMonitor` does.
     """
 
     seconds: float
@@ -40,6 +44,8 @@ class StepReport:
     update: str
     update_reason: str
     update_hidden: float
+    predicted_seconds: float | None = None
+    busy: list[float] = field(default_factory=list)
 
 
 @dataclass

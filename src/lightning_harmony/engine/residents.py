@@ -14,7 +14,6 @@ from lightning_harmony.engine.device import Device, VirtualDevice
 from lightning_harmony.engine.stash import Stash
 from lightning_harmony.engine.swap import SwappedPack, Swapper
 from lightning_harmony.errors import CapacityError
-from lightning_harmony.plan.lowering import LOOKAHEAD
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.task import Phase
 
@@ -89,7 +88,7 @@ class Residents:
             CapacityError: if there is no room for its weights.
         """
         visit = self.visit
-        if visit is not None and visit.place == place and place.pack.residency is not None:
+        if visit is not None and visit.place == place and place.pack.residency is not None and self.plan.groups:
             # A further lane in the same pack: only the room that the last one took may be missing.
             visit.reserved_bytes = work_bytes
             self.ensure_room(work_bytes, place)
@@ -102,6 +101,8 @@ class Residents:
         """Bring the pack of a place, whatever was visited before."""
         if alone:
             self.evict_all_but(place.pack)
+        elif not self.plan.just_in_time:
+            self._take_away()
         if isinstance(self.device, VirtualDevice):
             # First, as what is fetched now may need room already: the one for the pack before could evict this one.
             self.device.relieve = partial(self.make_room, place)
@@ -134,6 +135,9 @@ class Residents:
         """
         pack = place.pack
         self.ensure_room(work_bytes + (0 if pack.residency is not None else pack.swap_in_bytes), place)
+        if not self.plan.lookahead and pack.residency is None:
+            # The host is ahead of the device: what it asks for now would come while the device still computes.
+            self.device.swap_in.submit(lambda: None, after=[self.device.record()])
         try:
             self.swapper.swap_in(pack)
         except torch.OutOfMemoryError as error:
@@ -219,6 +223,13 @@ class Residents:
                     self.swapper.park_gradients(other)
         self.drain()
 
+    def _take_away(self) -> None:
+        """Leave no weights and no sums on the device."""
+        for pack in self.packs:
+            self.evict(pack)
+            if pack.accumulators:
+                self.swapper.park_gradients(pack)
+
     def drain(self) -> None:
         """Wait until nothing is on its way out."""
         self.stash.drain()
@@ -236,11 +247,11 @@ class Residents:
         """The next packs after a place, as many as are fetched ahead."""
         following: list[SwappedPack] = []
         for index in self.plan.upcoming(place.phase, place.position):
+            if len(following) == self.plan.lookahead:
+                break
             pack = self.packs[index]
             if pack is not place.pack and pack not in following and self.plan.runs_on(index, self._number):
                 following.append(pack)
-                if len(following) == LOOKAHEAD:
-                    break
         return following
 
     def _evict_one_of(self, packs: Sequence[int], place: Place) -> None:

@@ -16,6 +16,7 @@ from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stream import Event
 from lightning_harmony.engine.strides import compact, restore
 from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.plan.task import Errand
 
 # Below this, a round trip costs more than the memory is worth.
 SMALLEST_BYTES = 16 * 1024
@@ -65,7 +66,8 @@ class HostCopy(Stashed):
         with device.on_host():
             self._buffer, free = stash.pool.take(num_bytes)
             host = self._buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
-        self._stored = device.swap_out.submit(lambda: _copy(host, compacted), after=[device.record(), *free])
+        store = device.noted(Errand.STASH_OUT, "stash", num_bytes, lambda: _copy(host, compacted))
+        self._stored = device.swap_out.submit(store, after=[device.record(), *free])
         stash.traffic.count_out("stash", num_bytes)
         # The device copy must live until it is copied, and must not change before.
         stash.pending.append((self._stored, tensor, tensor._version, compacted))
@@ -75,10 +77,12 @@ class HostCopy(Stashed):
         device = self._stash.device
         num_bytes = self._buffer.numel()
         buffer = device.empty(num_bytes, device.stash_in)
-        self._loaded = device.stash_in.submit(lambda: _copy(buffer, self._buffer), after=[self._stored])
+        load = device.noted(Errand.STASH_IN, "stash", num_bytes, lambda: _copy(buffer, self._buffer))
+        self._loaded = device.stash_in.submit(load, after=[self._stored])
         self._stash.traffic.count_in("stash", num_bytes)
         with device.selected():
-            self._loaded.wait()
+            with device.waiting():
+                self._loaded.wait()
             _keep_until_computed(buffer, device)
             compacted = buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
             return restore(compacted, self._size, self._stride)

@@ -26,11 +26,21 @@ class Event(Protocol):
         """Whether the work is done."""
 
 
+class Moment(Protocol):
+    """A point in a device's computing, whose time can be told once it has come there."""
+
+    def seconds_since(self, earlier: Self) -> float:
+        """The time from another moment to this one. Blocks until this one has come."""
+
+
 class Stream(Protocol):
     """Runs submitted work in order of submission."""
 
     def submit(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Event:
         """Run ``work`` once the events of ``after`` have happened; return the event of its completion."""
+
+    def moment(self) -> Moment:
+        """Within such work: the moment at which it has come so far."""
 
     def close(self) -> None:
         """Finish what was submitted and release the thread, if there is one."""
@@ -48,13 +58,6 @@ class Happened:
     def done(self) -> bool:
         """Always true."""
         return True
-
-
-class Moment(Protocol):
-    """A point in a device's computing, whose time can be told once it has come there."""
-
-    def seconds_since(self, earlier: Self) -> float:
-        """The time from another moment to this one. Blocks until this one has come."""
 
 
 class HostMoment:
@@ -94,6 +97,10 @@ class HostStream:
     def submit(self, work: Callable[[], None], after: Sequence[Event] = ()) -> HostEvent:
         """Run ``work`` in this stream's thread."""
         return HostEvent(self._pool.submit(_run, [work], tuple(after)))
+
+    def moment(self) -> HostMoment:
+        """Now."""
+        return HostMoment()
 
     def close(self) -> None:
         """Finish what was submitted and join the thread."""
@@ -156,6 +163,10 @@ class CudaStream:
                 event.wait()
             work()
             return CudaEvent(self._stream)
+
+    def moment(self) -> CudaMoment:
+        """A timed event on this stream."""
+        return CudaMoment(self._stream)
 
     def close(self) -> None:
         """Finish what was submitted."""

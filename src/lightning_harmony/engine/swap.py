@@ -15,6 +15,7 @@ from lightning_harmony.engine.layer import BufferKey, SwappedLayer, refuse_accum
 from lightning_harmony.engine.postponed import PostponedUpdate
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stream import Event
+from lightning_harmony.plan.task import Errand
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ class Layout:
         runs: the ranges of the arena that are copied as they are.
         casts: the parameters that are cast to a narrower type on their way.
         staging_bytes: what is needed on the device besides while they come.
+        copied_bytes: what crosses from the host: more than lies there where they are cast, or where one copy takes what is
+            between them along.
     """
 
     slots: dict[nn.Parameter, Slot]
@@ -110,6 +113,7 @@ class Layout:
     runs: list[Run]
     casts: list[nn.Parameter]
     staging_bytes: int
+    copied_bytes: int
 
 
 class SwappedPack:
@@ -206,7 +210,8 @@ def _layout(parameters: Iterable[nn.Parameter], narrow: Mapping[nn.Parameter, to
             runs.append(Run(offset, slot.offset, size))
     casts = [parameter for parameter in ordered if parameter in narrow]
     staging = max((min(store.slot(parameter).num_bytes, STAGING_BYTES) for parameter in casts), default=0)
-    return Layout(dict(zip(ordered, placed, strict=True)), num_bytes, runs, casts, staging)
+    copied = sum(run.num_bytes for run in runs) + sum(store.slot(parameter).num_bytes for parameter in casts)
+    return Layout(dict(zip(ordered, placed, strict=True)), num_bytes, runs, casts, staging, copied)
 
 
 class Swapper:
@@ -275,9 +280,9 @@ class Swapper:
         leaves = {p: nn.Parameter(slot.view(weights), p.requires_grad) for p, slot in layout.slots.items()}
         for leaf in leaves.values():
             refuse_accumulation(leaf)
-        ready = device.swap_in.submit(copy)
-        copied = sum(run.num_bytes for run in layout.runs) + sum(self._store.slot(p).num_bytes for p in layout.casts)
-        self._traffic.count_in("weights", copied + pack.buffer_bytes)
+        copied = layout.copied_bytes + pack.buffer_bytes
+        ready = device.swap_in.submit(device.noted(Errand.SWAP_IN, "weights", copied, copy, pack.index))
+        self._traffic.count_in("weights", copied)
         pack.residency = Residency(device, weights, ready, leaves, buffers, as_of)
 
     def _empty_like(self, tensor: Tensor) -> Tensor:
@@ -365,29 +370,41 @@ class Swapper:
         pack.accumulators[use] = accumulator
         parked = pack.parked.pop(use, None)
         if parked is not None:
-            accumulator.includes_earlier = parked.includes_earlier
-            self._load(accumulator, parked.sums, [parked.event])
-            self._pool.give(parked.buffer, None)
+            self._unpark(pack, accumulator, parked)
         elif use == 0 and add_to_earlier:
             earlier = {(layer, p): p.grad for layer, p in slots if p.grad is not None and not self.is_shared(p)}
             accumulator.includes_earlier = {p for _, p in earlier}
-            self._load(accumulator, earlier, [])
+            self._load(pack, accumulator, earlier)
         return accumulator
 
-    def _load(self, accumulator: Accumulator, earlier: dict[GradientKey, Tensor], after: Sequence[Event]) -> None:
+    def _unpark(self, pack: SwappedPack, accumulator: Accumulator, parked: HostGradients) -> None:
+        """Bring sums back, in one copy. Nothing but the device waits for it."""
+        accumulator.includes_earlier = parked.includes_earlier
+        accumulator.touched.update(parked.sums)
+        num_bytes = parked.buffer.numel()
+        copy = partial(_copy, accumulator.buffer, parked.buffer)
+        load = self._device.noted(Errand.UNPARK, "gradients", num_bytes, copy, pack.index)
+        loaded = self._device.swap_in.submit(load, [self._device.record(), parked.event])
+        loaded.wait()
+        self._pool.give(parked.buffer, loaded)
+        self._traffic.count_in("gradients", num_bytes)
+
+    def _load(self, pack: SwappedPack, accumulator: Accumulator, earlier: dict[GradientKey, Tensor]) -> None:
         if not earlier:
             return
         sums = accumulator.sums
+        num_bytes = sum(g.numel() * g.element_size() for g in earlier.values())
 
         def copy() -> None:
             for key, gradient in earlier.items():
                 sums[key].copy_(gradient)
 
-        loaded = self._device.swap_in.submit(copy, [self._device.record(), *after])
+        load = self._device.noted(Errand.SWAP_IN, "gradients", num_bytes, copy, pack.index)
+        loaded = self._device.swap_in.submit(load, [self._device.record()])
         # The host buffers of `earlier` may be used again from here on.
         loaded.synchronize()
         accumulator.touched.update(earlier)
-        self._traffic.count_in("gradients", sum(g.numel() * g.element_size() for g in earlier.values()))
+        self._traffic.count_in("gradients", num_bytes)
 
     def add(self, pack: SwappedPack, use: int, accumulator: Accumulator, buffer: Tensor) -> None:
         """Add the sums of another device.
@@ -413,6 +430,12 @@ class Swapper:
         own.touched |= accumulator.touched
         own.includes_earlier |= accumulator.includes_earlier
 
+    def provide_buffers(self, pack: SwappedPack) -> None:
+        """Make the host buffers that a pack's gradients will be copied to."""
+        with self._device.on_host():
+            for accumulator in pack.accumulators.values():
+                self._pool.provide(accumulator.buffer.numel())
+
     def swap_out_gradients(self, pack: SwappedPack) -> list[HostGradients]:
         """Start to copy a pack's gradients to the host, and close its accumulators."""
         gradients = list(pack.parked.values())
@@ -422,9 +445,9 @@ class Swapper:
             with self._device.on_host():
                 host, free = self._pool.take(num_bytes)
                 sums = {key: slots[key].view(host) for key in slots if key in accumulator.touched}
-            event = self._device.swap_out.submit(
-                partial(_copy, host, accumulator.buffer), after=[self._device.record(), *free]
-            )
+            copy = partial(_copy, host, accumulator.buffer)
+            noted = self._device.noted(Errand.SWAP_OUT, "gradients", num_bytes, copy, pack.index)
+            event = self._device.swap_out.submit(noted, after=[self._device.record(), *free])
             self._device.keep_until(event, accumulator.buffer)
             self._traffic.count_out("gradients", num_bytes)
             gradients.append(HostGradients(use, host, event, sums, accumulator.includes_earlier))

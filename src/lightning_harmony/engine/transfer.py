@@ -16,6 +16,7 @@ from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.glue import StandIn
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.strides import compact, restore
+from lightning_harmony.plan.task import Task
 
 
 class Transfers:
@@ -40,8 +41,14 @@ class Transfers:
                     return number
         return 0 if tensor.device.type == self.devices[0].torch_device.type else None
 
-    def copy(self, tensor: Tensor, to: int) -> Tensor:
-        """A copy of a tensor on a device, without its graph; the tensor itself if it is there."""
+    def copy(self, tensor: Tensor, to: int, task: Task | None = None) -> Tensor:
+        """A copy of a tensor on a device, without its graph; the tensor itself if it is there.
+
+        Args:
+            tensor: the tensor.
+            to: the number of the device.
+            task: what the copy is; None for one that the running lane needs.
+        """
         home = self.home(tensor)
         if home is None or home == to:
             return tensor
@@ -52,7 +59,8 @@ class Transfers:
         # Not through the mode below: its choice of a device is not the one that is asked for here.
         with torch._C.DisableTorchFunction(), target.selected(), torch.no_grad():
             copied = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=target.torch_device)
-            copied.copy_(source, non_blocking=True)
+            with target.receiving(self.devices[home], num_bytes, task):
+                copied.copy_(source, non_blocking=True)
             self._traffic.transferred += num_bytes
             return restore(copied, tensor.size(), tensor.stride())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from torch import Tensor, nn
 
@@ -22,22 +23,23 @@ class Request:
     Attributes:
         phase: the phase of the pack.
         pack: its index.
-        position: where in the plan's order of that phase; before all where no pack is asked for.
+        position: where in the plan's order of that phase.
         place: sorts requests by the order in which they are served: forward before backward, then as planned. The lanes
-            behind catch up, and share a pack's visit.
+            behind catch up, and share a pack's visit. Who asks for the gradient of its loss comes behind those who have theirs
+            and ask for the last layer's backward: the gradient of what that returned may be large.
     """
 
     phase: Phase
     pack: int | None
-    position: int = -1
-    place: tuple[bool, int, int] = field(init=False)
+    position: int = 0
+    place: tuple[bool, int, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.place = self.phase is Phase.BACKWARD, self.position, -1 if self.pack is None else self.pack
+        self.place = self.phase is Phase.BACKWARD, self.position, inf if self.pack is None else self.pack
 
 
 # Of a lane that has not begun.
-_FIRST = False, -1, -1
+_FIRST: tuple[bool, int, float] = False, -1, -1
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,13 @@ class Turns:
         if (
             previous is not None
             and self._has_several_devices
+            and self._plan.groups
             and not previous.lane.finished
             and self._is_first_on_its_device(previous)
             and self._may_run(previous, until)
         ):
             return previous
-        chosen, its_turn = None, (0, _FIRST)
+        chosen, its_turn = None, (0, 0, _FIRST)
         for progress in self.running:
             if progress.lane.finished:
                 continue
@@ -164,24 +167,34 @@ class Turns:
         """Whether all forwards are over."""
         return all(progress.has_come_to_its_loss for progress in self.running)
 
-    def _turn(self, progress: LaneProgress) -> tuple[int, tuple[bool, int, int]]:
-        """What sorts lanes: the soonest, as far as devices and the lane's last turn allow, then by place."""
+    def _turn(self, progress: LaneProgress) -> tuple[int, int, tuple[bool, int, float]]:
+        """What sorts lanes: the soonest, as far as devices and the lane's last turn allow, then by place.
+
+        Where each goes through all packs by itself, the first one comes before all places.
+        """
         request = progress.lane.request
         place = _FIRST if request is None else request.place
+        number = 0 if self._plan.groups else progress.lane.microbatch
         if not self._has_several_devices:
-            return 0, place
-        return max(progress.ready_at, self._free_at[self.device_of(progress)]), place
+            return 0, number, place
+        if request is None or request.pack is None:
+            # It waits for no device.
+            return progress.ready_at, number, place
+        return max(progress.ready_at, self._free_at[self.device_of(progress)]), number, place
 
     def _is_first_on_its_device(self, progress: LaneProgress) -> bool:
-        """Whether no other lane asks for the same device at an earlier place."""
+        """Whether no other lane asks for the same device at an earlier place, or may do so when it has begun."""
         number, place = self.device_of(progress), self._place(progress)
         return all(
-            other is progress or other.lane.finished or self.device_of(other) != number or place < self._place(other)
+            other is progress
+            or other.lane.finished
+            or (other.lane.request is not None and self.device_of(other) != number)
+            or place < self._place(other)
             for other in self.running
         )
 
     @staticmethod
-    def _place(progress: LaneProgress) -> tuple[tuple[bool, int, int], int]:
+    def _place(progress: LaneProgress) -> tuple[tuple[bool, int, float], int]:
         request = progress.lane.request
         return _FIRST if request is None else request.place, progress.lane.microbatch
 

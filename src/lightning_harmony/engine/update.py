@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_harmony.engine.host_store import HostPool, lies_in, num_users
-from lightning_harmony.engine.postponed import Clip, Norms, Overlap, PostponedUpdate, Recorder, sort_state
+from lightning_harmony.engine.postponed import Clip, Norms, Overlap, PostponedUpdate, Recorder, UpdateHeard, sort_state
 from lightning_harmony.engine.profile import Speed
 from lightning_harmony.engine.stream import Event, HostStream
 from lightning_harmony.engine.swap import HostGradients
@@ -64,21 +64,28 @@ class Updater:
         pool: where the buffers of gradients return to.
         devices: what computes meanwhile.
         spared_threads: how many of torch's threads updates leave to who launches the devices' work.
+        on_update: told the parameters of each piece of an update, and its beginning and end by `time.perf_counter`.
 
     Attributes:
         overlap: of all updates.
-        speed: of the updates just in time so far.
+        speed: of the updates just in time so far, but for those that were held back.
         norms: of the gradients of this step, where they were asked for.
         postponed: the update of the step before, where it runs under this one's forward.
     """
 
-    def __init__(self, pool: HostPool, devices: Sequence[Recorder], spared_threads: int = 0) -> None:
+    def __init__(
+        self,
+        pool: HostPool,
+        devices: Sequence[Recorder],
+        spared_threads: int = 0,
+        on_update: UpdateHeard = lambda parameters, start, end: None,
+    ) -> None:
         self.speed = Speed()
         self._pool = pool
         self._devices = devices
         # A thread of its own: the update of a pack runs under the backward of the next.
         self._stream = HostStream("update")
-        self.overlap = Overlap(spared_threads=spared_threads)
+        self.overlap = Overlap(spared_threads=spared_threads, on_update=on_update)
         self.norms = Norms()
         self.postponed = PostponedUpdate(self._stream, devices, self.overlap)
         self._optimizer: Optimizer | None = None
@@ -187,13 +194,15 @@ class Updater:
 
     def _step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         start = time.perf_counter()
-        with self.overlap.updating(), _only(optimizer, self._places, parameters):
+        with self.overlap.updating(parameters), _only(optimizer, self._places, parameters):
             if self._clip is not None:
                 self._clip(list(parameters))
             optimizer.step()
         for parameter in parameters:
             parameter.grad = None
-        self.speed.note(sum(p.numel() * p.element_size() for p in parameters), time.perf_counter() - start)
+        # The first step of all, the one that is held back, also makes the state.
+        if self._reuses:
+            self.speed.note(sum(p.numel() * p.element_size() for p in parameters), time.perf_counter() - start)
 
     def _use_up(self, source: HostGradients) -> None:
         self._unused[id(source)] -= 1

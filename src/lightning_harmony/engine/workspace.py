@@ -34,6 +34,13 @@ class WorkSpace:
         """One microbatch called these layers, given by their indices."""
         self._uses |= Counter(calls)
 
+    def recall(self, layer: SwappedLayer, cost: Cost, num_calls: int) -> None:
+        """What an earlier fit has seen of a layer that each microbatch calls so often."""
+        self.note([layer], Phase.FORWARD, cost.forward_work_bytes)
+        self.note([layer], Phase.BACKWARD, cost.backward_work_bytes)
+        self.note_graph(layer, cost.graph_bytes // max(num_calls, 1))
+        self._uses[layer.index] = num_calls
+
     def bytes(self, layers: Iterable[SwappedLayer], phase: Phase) -> int:
         """What some layers allocate at most, of which one works at a time."""
         work = self._work[phase]

@@ -16,8 +16,9 @@ class Cost:
         backward_work_bytes: the same of recompute and backward.
         graph_bytes: what its graph holds for one microbatch, from its forward to its backward, if it is kept.
         copied_bytes: what crosses from the host when its weights swap in: more than they take where they are cast.
-        input_bytes: what it is called with, for one microbatch.
-        stash_bytes: what is stashed for its backward, for one microbatch. An input that several take is stashed once.
+        input_bytes: what it is called with, for one microbatch: what a microbatch has on the device when it comes to it.
+        stash_bytes: what is stashed for its backward, for one microbatch: its input, and what the code behind it keeps. An
+            input that several take is stashed once.
         forward_seconds: of its forward, for one microbatch.
         backward_seconds: of its recompute and backward, for one microbatch.
     """

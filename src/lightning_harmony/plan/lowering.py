@@ -6,6 +6,7 @@ needed last makes way.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
@@ -13,9 +14,6 @@ from lightning_harmony.plan.footprint import Footprint, footprints
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.schedule import Schedule
 from lightning_harmony.plan.task import Errand, Phase, Task
-
-# How many packs beyond the running one are fetched ahead, where there is room.
-LOOKAHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,17 @@ class Stay:
 
 
 def stays(plan: Plan) -> Iterator[Stay]:
-    """The order of a step: all microbatches run through a pack while it is there, and back at once through fused ones."""
+    """The order of a step: all microbatches run through a pack while it is there, and back at once through fused ones.
+
+    Or, in a plan that doesn't group, one after the other through all packs, and then one after the other back.
+    """
     numbers, num_visits = range(_num_microbatches(plan)), len(plan.visits)
+    if not plan.groups:
+        for phase in Phase:
+            for number, place in product(numbers, range(num_visits)):
+                position = place if phase is Phase.FORWARD else num_visits - 1 - place
+                yield Stay(phase, place, (Run(phase, position, number),))
+        return
     for position in range(plan.first_fused):
         yield Stay(Phase.FORWARD, position, tuple(Run(Phase.FORWARD, position, number) for number in numbers))
     fused = range(plan.first_fused, num_visits)
@@ -72,21 +79,24 @@ def summing_devices(plan: Plan, pack: int) -> range:
     return range(min(plan.num_devices, _num_microbatches(plan)))
 
 
-def lower(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None) -> Schedule:
+def lower(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None, *, is_deferred: bool = False) -> Schedule:
     """The tasks of each device. They are not checked: whether they fit is for `replay` to say.
 
     Args:
         plan: the plan.
         packs: what each pack costs.
         capacity_bytes: what a device may hold; None for no limit.
+        is_deferred: whether updates come last, and not each behind its pack's gradients.
 
     Raises:
         PlanError: if the plan doesn't know its number of microbatches.
     """
     order, footprint = tuple(stays(plan)), footprints(plan, packs)
-    return Schedule(
-        tuple(_Lowering(plan, packs, footprint, capacity_bytes, d, order).tasks() for d in range(plan.num_devices))
-    )
+    devices = [_Lowering(plan, packs, footprint, capacity_bytes, d, order).tasks() for d in range(plan.num_devices)]
+    if is_deferred:
+        # Sorting keeps the order of all others.
+        devices = [tuple(sorted(tasks, key=lambda task: task.kind is Errand.UPDATE)) for tasks in devices]
+    return Schedule(tuple(devices))
 
 
 def _num_microbatches(plan: Plan) -> int:
@@ -136,6 +146,7 @@ class _Lowering:
         self._resident: set[int] = set()
         self._resident_bytes = 0
         self._held = _Held()
+        self._parked: set[tuple[int, int]] = set()
 
     def _here(self, runs: Sequence[Run]) -> tuple[Run, ...]:
         plan = self._plan
@@ -151,7 +162,10 @@ class _Lowering:
     def tasks(self) -> tuple[Task, ...]:
         for number, stay in enumerate(self._stays):
             computing, held = self._compute(stay)
-            self._drop(stay, held)
+            if self._plan.just_in_time:
+                self._drop(stay, held)
+            else:
+                self._evict_all()
             self._bring(number, held.most_bytes, held.leaving_bytes + self._held.leaving_bytes)
             self._tasks += computing
             self._held = held
@@ -159,7 +173,11 @@ class _Lowering:
             for pack in self._summed(stay):
                 if self._last[pack] == number:
                     self._send_gradients(pack, stay)
-        self._tasks += [Task(pack, Errand.EVICT) for pack in sorted(self._resident)]
+                elif not self._plan.just_in_time:
+                    self._park(pack)
+        self._evict_all()
+        if not self._plan.just_in_time:
+            self._update_all()
         return tuple(self._tasks)
 
     def _compute(self, stay: Stay) -> tuple[list[Task], _Held]:
@@ -209,6 +227,8 @@ class _Lowering:
         if (pack, run.position) not in held.sums:
             held.sums.add((pack, run.position))
             held.take(footprint.gradient_bytes, footprint.gradient_bytes)
+            if (pack, run.position) in self._parked:
+                tasks.append(Task(pack, Errand.UNPARK, run.microbatch))
         if footprint.stash_bytes:
             tasks.append(Task(pack, Errand.STASH_IN, run.microbatch))
             held.take(footprint.stash_bytes, footprint.stash_bytes)
@@ -249,11 +269,11 @@ class _Lowering:
         following: list[int] = []
         for stay in self._stays[number + 1 :]:
             for run in stay.runs:
+                if len(following) == self._plan.lookahead:
+                    return [pack for pack in following if pack not in self._resident]
                 pack = self._plan.visits[run.position]
                 if pack not in following and pack not in wanted:
                     following.append(pack)
-                if len(following) == LOOKAHEAD:
-                    return [pack for pack in following if pack not in self._resident]
                 if stay.phase is Phase.BACKWARD or stay.place < self._plan.first_fused:
                     # All runs of such a stay are of one pack.
                     break
@@ -288,6 +308,10 @@ class _Lowering:
         self._resident.add(pack)
         self._resident_bytes += self._packs[pack].weight_bytes
 
+    def _evict_all(self) -> None:
+        for pack in sorted(self._resident):
+            self._evict(pack)
+
     def _evict(self, pack: int) -> None:
         self._tasks.append(Task(pack, Errand.EVICT))
         self._resident.remove(pack)
@@ -298,6 +322,10 @@ class _Lowering:
         num_bytes = self._packs[pack].gradient_bytes
         if not num_bytes:
             return
+        if not self._plan.just_in_time:
+            self._tasks.append(Task(pack, Errand.SWAP_OUT))
+            self._let_go_of_sums(pack)
+            return
         sums = {key for key in self._held.sums if key[0] == pack}
         if owner(self._plan, pack) == self._device:
             others = [device for device in summing_devices(self._plan, pack) if device != self._device]
@@ -305,6 +333,24 @@ class _Lowering:
                 self._make_room(self._held.num_bytes + num_bytes * len(sums), stay, frozenset())
             self._tasks += [Task(pack, Errand.REDUCE, device) for device in others]
             self._tasks += [Task(pack, Errand.SWAP_OUT), Task(pack, Errand.UPDATE)]
+        self._let_go_of_sums(pack)
+
+    def _let_go_of_sums(self, pack: int) -> set[tuple[int, int]]:
+        """What was summed of a pack is on its way out."""
+        sums = {key for key in self._held.sums if key[0] == pack}
+        num_bytes = self._packs[pack].gradient_bytes * len(sums)
         self._held.sums -= sums
-        self._held.num_bytes -= num_bytes * len(sums)
-        self._held.leaving_bytes += num_bytes * len(sums)
+        self._held.num_bytes -= num_bytes
+        self._held.leaving_bytes += num_bytes
+        return sums
+
+    def _park(self, pack: int) -> None:
+        """What was summed so far makes way, until a microbatch comes back."""
+        if self._packs[pack].gradient_bytes:
+            self._tasks.append(Task(pack, Errand.PARK))
+            self._parked |= self._let_go_of_sums(pack)
+
+    def _update_all(self) -> None:
+        """The update after the whole backward."""
+        updated = [pack for pack in self._last if self._packs[pack].gradient_bytes]
+        self._tasks += [Task(pack, Errand.UPDATE) for pack in updated if owner(self._plan, pack) == self._device]

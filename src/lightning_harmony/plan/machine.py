@@ -51,7 +51,7 @@ class Machine:
 # billion parameters a second.
 H200 = Machine(
     name="NVIDIA H200, 16 cores",
-    flops_per_second={"bfloat16": 600e12, "float16": 600e12, "float32": 50e12, "float64": 50e12},
+    flops_per_second={"bfloat16": 640e12, "float16": 640e12, "float32": 50e12, "float64": 50e12},
     memory_bytes_per_second=4.0e12,
     swap_in_bytes_per_second=55e9,
     swap_out_bytes_per_second=55e9,

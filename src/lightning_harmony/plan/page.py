@@ -1,8 +1,9 @@
-"""The page: a prediction as one HTML file, to be scrolled and pointed at, with nothing to load."""
+"""The page: a step, predicted or measured, as one HTML file, to be scrolled and pointed at, with nothing to load."""
 
 import colorsys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Plan
@@ -42,6 +43,15 @@ def summary(plan: Plan, prediction: Prediction) -> list[str]:
     return lines
 
 
+def summaries(plan: Plan, steps: Mapping[str, Prediction]) -> list[str]:
+    """What several steps come to, each named where there are several."""
+    lines = []
+    for name, step in steps.items():
+        head, *devices = summary(plan, step)
+        lines += [f"{name}: {head}" if len(steps) > 1 else head, *devices]
+    return lines
+
+
 def format_seconds(seconds: float) -> str:
     """A time in the unit that suits it."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
@@ -55,23 +65,35 @@ def is_light(span: Span) -> bool:
     return span.task.kind is Phase.FORWARD or "STASH" in span.task.kind.value
 
 
-def streams_of(device: DevicePrediction) -> list[str]:
-    """The streams that a device uses, from top to bottom."""
-    used = {span.stream for span in device.spans}
+def streams_of(devices: Iterable[DevicePrediction]) -> list[str]:
+    """The streams that any of these use, from top to bottom."""
+    used = {span.stream for device in devices for span in device.spans}
     return [stream for stream in STREAMS if stream in used]
 
 
-def to_html(plan: Plan, prediction: Prediction) -> str:
-    """Timeline and memory of each device, and the plan."""
-    drawings = "\n".join(
-        f"<h3>device {number}</h3><div class=wide>{''.join(_drawing(plan, prediction, device))}</div>"
-        for number, device in enumerate(prediction.devices)
-    )
-    lines = "<br>".join(escape(line) for line in summary(plan, prediction))
+def to_html(plan: Plan, steps: Mapping[str, Prediction], title: str) -> str:
+    """Timeline and memory of each device, and the plan.
+
+    Args:
+        plan: names the layers of the packs.
+        steps: what they do, by a name, such as "predicted". Where there are several, they lie below each other.
+        title: of the page.
+    """
+    longest = max(step.seconds for step in steps.values())
+    drawings = []
+    for number in range(plan.num_devices):
+        devices = {name: step.devices[number] for name, step in steps.items()}
+        scales = _Scales(longest, max(device.peak_bytes for device in devices.values()), streams_of(devices.values()))
+        for name, device in devices.items():
+            heading = f"device {number}, {name}" if len(steps) > 1 else f"device {number}"
+            drawing = "".join(_drawing(plan, device, scales))
+            drawings.append(f"<h3>{heading}</h3><div class=wide>{drawing}</div>")
+    lines, newline = "<br>".join(escape(line) for line in summaries(plan, steps)), "\n"
     return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>Plan of a step</title><style>{_STYLE}</style>"
-        f"<h2>Plan of a step</h2><p>{lines}</p><p>Colours are packs; forwards and stashes are light, backwards and weights "
-        f"are not. Point at a task to see what it is.</p>{drawings}<h3>Packs</h3><pre>{escape(str(plan))}</pre></html>\n"
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
+        f"<h2>{title}</h2><p>{lines}</p><p>Colours are packs; forwards and stashes are light, backwards and weights "
+        f"are not. Point at a task to see what it is.</p>{newline.join(drawings)}"
+        f"<h3>Packs</h3><pre>{escape(str(plan))}</pre></html>\n"
     )
 
 
@@ -79,15 +101,28 @@ def _by_kind(num_bytes: Mapping[str, int]) -> str:
     return ", ".join(f"{format_bytes(number)} {kind}" for kind, number in num_bytes.items()) or "nothing"
 
 
-def _drawing(plan: Plan, prediction: Prediction, device: DevicePrediction) -> Iterator[str]:
-    streams = streams_of(device)
-    scale = (_WIDTH - _LEFT) / prediction.seconds if prediction.seconds else 0.0
-    top = len(streams) * (_ROW + _GAP)
+class _Scales(NamedTuple):
+    """What drawings of one device have in common.
+
+    Attributes:
+        seconds: to the right end.
+        num_bytes: to the top of the memory.
+        streams: the rows.
+    """
+
+    seconds: float
+    num_bytes: int
+    streams: Sequence[str]
+
+
+def _drawing(plan: Plan, device: DevicePrediction, scales: _Scales) -> Iterator[str]:
+    scale = (_WIDTH - _LEFT) / scales.seconds if scales.seconds else 0.0
+    top = len(scales.streams) * (_ROW + _GAP)
     yield f'<svg width="{_WIDTH}" height="{top + _CURVE + 30}">'
-    for row, stream in enumerate(streams):
+    for row, stream in enumerate(scales.streams):
         yield f'<text x="0" y="{row * (_ROW + _GAP) + 17}">{stream}</text>'
     for span in device.spans:
-        row, seconds = streams.index(span.stream), span.end_seconds - span.start_seconds
+        row, seconds = scales.streams.index(span.stream), span.end_seconds - span.start_seconds
         left, names = _LEFT + span.start_seconds * scale, ", ".join(plan.packs[span.task.pack])
         told = f"{span.task}: {format_seconds(seconds)} from {format_seconds(span.start_seconds)}"
         yield (
@@ -95,21 +130,21 @@ def _drawing(plan: Plan, prediction: Prediction, device: DevicePrediction) -> It
             f'fill="{colour_of(span.task.pack, len(plan.packs), is_light=is_light(span))}"><title>{told}\n{escape(names)}'
             "</title></rect>"
         )
-    yield from _curve(prediction, device, top, scale)
+    yield from _curve(device, top, scale, scales)
     yield "</svg>"
 
 
-def _curve(prediction: Prediction, device: DevicePrediction, top: int, scale: float) -> Iterator[str]:
+def _curve(device: DevicePrediction, top: int, scale: float, scales: _Scales) -> Iterator[str]:
     """The memory below, with its peak."""
-    bottom, peak = top + _CURVE + 10, max(device.peak_bytes, 1)
-    points, height = [f"{_LEFT},{bottom}"], float(bottom)
+    bottom, most = top + _CURVE + 10, max(scales.num_bytes, 1)
+    points, across, height = [f"{_LEFT},{bottom}"], float(_LEFT), float(bottom)
     for moment, num_bytes in device.memory:
         across = _LEFT + moment * scale
         points.append(f"{across:.2f},{height:.2f}")
-        height = bottom - _CURVE * num_bytes / peak
+        height = bottom - _CURVE * num_bytes / most
         points.append(f"{across:.2f},{height:.2f}")
-    points.append(f"{_LEFT + prediction.seconds * scale:.2f},{bottom}")
+    points.append(f"{across:.2f},{bottom}")
     yield f'<polygon points="{" ".join(points)}" fill="#cfd8e3" stroke="#5b6b7f"/>'
-    yield f'<text x="0" y="{top + 20}">{format_bytes(device.peak_bytes)}</text><text x="0" y="{bottom}">memory</text>'
+    yield f'<text x="0" y="{top + 20}">{format_bytes(scales.num_bytes)}</text><text x="0" y="{bottom}">memory</text>'
     yield f'<text x="{_LEFT}" y="{bottom + 16}">0</text>'
-    yield f'<text x="{_WIDTH}" y="{bottom + 16}" text-anchor="end">{format_seconds(prediction.seconds)}</text>'
+    yield f'<text x="{_WIDTH}" y="{bottom + 16}" text-anchor="end">{format_seconds(scales.seconds)}</text>'

@@ -17,7 +17,7 @@ from lightning_harmony.plan.task import Phase
 from lightning_harmony.plan.values import decode, encode
 
 # Of the JSON. A reader of one version refuses all others: plans are quickly made anew.
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,13 @@ class Predicted:
 # How packs are placed on several devices: the microbatches go round, or the packs do.
 Parallel = Literal["pipeline", "data"]
 
+# How long what a microbatch brought stays for others to use: as long as there is room, which makes just-in-time computing and
+# updates possible; as long as microbatches run through its pack; or not at all, as where memory is merely virtual.
+Reuse = Literal["just-in-time", "visit", "none"]
+
+# How many packs beyond the running one are fetched ahead, where there is room.
+LOOKAHEAD = 2
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -50,6 +57,11 @@ class Plan:
         num_devices: how many devices share the work.
         parallel: "pipeline", where each pack has its device, or "data", where each microbatch has.
         num_microbatches: how many the step is planned for; None before it was seen.
+        reuse: how long weights and sums of gradients stay on a device. "just-in-time": as long as there is room, and each
+            pack is updated when its gradients are final. "visit": while all microbatches run through the pack, and the
+            update follows the whole backward. "none": each microbatch goes through all packs by itself, and swaps each
+            anew. The latter two are what Harmony is compared with.
+        lookahead: how many packs beyond the running one are fetched ahead, where there is room.
         fingerprint: of the model that it is for, as `fingerprint` makes it; empty if that is not told.
         profile: what it was made from, if that is known.
         predicted: what the step was predicted to take, if it was.
@@ -62,17 +74,37 @@ class Plan:
     num_devices: int = 1
     parallel: Parallel = "pipeline"
     num_microbatches: int | None = None
+    reuse: Reuse = "just-in-time"
+    lookahead: int = LOOKAHEAD
     fingerprint: str = ""
     profile: Profile | None = None
     predicted: Predicted | None = None
 
     def device_of(self, pack: int, microbatch: int) -> int:
-        """The device where a pack runs for a microbatch."""
-        return (pack if self.parallel == "pipeline" else microbatch) % self.num_devices
+        """The device where a pack runs for a microbatch.
+
+        In a pipeline, packs go round the devices. Where each microbatch goes through all of them by itself, that would have
+        every device swap whenever a lane comes round: there, each device has a stage of consecutive ones.
+        """
+        if self.parallel == "data":
+            return microbatch % self.num_devices
+        if self.groups:
+            return pack % self.num_devices
+        return min(pack * self.num_devices // max(len(self.packs), 1), self.num_devices - 1)
 
     def runs_on(self, pack: int, device: int) -> bool:
         """Whether a pack runs on a device, for any microbatch."""
-        return self.parallel == "data" or pack % self.num_devices == device
+        return self.parallel == "data" or self.device_of(pack, 0) == device
+
+    @property
+    def groups(self) -> bool:
+        """Whether all microbatches run through a pack while it is there."""
+        return self.reuse != "none"
+
+    @property
+    def just_in_time(self) -> bool:
+        """Whether what is on a device is used as long as it is there, by the backward and for the update."""
+        return self.reuse == "just-in-time"
 
     def __str__(self) -> str:
         lines = [f"pack {index}: {', '.join(layers)}" for index, layers in enumerate(self.packs)]
@@ -80,10 +112,11 @@ class Plan:
         kept = [f"keep their graphs: {' '.join(map(str, sorted(self.kept)))}"] if self.kept else []
         number = [f"microbatches: {self.num_microbatches}"] if self.num_microbatches is not None else []
         devices = [f"{self.parallel} on {self.num_devices} devices"] if self.num_devices > 1 else []
+        reuse = [] if self.just_in_time else [f"reuse: {self.reuse}"]
+        lookahead = [] if self.lookahead == LOOKAHEAD else [f"packs fetched ahead: {self.lookahead}"]
         predicted = [f"predicted: {_text(self.predicted)}"] if self.predicted is not None else []
-        return "\n".join(
-            [*lines, f"visits: {before} [{fused}]".replace("  ", " "), *kept, *devices, *number, *predicted]
-        )
+        visits = f"visits: {before} [{fused}]".replace("  ", " ")
+        return "\n".join([*lines, visits, *kept, *devices, *number, *reuse, *lookahead, *predicted])
 
     def to_json(self) -> str:
         """The plan as JSON, which `from_json` reads."""

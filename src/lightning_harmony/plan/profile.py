@@ -1,8 +1,10 @@
 """What a step is planned for: the machine, and what the layers cost on it."""
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import median
 
 from lightning_harmony.plan.cost import Cost, pack_cost
 
@@ -45,3 +47,30 @@ class Profile:
     @cached_property
     def _by_name(self) -> dict[str, Cost]:
         return {cost.name: cost for cost in self.layers}
+
+
+def share_seconds(layers: Sequence[Cost], kinds: Sequence[str]) -> list[Cost]:
+    """Let layers that do the same share what was timed of each: the median, which one slow turn does not move.
+
+    Those do the same that are of one kind and cost the same bytes: their inputs have the same shapes, then. Bytes are
+    counted, not timed, so each layer keeps its own.
+
+    Args:
+        layers: what each costs.
+        kinds: of each, the same for those whose code and parameters are alike.
+    """
+    alike: defaultdict[object, list[Cost]] = defaultdict(list)
+    for cost, kind in zip(layers, kinds, strict=True):
+        alike[_key(cost, kind)].append(cost)
+    return [
+        replace(
+            cost,
+            forward_seconds=median(other.forward_seconds for other in alike[_key(cost, kind)]),
+            backward_seconds=median(other.backward_seconds for other in alike[_key(cost, kind)]),
+        )
+        for cost, kind in zip(layers, kinds, strict=True)
+    ]
+
+
+def _key(cost: Cost, kind: str) -> object:
+    return kind, replace(cost, name="", forward_seconds=0.0, backward_seconds=0.0)

@@ -11,12 +11,15 @@ The rules:
    backward. Where the graph is kept, there is no stash.
 6. Gradients are summed in the order of the microbatches: then the sums do not depend on the plan.
 7. The gradients of a pack go to the host once, after its last backward, and after those of other devices were added, in
-   the order of the devices. The update follows, once.
+   the order of the devices. The update follows, once. Where nothing is done just in time, each device sends its own, and no
+   update begins before the whole backward has ended. Sums that are not final may make way: they are parked on the host, and
+   come back before the next backward that adds to them.
 8. What is on a device never exceeds the capacity.
 
 Times: each device has a stream of each kind, and the host one for updates. A task begins when its stream is free, what it
 needs is there, and there is room: it waits for what earlier tasks send away, as far as it has to. A copy is issued behind
-the computing that is listed before it, so it begins no sooner than that does.
+the computing that is listed before it, so it begins no sooner than that does; weights, where none are fetched ahead, no
+sooner than that has ended.
 """
 
 from __future__ import annotations
@@ -40,16 +43,18 @@ from lightning_harmony.plan.task import Errand, Phase, Task
 
 COMPUTE, UPDATE = "compute", "update"
 STREAMS = ("swap-in", "stash-in", "transfer", COMPUTE, "swap-out", UPDATE)
-_STREAM_OF: dict[Phase | Errand, str] = {
+STREAM_OF: dict[Phase | Errand, str] = {
     Phase.FORWARD: COMPUTE,
     Phase.BACKWARD: COMPUTE,
     Errand.SWAP_IN: "swap-in",
+    Errand.UNPARK: "swap-in",
     Errand.STASH_IN: "stash-in",
     Errand.TRANSFER_FORWARD: "transfer",
     Errand.TRANSFER_BACKWARD: "transfer",
     Errand.REDUCE: "transfer",
     Errand.STASH_OUT: "swap-out",
     Errand.SWAP_OUT: "swap-out",
+    Errand.PARK: "swap-out",
     Errand.UPDATE: UPDATE,
 }
 
@@ -72,7 +77,7 @@ class DevicePrediction:
         peak_bytes: the most that is on it.
         memory: each moment at which that changes, and what is on it from then on.
         compute_seconds: how long it computes.
-        swapped_in_bytes: host to device, by kind: "weights", "stash".
+        swapped_in_bytes: host to device, by kind: "weights", "gradients", "stash".
         swapped_out_bytes: device to host, by kind: "gradients", "stash".
         transferred_bytes: what comes from other devices.
     """
@@ -120,6 +125,10 @@ def refuse_invalid(plan: Plan) -> None:
         before = set(plan.visits[: plan.first_fused])
         problems += [f"pack {pack} is fused, but visited before" for pack in sorted(before & plan.fused)]
         problems += [f"pack {p} keeps its graphs, but isn't before the fused ones" for p in sorted(plan.kept - before)]
+        if not plan.just_in_time and (plan.first_fused < len(plan.visits) or plan.kept):
+            problems.append(f"it keeps graphs, but with reuse={plan.reuse!r} no weights stay for them")
+    if plan.lookahead < 0 or (plan.lookahead and not plan.just_in_time):
+        problems.append(f"it fetches {plan.lookahead} packs ahead, but with reuse={plan.reuse!r} none would stay")
     for name, number in (("microbatches", plan.num_microbatches), ("devices", plan.num_devices)):
         if number is not None and number < 1:
             problems.append(f"it is for {number} {name}")
@@ -127,12 +136,14 @@ def refuse_invalid(plan: Plan) -> None:
         raise PlanError(f"this plan cannot be run: {'; '.join(problems)}")
 
 
-def predict(plan: Plan, machine: MachineLimits | None = None) -> Prediction:
+def predict(plan: Plan, machine: MachineLimits | None = None, *, is_deferred: bool = False) -> Prediction:
     """What a step by this plan does, as far as the plan knows what its layers cost.
 
     Args:
         plan: the plan, with its profile.
         machine: what it runs on; None for what its profile was measured on.
+        is_deferred: whether parameters are updated after the backward. It runs alone then: what of the update hides under the
+            next step is not foreseen.
 
     Raises:
         PlanError: if it has no profile, or breaks a rule.
@@ -142,7 +153,7 @@ def predict(plan: Plan, machine: MachineLimits | None = None) -> Prediction:
     refuse_invalid(plan)
     machine = machine or plan.profile.machine
     packs = plan.profile.pack_costs(plan.packs)
-    return replay(plan, lower(plan, packs, machine.capacity_bytes), packs, machine)
+    return replay(plan, lower(plan, packs, machine.capacity_bytes, is_deferred=is_deferred), packs, machine)
 
 
 def replay(plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: MachineLimits) -> Prediction:
@@ -265,6 +276,7 @@ class _Device:
     stash: dict[tuple[int, int], list[_Stashed]] = field(default_factory=dict)
     sums: dict[int, int] = field(default_factory=dict)
     summed_at: dict[int, float] = field(default_factory=dict)
+    parked: dict[int, float] = field(default_factory=dict)
     reduced: dict[int, list[int]] = field(default_factory=dict)
     next_sum: dict[int, int] = field(default_factory=dict)
     swapped_in: Counter[str] = field(default_factory=Counter)
@@ -299,7 +311,7 @@ class _Replay:
             for pack, number in self._num_visits.items()
             for device in summing_devices(plan, pack)
         }
-        self._sent: dict[int, float] = {}
+        self._sent: dict[int, dict[int, float]] = {}
         self._updated: set[int] = set()
         self._update_free = 0.0
         self._handlers: dict[Phase | Errand, Callable[[_Device, int, int], str]] = {
@@ -308,6 +320,8 @@ class _Replay:
             Errand.SWAP_IN: self._swap_in,
             Errand.EVICT: self._evict,
             Errand.SWAP_OUT: self._swap_out,
+            Errand.PARK: self._park,
+            Errand.UNPARK: self._unpark,
             Errand.UPDATE: self._update,
             Errand.STASH_OUT: self._stash_out,
             Errand.STASH_IN: self._stash_in,
@@ -377,6 +391,8 @@ class _Replay:
             return f"the weights of pack {min(device.weights)} are still there"
         if device.sums:
             return f"the gradients of pack {min(device.sums)} are never swapped out"
+        if device.parked:
+            return f"the gradients of pack {plan.visits[min(device.parked)]} are parked for ever"
         waiting = [pack for pack in self._sent if pack not in self._updated and owner(plan, pack) == device.number]
         return f"pack {waiting[0]} is never updated" if waiting else ""
 
@@ -398,7 +414,7 @@ class _Replay:
     def _begin(self, device: _Device, num_bytes: int, after: float, seconds: float) -> tuple[float, float] | None:
         """Run the task at hand as soon as it can; None if there is no room."""
         task = device.tasks[device.place]
-        stream = _STREAM_OF[task.kind]
+        stream = STREAM_OF[task.kind]
         room = device.memory.room_at(num_bytes) if num_bytes else 0.0
         if room is None:
             return None
@@ -432,7 +448,8 @@ class _Replay:
             raise _BrokenError(f"pack {pack} is there already")
         cost = self._packs[pack]
         seconds = self._seconds(cost.copied_bytes, self._machine.swap_in_bytes_per_second)
-        run = self._begin(device, cost.weight_bytes, 0.0, seconds)
+        after = 0.0 if self._plan.lookahead else device.streams[COMPUTE]
+        run = self._begin(device, cost.weight_bytes, after, seconds)
         if run is None:
             return self._no_room(device, cost.weight_bytes)
         device.weights[pack] = device.last_use[pack] = run[1]
@@ -491,6 +508,8 @@ class _Replay:
         stashed = None if keeps else device.stash[pack, microbatch][-1]
         if stashed is not None and stashed.where == "on the host":
             raise _BrokenError("its stash is on the host")
+        if position in device.parked:
+            raise _BrokenError("its gradients are parked on the host")
         summed = device.next_sum.get(position, 0)
         of_device = self._of_device[device.number]
         if footprint.gradient_bytes and of_device[summed] != microbatch:
@@ -591,6 +610,10 @@ class _Replay:
         if self._left[pack, device.number] or self._left[pack, other]:
             return f"not all backwards of pack {pack} on devices {device.number} and {other} have run"
         source = self._devices[other]
+        if pack not in source.sums or pack not in device.sums:
+            raise _BrokenError(
+                f"gradients of pack {pack} on devices {device.number} and {other} are parked on the host"
+            )
         num_bytes = source.sums[pack]
         seconds = self._seconds(num_bytes, self._machine.transfer_bytes_per_second)
         after = max(source.summed_at[pack], device.summed_at[pack])
@@ -612,33 +635,74 @@ class _Replay:
     # ---- gradients -----------------------------------------------------------------------------------------------------
 
     def _swap_out(self, device: _Device, pack: int, _: int) -> str:
-        self._refuse_other_owner(device, pack)
-        if pack in self._sent:
+        if self._plan.just_in_time:
+            self._refuse_other_owner(device, pack)
+        sent = self._sent.setdefault(pack, {})
+        if device.number in sent:
             raise _BrokenError(f"the gradients of pack {pack} are on the host already")
         if self._left.get((pack, device.number)):
             raise _BrokenError(f"{self._left[pack, device.number]} backwards of pack {pack} have not run")
         if pack not in device.sums:
             raise _BrokenError(f"pack {pack} has no gradients")
-        others = len(summing_devices(self._plan, pack)) - 1
+        others = len(summing_devices(self._plan, pack)) - 1 if self._plan.just_in_time else 0
         if len(device.reduced.get(pack, [])) < others:
             raise _BrokenError(f"the gradients of pack {pack} on other devices are not added")
+        sent[device.number] = self._send(device, pack)
+        # What was parked of other visits is on the host, where it is added.
+        for position in [position for position in device.parked if self._plan.visits[position] == pack]:
+            sent[device.number] = max(sent[device.number], device.parked.pop(position))
+        return ""
+
+    def _send(self, device: _Device, pack: int) -> float:
+        """Bring the sums of a pack to the host; when they are there."""
         num_bytes = device.sums.pop(pack)
         seconds = self._seconds(num_bytes, self._machine.swap_out_bytes_per_second)
         run = self._begin(device, 0, device.summed_at[pack], seconds)
         assert run is not None
         device.memory.give(num_bytes, run[1])
         device.swapped_out["gradients"] += num_bytes
-        self._sent[pack] = run[1]
+        return run[1]
+
+    def _park(self, device: _Device, pack: int, _: int) -> str:
+        if pack not in device.sums:
+            raise _BrokenError(f"pack {pack} has no gradients")
+        there = [p for p, number in device.next_sum.items() if number and self._plan.visits[p] == pack]
+        there = [position for position in there if position not in device.parked]
+        device.parked.update(dict.fromkeys(there, self._send(device, pack)))
+        return ""
+
+    def _unpark(self, device: _Device, pack: int, microbatch: int) -> str:
+        lane = self._lanes[microbatch]
+        if problem := self._not_next(lane, Phase.BACKWARD, pack, microbatch):
+            return problem
+        if lane.position not in device.parked:
+            raise _BrokenError(f"no gradients of pack {pack} are parked that microbatch {microbatch} adds to")
+        num_bytes = self._footprints[lane.position].gradient_bytes
+        seconds = self._seconds(num_bytes, self._machine.swap_in_bytes_per_second)
+        run = self._begin(device, num_bytes, device.parked[lane.position], seconds)
+        if run is None:
+            return self._no_room(device, num_bytes)
+        del device.parked[lane.position]
+        device.sums[pack] = device.sums.get(pack, 0) + num_bytes
+        device.summed_at[pack] = max(device.summed_at[pack], run[1])
+        device.swapped_in["gradients"] += num_bytes
         return ""
 
     def _update(self, device: _Device, pack: int, _: int) -> str:
         self._refuse_other_owner(device, pack)
-        if pack not in self._sent:
-            raise _BrokenError(f"the gradients of pack {pack} are not on the host")
         if pack in self._updated:
             raise _BrokenError(f"pack {pack} has been updated")
+        sent, after = self._sent.get(pack, {}), 0.0
+        if self._plan.just_in_time and not sent:
+            raise _BrokenError(f"the gradients of pack {pack} are not on the host")
+        if not self._plan.just_in_time:
+            if missing := [number for number in summing_devices(self._plan, pack) if number not in sent]:
+                return f"the gradients of pack {pack} on device {missing[0]} are not on the host"
+            if waiting := [number for number, lane in enumerate(self._lanes) if lane.position >= 0]:
+                return f"the backward of microbatch {waiting[0]} has not ended"
+            after = max(lane.ready for lane in self._lanes)
         seconds = self._seconds(self._packs[pack].gradient_bytes, self._machine.update_bytes_per_second)
-        run = self._begin(device, 0, self._sent[pack], seconds)
+        run = self._begin(device, 0, max(*sent.values(), after), seconds)
         assert run is not None
         self._updated.add(pack)
         return ""

@@ -19,6 +19,8 @@ class Errand(Enum):
         SWAP_IN: the pack's weights come from the host.
         EVICT: they leave the device; the host has them.
         SWAP_OUT: the pack's gradients go to the host.
+        PARK: what is summed of them so far goes there.
+        UNPARK: it comes back, for the backward of a microbatch.
         UPDATE: the host updates the pack from its gradients.
         STASH_OUT: what a forward leaves for its backward goes to the host.
         STASH_IN: it comes back.
@@ -30,6 +32,8 @@ class Errand(Enum):
     SWAP_IN = "SWAP_IN"
     EVICT = "EVICT"
     SWAP_OUT = "SWAP_OUT"
+    PARK = "PARK"
+    UNPARK = "UNPARK"
     UPDATE = "U"
     STASH_OUT = "STASH_OUT"
     STASH_IN = "STASH_IN"
@@ -41,7 +45,7 @@ class Errand(Enum):
 Kind: TypeAlias = Phase | Errand
 
 _KINDS: dict[str, Kind] = {kind.value: kind for kinds in (Phase, Errand) for kind in kinds}
-_WITHOUT_NUMBER = frozenset({Errand.SWAP_IN, Errand.EVICT, Errand.SWAP_OUT, Errand.UPDATE})
+_WITHOUT_NUMBER = frozenset({Errand.SWAP_IN, Errand.EVICT, Errand.SWAP_OUT, Errand.PARK, Errand.UPDATE})
 _TASK = re.compile(r"([0-9]+)([A-Z_]+)([0-9]*)")
 
 

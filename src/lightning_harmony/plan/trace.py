@@ -1,39 +1,49 @@
-"""The trace: a prediction in the format of Chrome's and Perfetto's trace viewers."""
+"""The trace: a step, predicted or measured, in the format of Chrome's and Perfetto's trace viewers."""
 
 import json
+from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.replay import STREAMS, Prediction, Span
+from lightning_harmony.plan.replay import STREAMS, DevicePrediction, Prediction, Span
 
 
-def to_trace(plan: Plan, prediction: Prediction) -> str:
-    """A prediction as JSON, for https://ui.perfetto.dev or chrome://tracing: devices are processes, streams are threads.
+def to_trace(plan: Plan, steps: Mapping[str, Prediction]) -> str:
+    """Steps as JSON, for https://ui.perfetto.dev or chrome://tracing: devices are processes, streams are threads.
 
     Args:
         plan: names the layers of the packs.
-        prediction: of a step by that plan.
+        steps: what they do, by a name, such as "predicted". Where there are several, they lie below each other.
     """
     events: list[dict[str, Any]] = []
-    for number, device in enumerate(prediction.devices):
-        events.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": f"device {number}"}})
-        for thread, stream in enumerate(STREAMS):
-            place = {"pid": number, "tid": thread}
-            events.append({"ph": "M", **place, "name": "thread_name", "args": {"name": stream}})
-            events.append({"ph": "M", **place, "name": "thread_sort_index", "args": {"sort_index": thread}})
-        events += [_event(plan, number, span) for span in device.spans]
-        events += [
-            {"ph": "C", "pid": number, "name": "memory", "ts": _microseconds(moment), "args": {"bytes": num_bytes}}
-            for moment, num_bytes in device.memory
-        ]
+    for process, (number, name) in enumerate(product(range(plan.num_devices), steps)):
+        title = f"device {number}, {name}" if len(steps) > 1 else f"device {number}"
+        events += _process(plan, steps[name].devices[number], process, title)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
-def _event(plan: Plan, device: int, span: Span) -> dict[str, Any]:
+def _process(plan: Plan, device: DevicePrediction, process: int, title: str) -> Iterator[dict[str, Any]]:
+    """One device in one step."""
+    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": title}}
+    yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
+    for thread, stream in enumerate(STREAMS):
+        place = {"pid": process, "tid": thread}
+        yield {"ph": "M", **place, "name": "thread_name", "args": {"name": stream}}
+        yield {"ph": "M", **place, "name": "thread_sort_index", "args": {"sort_index": thread}}
+    for span in device.spans:
+        yield _event(plan, process, span)
+    for moment, num_bytes in device.memory:
+        yield {
+            "ph": "C", "pid": process, "name": "memory", "ts": _microseconds(moment), "args": {"bytes": num_bytes},
+        }  # fmt: skip
+
+
+def _event(plan: Plan, process: int, span: Span) -> dict[str, Any]:
     layers = plan.packs[span.task.pack]
     return {
         "ph": "X",
-        "pid": device,
+        "pid": process,
         "tid": STREAMS.index(span.stream),
         "name": str(span.task),
         "cat": span.stream,

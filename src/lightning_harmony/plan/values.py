@@ -1,10 +1,12 @@
-"""Values as JSON: frozen dataclasses to plain data and back, with everything checked on the way back."""
+"""Values as JSON: frozen dataclasses, and tuples in them, to plain data and back, with everything checked on the way back."""
 
 import types
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.task import Task
 
 T = TypeVar("T")
 
@@ -15,6 +17,10 @@ def encode(value: object) -> Any:
         return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, frozenset):
         return sorted(value)
+    if isinstance(value, Task):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: encode(item) for name, item in value.items()}
     if isinstance(value, tuple):
         return [encode(item) for item in value]
     return value
@@ -39,10 +45,12 @@ def _decode(expected: Any, data: Any, name: str) -> Any:
     if is_dataclass(expected):
         return _decode_fields(expected, data, name)
     origin, arguments = get_origin(expected), get_args(expected)
-    if origin in (tuple, frozenset):
-        if not isinstance(data, list):
-            raise _wrong(name, "a list", data)
-        return origin(_decode(arguments[0], item, f"{name}[{number}]") for number, item in enumerate(data))
+    if expected is Task:
+        return _decode_task(data, name)
+    if hasattr(expected, "_fields"):
+        return expected(*_decode_items(tuple(get_type_hints(expected).values()), data, name))
+    if origin in (tuple, frozenset, Mapping):
+        return _decode_container(origin, arguments, data, name)
     if origin in (types.UnionType, Union):
         if data is None:
             return None
@@ -53,7 +61,7 @@ def _decode(expected: Any, data: Any, name: str) -> Any:
         return data
     if expected is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
-    if not isinstance(data, expected) or isinstance(data, bool):
+    if not isinstance(data, expected) or (isinstance(data, bool) and expected is not bool):
         raise _wrong(name, expected.__name__, data)
     return data
 
@@ -68,6 +76,33 @@ def _decode_fields(expected: Any, data: Any, name: str) -> Any:
     if unknown := [field for field in data if field not in names]:
         raise PlanError(f"{name} has {unknown[0]!r}, which is not known")
     return expected(**{field: _decode(hints[field], data[field], f"{name}.{field}") for field in names})
+
+
+def _decode_container(origin: Any, arguments: tuple[Any, ...], data: Any, name: str) -> Any:
+    if origin is Mapping:
+        if not isinstance(data, dict):
+            raise _wrong(name, "an object", data)
+        return {key: _decode(arguments[1], item, f"{name}.{key}") for key, item in data.items()}
+    if origin is tuple and Ellipsis not in arguments:
+        return _decode_items(arguments, data, name)
+    if not isinstance(data, list):
+        raise _wrong(name, "a list", data)
+    return origin(_decode(arguments[0], item, f"{name}[{number}]") for number, item in enumerate(data))
+
+
+def _decode_items(expected: tuple[Any, ...], data: Any, name: str) -> tuple[Any, ...]:
+    """Items of a type each."""
+    if not isinstance(data, list) or len(data) != len(expected):
+        raise _wrong(name, f"a list of {len(expected)}", data)
+    items = enumerate(zip(expected, data, strict=True))
+    return tuple(_decode(kind, item, f"{name}[{number}]") for number, (kind, item) in items)
+
+
+def _decode_task(data: Any, name: str) -> Task:
+    try:
+        return Task.parse(data)
+    except (TypeError, ValueError) as error:
+        raise _wrong(name, "a task such as '3F0'", data) from error
 
 
 def _wrong(name: str, expected: str, data: Any) -> PlanError:

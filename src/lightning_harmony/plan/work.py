@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.line import on_line
 from lightning_harmony.plan.machine import Machine
 
 
@@ -30,13 +29,6 @@ class Work:
         flops = {name: self.flops.get(name, 0) + other.flops.get(name, 0) for name in names}
         return Work(flops, self.moved_bytes + other.moved_bytes, self.num_operations + other.num_operations)
 
-    def scaled(self, other: Work, factor: float) -> Work:
-        """The work on the line through this and another one, by ``factor`` of the way there."""
-        names = dict.fromkeys([*self.flops, *other.flops])
-        flops = {name: _on_line(self.flops.get(name, 0), other.flops.get(name, 0), factor) for name in names}
-        moved = _on_line(self.moved_bytes, other.moved_bytes, factor)
-        return Work(flops, moved, _on_line(self.num_operations, other.num_operations, factor))
-
     def device_seconds(self, machine: Machine) -> float:
         """How long the device computes."""
         products = sum(flops / machine.flops_per_second_of(dtype) for dtype, flops in self.flops.items())
@@ -45,11 +37,6 @@ class Work:
     def host_seconds(self, machine: Machine) -> float:
         """How long the host is busy having the device compute."""
         return self.num_operations * machine.operation_seconds
-
-
-def _on_line(one: int, other: int, factor: float) -> int:
-    """Rounded up: what is needed is never said to be less."""
-    return max(0, math.ceil(one + (other - one) * factor))
 
 
 @dataclass(frozen=True)
@@ -63,6 +50,7 @@ class LayerProfile:
         trained_bytes: its parameters that an optimizer updates.
         num_trained: how many numbers those are.
         live_bytes: what else a microbatch has on the device when it comes to the layer, in forward or backward.
+        input_bytes: what a call is made with, as far as it goes to the stash.
         stash_bytes: what goes to the stash.
         num_calls: how often a step calls it.
         forward: what its forward computes.
@@ -76,6 +64,7 @@ class LayerProfile:
     trained_bytes: int
     num_trained: int
     live_bytes: int
+    input_bytes: int
     stash_bytes: int
     num_calls: int
     forward: Work
@@ -116,18 +105,4 @@ def between(one: StepProfile, other: StepProfile, factor: float) -> StepProfile:
     """
     if one.calls != other.calls:
         return one if factor <= 0.5 else other
-    result: StepProfile = _between(one, other, factor)
-    return result
-
-
-def _between(one: Any, other: Any, factor: float) -> Any:
-    if one == other or isinstance(one, str):
-        return one
-    if isinstance(one, int):
-        return _on_line(one, other, factor)
-    if isinstance(one, tuple):
-        return tuple(_between(a, b, factor) for a, b in zip(one, other, strict=True))
-    if isinstance(one, Work):
-        return one.scaled(other, factor)
-    values = {f.name: _between(getattr(one, f.name), getattr(other, f.name), factor) for f in fields(one)}
-    return type(one)(**values)
+    return on_line(one, other, factor)

@@ -1,0 +1,222 @@
+"""The rows that are compared, as plans, and the formulas that tell their bytes.
+
+Each row of `ROWS` adds something to the one before. The first is what the paper compares with: each microbatch swaps each
+layer anew, as memory that is merely virtual does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from models import LAYERS, Model, Shape, batch_on_meta
+
+from lightning_harmony.engine.decompose import find_layers
+from lightning_harmony.engine.rehearse import rehearse
+from lightning_harmony.plan.lowering import lower
+from lightning_harmony.plan.machine import Machine
+from lightning_harmony.plan.packing import fill_capacity
+from lightning_harmony.plan.plan import Parallel, Plan, visits_of
+from lightning_harmony.plan.profile import MachineLimits, Profile
+from lightning_harmony.plan.replay import Prediction, predict
+from lightning_harmony.plan.search import search
+from lightning_harmony.plan.task import Errand
+from lightning_harmony.plan.work import LayerProfile
+
+ROWS = ("per microbatch", "grouping", "just in time", "packing", "prefetch", "search")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a model's layers cost, told without its memory.
+
+    Attributes:
+        profile: the layers and the machine.
+        calls: the order in which they are called.
+        parameter_bytes: of each, by its name.
+    """
+
+    profile: Profile
+    calls: tuple[int, ...]
+    parameter_bytes: dict[str, int]
+
+    @property
+    def weight_bytes(self) -> int:
+        """W: all parameters."""
+        return sum(self.parameter_bytes.values())
+
+
+def costs_of(shape: Shape, microbatch_size: int, machine: Machine, capacity_bytes: int) -> Costs:
+    """Rehearse a step on fake tensors."""
+    import torch
+
+    with torch.device("meta"):
+        model = Model(shape)
+    layers = find_layers(model, max_layer_bytes=None, layers=LAYERS)
+    step = rehearse(model, layers, lambda batch: model.training_step(batch, 0), batch_on_meta(shape, microbatch_size))
+    limits = MachineLimits(
+        capacity_bytes,
+        machine.swap_in_bytes_per_second,
+        machine.swap_out_bytes_per_second,
+        # Between GPUs there is a faster way than through the host.
+        None,
+        4 * machine.updated_parameters_per_second,
+    )
+    profile = Profile(tuple(_cost(layer, machine) for layer in step.layers), limits)
+    sizes = {
+        layer.name: sum(p.numel() * p.element_size() for p in layer.module.parameters() if p.requires_grad)
+        for layer in layers
+    }
+    return Costs(profile, step.calls, sizes)
+
+
+def _cost(layer: LayerProfile, machine: Machine):
+    """What the planner knows of a layer, with seconds on a machine."""
+    seconds = [
+        max(work.device_seconds(machine), work.host_seconds(machine) + machine.call_seconds)
+        for work in (layer.forward, layer.backward)
+    ]
+    return replace(
+        layer.cost,
+        copied_bytes=layer.swapped_bytes,
+        input_bytes=layer.stash_bytes,
+        stash_bytes=layer.stash_bytes,
+        forward_seconds=seconds[0],
+        backward_seconds=seconds[1],
+    )
+
+
+def plan_of(row: str, costs: Costs, num_microbatches: int, num_devices: int, parallel: Parallel) -> Plan:
+    """The plan of a row.
+
+    Args:
+        row: one of `ROWS`.
+        costs: of the model.
+        num_microbatches: of all devices together.
+        num_devices: how many there are.
+        parallel: how they share the work.
+    """
+    if row == "search":
+        return search(costs.profile, costs.calls, num_microbatches, num_devices=num_devices, parallel=parallel)
+    level = ROWS.index(row)
+    layers = [costs.profile.layers[call] for call in dict.fromkeys(costs.calls)]
+    cut = tuple((number,) for number in range(len(layers)))
+    if level >= ROWS.index("packing"):
+        around = num_devices if parallel == "pipeline" else 1
+        cut = fill_capacity(layers, costs.profile.machine.capacity_bytes, around)
+    packs = tuple(tuple(layers[number].name for number in pack) for pack in cut)
+    pack_of = {name: index for index, pack in enumerate(packs) for name in pack}
+    visits = visits_of([pack_of[costs.profile.layers[call].name] for call in costs.calls])
+    is_just_in_time = level >= ROWS.index("just in time")
+    return Plan(
+        packs,
+        visits,
+        len(visits) - 1 if is_just_in_time else len(visits),
+        num_devices=num_devices,
+        parallel=parallel,
+        num_microbatches=num_microbatches,
+        reuse="just-in-time" if is_just_in_time else "visit" if level else "none",
+        lookahead=2 if level >= ROWS.index("prefetch") else 0,
+        profile=costs.profile,
+    )
+
+
+# ---- bytes -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes of weights and gradients that a step swaps, and how the formula comes to them.
+
+    Attributes:
+        num_bytes: counted.
+        between_devices: of those, what goes from device to device: gradients that are summed there before one copy leaves.
+        formula: in words of the paper.
+        formula_bytes: what it comes to.
+        paper: what the paper's formula says of the row, where the two differ.
+        paper_bytes: what that comes to.
+        stash_bytes: what is stashed and comes back, beside.
+        seconds: of the step, as predicted.
+    """
+
+    num_bytes: int
+    between_devices: int
+    formula: str
+    formula_bytes: int
+    paper: str
+    paper_bytes: int
+    stash_bytes: int
+    seconds: float
+
+
+def count(plan: Plan, costs: Costs) -> Counted:
+    """Replay a plan, and count its bytes."""
+    prediction = predict(plan)
+    reduced = sum(device.transferred_bytes for device in prediction.devices) if plan.parallel == "data" else 0
+    formula, formula_bytes = formula_of(plan, costs)
+    paper, paper_bytes = paper_formula_of(plan, costs)
+    return Counted(
+        num_bytes=swapped_bytes(prediction) + reduced,
+        between_devices=reduced,
+        formula=formula,
+        formula_bytes=formula_bytes,
+        paper=paper,
+        paper_bytes=paper_bytes,
+        stash_bytes=sum(
+            d.swapped_in_bytes.get("stash", 0) + d.swapped_out_bytes.get("stash", 0) for d in prediction.devices
+        ),
+        seconds=prediction.seconds,
+    )
+
+
+def swapped_bytes(prediction: Prediction) -> int:
+    """Weights and gradients, in and out."""
+    return sum(
+        each.get("weights", 0) + each.get("gradients", 0)
+        for device in prediction.devices
+        for each in (device.swapped_in_bytes, device.swapped_out_bytes)
+    )
+
+
+def formula_of(plan: Plan, costs: Costs) -> tuple[str, int]:
+    """What this runtime has to copy, and how many bytes that is.
+
+    The host's copy of the weights is always the current one, and the optimizer runs there. So weights never leave a device,
+    and no state comes to one.
+    """
+    weights, lanes = costs.weight_bytes, plan.num_microbatches or 0
+    times, of = (plan.num_devices, "N·") if plan.parallel == "data" else (1, "")
+    if not plan.groups:
+        # Each microbatch: in for its forward and its backward; gradients out behind it, and in before all but the first.
+        each, name = (-(-lanes // plan.num_devices), "m") if plan.parallel == "data" else (lanes, "M")
+        return f"(4{name} - 1)·{of}W", (4 * each - 1) * times * weights
+    if not plan.just_in_time:
+        return f"3·{of}W", 3 * times * weights
+    staying = _staying_bytes(plan, costs)
+    return f"3·{of}W - last - kept", 3 * times * weights - staying
+
+
+def paper_formula_of(plan: Plan, costs: Costs) -> tuple[str, int]:
+    """What the paper counts for the row: where memory is virtual, whatever leaves is written, and updates are made on devices.
+
+    Adam's state is twice as large as the weights.
+    """
+    weights, lanes = costs.weight_bytes, plan.num_microbatches or 0
+    if plan.groups:
+        return formula_of(plan, costs)
+    if plan.parallel == "data":
+        each, times = -(-lanes // plan.num_devices), plan.num_devices
+        return "(4m+2)·N·W + (2m+1)·N·W + 2·N·K", ((6 * each + 3) * weights + 2 * 2 * weights) * times
+    return "(4M+2)·W + (2M+1)·W + 2·K", (6 * lanes + 3) * weights + 2 * 2 * weights
+
+
+def _staying_bytes(plan: Plan, costs: Costs) -> int:
+    """The packs that the backward finds on a device, the last one among them."""
+    assert plan.profile is not None
+    schedule = lower(plan, plan.profile.pack_costs(plan.packs), plan.profile.machine.capacity_bytes)
+    staying = 0
+    for tasks in schedule.devices:
+        times = Counter(task.pack for task in tasks if task.kind is Errand.SWAP_IN)
+        once = (pack for pack, number in times.items() if number == 1)
+        staying += sum(costs.parameter_bytes[name] for pack in once for name in plan.packs[pack])
+    return staying

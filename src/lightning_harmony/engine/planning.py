@@ -1,0 +1,443 @@
+"""Planning: by which plan steps run, as they are seen to go, or as an earlier fit has seen them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.host_store import HostStore
+from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.origin import kind_of
+from lightning_harmony.engine.profile import Profiler, Speed
+from lightning_harmony.engine.workspace import WorkSpace
+from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.cost import Cost, pack_cost
+from lightning_harmony.plan.given import refuse_unfit
+from lightning_harmony.plan.graphs import graphs_to_keep
+from lightning_harmony.plan.microbatches import choose_number
+from lightning_harmony.plan.packing import fill_capacity
+from lightning_harmony.plan.plan import Parallel, Plan, Predicted, fingerprint, visits_of
+from lightning_harmony.plan.profile import MachineLimits, Profile, share_seconds
+from lightning_harmony.plan.record import NarrowWeights, Origin, Record, SeenSize
+from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.search import search_better
+
+
+class Records(Protocol):
+    """Where records are kept from one fit to the next."""
+
+    @property
+    def origin(self) -> Origin:
+        """Of what they are."""
+
+    def read(self) -> Record | None:
+        """What earlier fits have seen; None if nothing is known of that."""
+
+    def write(self, record: Record) -> None:
+        """Keep what was seen."""
+
+    def discard(self) -> str:
+        """Keep nothing: what was read is wrong. Return what to call it."""
+
+
+@dataclass(frozen=True)
+class SeenStep:
+    """A training step that has ended.
+
+    Attributes:
+        calls: the layers in the order in which a microbatch called them, by their indices.
+        num_microbatches: of the batch.
+        num_elements: of the largest microbatch.
+        is_measured: whether the step was measured.
+        is_cast: whether autocast was seen at work, and watched.
+    """
+
+    calls: list[int]
+    num_microbatches: int
+    num_elements: int
+    is_measured: bool
+    is_cast: bool
+
+
+def check_given(
+    given: Plan | None,
+    layers: Sequence[SwappedLayer],
+    parameters: Collection[str],
+    devices: Sequence[Device],
+    parallel: Parallel,
+) -> str:
+    """The fingerprint of a model, which a given plan has to be for.
+
+    Args:
+        given: the plan, if any.
+        layers: of the model.
+        parameters: the names of its parameters.
+        devices: where it runs.
+        parallel: how packs are placed there.
+
+    Raises:
+        PlanError: if the plan is for another model, for other devices or for a larger capacity.
+    """
+    found = fingerprint((layer.name, [p.shape for p in layer.parameters]) for layer in layers)
+    if given is not None:
+        _refuse_other_devices(given, len(devices), parallel)
+        refuse_unfit(given, [_known_cost(layer) for layer in layers], parameters, found, _smallest(devices))
+    return found
+
+
+def _refuse_other_devices(plan: Plan, number: int, parallel: Parallel) -> None:
+    if plan.num_devices != number or (number > 1 and plan.parallel != parallel):
+        raise PlanError(
+            f"HarmonyStrategy(plan=...): the plan is for {plan.num_devices} devices ({plan.parallel}), not for {number} "
+            f"({parallel}): use Trainer(devices=...) and HarmonyStrategy(parallel=...) as it was made with, or "
+            "leave plan= out to plan anew"
+        )
+
+
+def _known_cost(layer: SwappedLayer) -> Cost:
+    """What is known of a layer before it runs: its state."""
+    weights, gradients = (
+        sum(p.numel() * p.element_size() for p in parameters)
+        for parameters in (layer.parameters, [p for p in layer.parameters if p.requires_grad])
+    )
+    return Cost(layer.name, weights, gradients)
+
+
+def _smallest(devices: Sequence[Device]) -> int | None:
+    """The capacity of the smallest device."""
+    return min((d.capacity_bytes for d in devices if d.capacity_bytes is not None), default=None)
+
+
+class Planner:
+    """Says by which plan a step runs.
+
+    The first step goes layer by layer, and so does the next one where the first finds out which weights may be narrow. What
+    they are seen to do is planned. Where an earlier fit has seen as much, the first step runs by a plan at once; if it turns
+    out to do something else, all is measured as if nothing had been known.
+
+    Args:
+        layers: of the model. Parameters that glue uses come to it as they are found.
+        store: the host store.
+        devices: where they run.
+        parallel: how packs are placed on several devices.
+        fingerprint: of the model.
+        profiler: what was timed.
+        work: what training steps were seen to allocate.
+        update_speed: of updates just in time.
+        given: what to run by instead of planning.
+        records: of earlier fits; None to begin anew and keep nothing.
+
+    Attributes:
+        measured_elements: the most of a microbatch whose work is known. More are run with care, and measured.
+        is_planned: whether the plan in use rests on what was measured.
+        knows_casts: whether a step has shown which weights may be narrow.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[SwappedLayer],
+        store: HostStore,
+        devices: Sequence[Device],
+        parallel: Parallel,
+        fingerprint: str,
+        profiler: Profiler,
+        work: WorkSpace,
+        update_speed: Speed,
+        given: Plan | None,
+        records: Records | None,
+    ) -> None:
+        self._layers, self._store, self._devices, self._parallel = layers, store, devices, parallel
+        self._fingerprint, self._given, self._records = fingerprint, given, records
+        self._profiler, self._work, self._update_speed = profiler, work, update_speed
+        self.measured_elements = -1
+        self.is_planned = False
+        self.knows_casts = False
+        self._calls: list[int] = []
+        self._kinds: dict[int, str] = {}
+        self._has_begun = False
+        # What earlier fits have seen, whether all that is known is known from there, and whether that is yet to be checked.
+        self._record: Record | None = None
+        self._rests_on_record = self._is_to_be_checked = self._changes_number = False
+        self._plan = self.layer_by_layer(range(len(layers)))
+
+    @property
+    def watches(self) -> bool:
+        """Whether a step is to show which weights may be narrow."""
+        return not self.is_planned and not self.knows_casts
+
+    def layer_by_layer(self, calls: Sequence[int]) -> Plan:
+        """Each layer a pack of its own, called in an order."""
+        self._plan = self._packed([[layer] for layer in self._layers], calls)
+        return self._plan
+
+    # ---- before and after a step ---------------------------------------------------------------------------------------
+
+    def before_step(
+        self, num_elements: int, num_microbatches: int, find: Callable[[str], SwappedLayer | None]
+    ) -> Plan | None:
+        """What to run a training step by; None for the plan in use.
+
+        Args:
+            num_elements: of the largest microbatch.
+            num_microbatches: of the batch.
+            find: makes a layer of a parameter, given by its name, that glue used in an earlier fit; None if there is none.
+        """
+        if self._changes_number:
+            return self._planned_again(num_elements, num_microbatches)
+        if self._has_begun or self._records is None:
+            return None
+        self._has_begun = True
+        record = self._record = self._record or self._records.read()
+        # What a larger microbatch allocates is nobody's guess.
+        if record is None or num_elements > record.most_elements:
+            return None
+        known = {layer.name for layer in self._layers}
+        if any(find(cost.name) is None for cost in record.sizes[0].layers if cost.name not in known):
+            return None
+        self._rests_on_record = self._is_to_be_checked = True
+        index_of = {layer.name: layer.index for layer in self._layers}
+        self._calls = [index_of[name] for name in record.calls]
+        self._recall(record, num_elements)
+        if not record.is_cast:
+            return self._planned(num_elements, num_microbatches)
+        # Which weights may be narrow is seen anew: they come as they are, and each pack has all memory to itself.
+        self._plan = self._packed(self._cut(self._costs()), self._calls)
+        return self._plan
+
+    def after_step(self, seen: SeenStep) -> Plan | None:
+        """What to run by from now on; None for the plan in use."""
+        if self._is_to_be_checked:
+            self._is_to_be_checked = False
+            return self._checked(seen)
+        if seen.is_measured:
+            self.measured_elements = seen.num_elements
+        if seen.is_cast and not self.knows_casts and any(layer.narrow for layer in self._layers):
+            # What was measured is the work with weights as they are: once more, with the narrow ones.
+            return self._start_over(seen)
+        if not self.is_planned:
+            return self._from_measured(seen) if seen.calls else None
+        if seen.is_measured:
+            # The packs stay, but the graphs of larger microbatches may no longer fit.
+            layers = {layer.name: layer for layer in self._layers}
+            packs = [[layers[name] for name in pack] for pack in self._plan.packs]
+            plan = self._decided(self._packed(packs, self._calls), seen.num_microbatches)
+            self._plan = self._improved(plan, with_its_packs=True)
+            return self._plan
+        if self._update_speed.num_bytes and _lacks_update(self._plan):
+            self._plan = self._improved(self._foreseen(self._plan, self._costs()))
+            self._write(self._record)
+            return self._plan
+        return None
+
+    def choose_number(self, batch_size: int, num_elements: int, usual: int) -> int | None:
+        """The number of microbatches that is predicted to make a step fastest; None as long as nothing is known.
+
+        Args:
+            batch_size: samples of a batch.
+            num_elements: of its tensors.
+            usual: the number to use where nothing is known.
+        """
+        if not self._has_begun and self._record is None and self._records is not None:
+            self._record = self._records.read()
+        if self._record is None:
+            return None
+        capacities = [device.capacity_bytes for device in self._devices]
+        number = choose_number(self._record, batch_size, num_elements, usual, capacities, self._parallel)
+        self._changes_number = self.is_planned and number != self._plan.num_microbatches
+        return number
+
+    def _planned_again(self, num_elements: int, num_microbatches: int) -> Plan:
+        """For another number of microbatches: from what is known, or measured anew where they are larger."""
+        self._changes_number = False
+        record = self._record
+        assert record is not None
+        self._forget()
+        if num_elements > record.most_elements:
+            self.is_planned, self.measured_elements = False, -1
+            return self.layer_by_layer(self._calls)
+        self._recall(record, num_elements)
+        return self._planned(num_elements, num_microbatches)
+
+    def discard_record(self) -> str:
+        """What did not fit was planned from what an earlier fit saw: do not use that again. Return a word on it."""
+        if not self._rests_on_record or self._records is None:
+            return ""
+        return f". The step was planned from {self._records.discard()}, which is discarded: run again to measure anew"
+
+    # ---- what earlier fits have seen -----------------------------------------------------------------------------------
+
+    def _recall(self, record: Record, num_elements: int) -> None:
+        """Take over what an earlier fit has seen."""
+        layers = {layer.name: layer for layer in self._layers}
+        num_calls = Counter(record.calls)
+        self._profiler.begin(num_elements)
+        for cost in record.costs_at(num_elements):
+            self._profiler.recall(layers[cost.name], cost)
+            self._work.recall(layers[cost.name], cost, num_calls[cost.name])
+        self._profiler.swap_in.recall(record.machine.swap_in_bytes_per_second)
+        self._profiler.swap_out.recall(record.machine.swap_out_bytes_per_second)
+        self._update_speed.recall(record.machine.update_bytes_per_second)
+
+    def _checked(self, seen: SeenStep) -> Plan | None:
+        """After a first step that ran by a record: whether it was like those that the record is of."""
+        record = self._record
+        assert record is not None
+        names = [self._layers[call].name for call in seen.calls]
+        called = set(names)
+        # What is not called now may be called in other steps.
+        if (
+            names != [name for name in record.calls if name in called]
+            or seen.is_cast != record.is_cast
+            or self._narrow() != record.narrow
+        ):
+            self._record, self._rests_on_record = None, False
+            return self._start_over(seen)
+        if self.is_planned:
+            return None
+        self.knows_casts = True
+        self._forget()
+        self._recall(record, seen.num_elements)
+        return self._planned(seen.num_elements, seen.num_microbatches)
+
+    def _start_over(self, seen: SeenStep) -> Plan:
+        """Measure anew, layer by layer."""
+        self.knows_casts = self.knows_casts or seen.is_cast
+        self.is_planned, self.measured_elements = False, -1
+        self._forget()
+        return self.layer_by_layer(seen.calls)
+
+    def _forget(self) -> None:
+        self._work.clear()
+        self._profiler.clear()
+
+    def _from_measured(self, seen: SeenStep) -> Plan:
+        """Plan from what a step that went layer by layer was seen to do, and let later fits do so, too."""
+        self._calls = seen.calls
+        plan = self._planned(seen.num_elements, seen.num_microbatches)
+        self._rests_on_record = False
+        size = SeenSize(seen.num_elements, tuple(self._cost(layer) for layer in self._layers))
+        calls = tuple(self._layers[call].name for call in seen.calls)
+        is_cast = self.knows_casts or seen.is_cast
+        origin = Origin("", "", "") if self._records is None else self._records.origin
+        record = Record(origin, calls, is_cast, self._narrow(), (size,), MachineLimits())
+        known = self._record
+        if known is not None and replace(known, sizes=record.sizes, machine=record.machine) == record:
+            record = known.with_size(size)
+        self._write(record)
+        return plan
+
+    def _write(self, record: Record | None) -> None:
+        if record is None:
+            return
+        self._record = replace(record, machine=replace(self._machine(), capacity_bytes=None))
+        if self._records is not None:
+            self._records.write(self._record)
+
+    def _narrow(self) -> tuple[NarrowWeights, ...]:
+        """Which weights were found to be read through a cast alone."""
+        return tuple(
+            NarrowWeights(layer.name, tuple(n for n, p in enumerate(layer.parameters) if p in layer.narrow))
+            for layer in self._layers
+            if layer.narrow and layer.compute_dtype is None
+        )
+
+    # ---- plans ---------------------------------------------------------------------------------------------------------
+
+    def _planned(self, num_elements: int, num_microbatches: int) -> Plan:
+        """A plan from what is known of the layers."""
+        self.is_planned, self.measured_elements = True, num_elements
+        packs = self._cut(self._costs()) if self._given is None else self._given_packs(self._given)
+        self._plan = self._improved(self._decided(self._packed(packs, self._calls), num_microbatches))
+        return self._plan
+
+    def _cut(self, costs: Mapping[str, Cost]) -> list[list[SwappedLayer]]:
+        """Packs of the layers in the order of their first calls."""
+        order = list(dict.fromkeys(self._calls))
+        capacity, number = _smallest(self._devices), len(self._devices) if self._parallel == "pipeline" else 1
+        cut = fill_capacity([costs[self._layers[index].name] for index in order], capacity, number)
+        return [[self._layers[order[place]] for place in pack] for pack in cut]
+
+    def _given_packs(self, given: Plan) -> list[list[SwappedLayer]]:
+        """The packs of a given plan. Parameters that glue used when it was made may not have been used yet."""
+        by_name = {layer.name: layer for layer in self._layers}
+        packs = [[by_name[name] for name in pack if name in by_name] for pack in given.packs]
+        return [pack for pack in packs if pack]
+
+    def _packed(self, packs: Sequence[Sequence[SwappedLayer]], calls: Sequence[int]) -> Plan:
+        """A plan of packs, and of one for each layer that is in none; nothing is decided on graphs."""
+        packed = {layer.index for pack in packs for layer in pack}
+        every = [*packs, *([layer] for layer in self._layers if layer.index not in packed)]
+        pack_of = {layer.index: number for number, pack in enumerate(every) for layer in pack}
+        names = tuple(tuple(layer.name for layer in pack) for pack in every)
+        visits = visits_of([pack_of[call] for call in calls])
+        plan = Plan(names, visits, len(visits), frozenset(), len(self._devices), self._parallel)
+        return replace(plan, fingerprint=self._fingerprint)
+
+    def _decided(self, plan: Plan, num_microbatches: int) -> Plan:
+        """A plan for a number of microbatches, with whose graphs are kept, and what is foreseen."""
+        plan, given, costs = replace(plan, num_microbatches=num_microbatches), self._given, self._costs()
+        if given is not None:
+            plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead)
+        # A step that differs from what a given plan foresees goes by its packs, but decides on graphs anew.
+        if given is not None and all(
+            getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")
+        ):
+            first_fused, keeping = given.first_fused, given.kept
+        elif not plan.just_in_time:
+            first_fused, keeping = plan.first_fused, plan.kept
+        else:
+            packs = [pack_cost([costs[name] for name in pack]) for pack in plan.packs]
+            capacities = [device.capacity_bytes for device in self._devices]
+            first_fused, keeping = graphs_to_keep(plan.visits, packs, num_microbatches, capacities, self._parallel)
+        return self._foreseen(replace(plan, first_fused=first_fused, kept=keeping), costs)
+
+    def _foreseen(self, plan: Plan, costs: Mapping[str, Cost]) -> Plan:
+        """A plan with what it was made from, and what that predicts."""
+        layers = tuple(costs[name] for pack in plan.packs for name in pack)
+        plan = replace(plan, profile=Profile(layers, self._machine()), predicted=None)
+        try:
+            prediction = predict(plan)
+        except PlanError:
+            # Where the plan's order leaves no room, the executor still finds some: it may drop graphs, and park sums.
+            return plan
+        return replace(plan, predicted=Predicted(prediction.seconds, prediction.peak_bytes))
+
+    def _improved(self, plan: Plan, *, with_its_packs: bool = False) -> Plan:
+        """A plan that is predicted to be clearly faster than one, if the search finds one."""
+        if self._given is not None or plan.profile is None:
+            return plan
+        places = {cost.name: place for place, cost in enumerate(plan.profile.layers)}
+        order = [places[self._layers[call].name] for call in self._calls]
+        better = search_better(plan, order, with_its_packs=with_its_packs)
+        return plan if better is plan else self._foreseen(better, self._costs())
+
+    # ---- costs ---------------------------------------------------------------------------------------------------------
+
+    def _costs(self) -> dict[str, Cost]:
+        """The cost of each layer by its name, layers that are alike sharing what was timed."""
+        kinds = [self._kind(layer) for layer in self._layers]
+        return {cost.name: cost for cost in share_seconds([self._cost(layer) for layer in self._layers], kinds)}
+
+    def _cost(self, layer: SwappedLayer) -> Cost:
+        return self._profiler.complete(self._work.cost(layer, self._store), layer)
+
+    def _kind(self, layer: SwappedLayer) -> str:
+        if layer.index not in self._kinds:
+            self._kinds[layer.index] = "a parameter" if layer.module is None else kind_of(layer.module)
+        return self._kinds[layer.index]
+
+    def _machine(self) -> MachineLimits:
+        return MachineLimits(
+            _smallest(self._devices),
+            swap_in_bytes_per_second=self._profiler.swap_in.bytes_per_second,
+            swap_out_bytes_per_second=self._profiler.swap_out.bytes_per_second,
+            update_bytes_per_second=self._update_speed.bytes_per_second,
+        )
+
+
+def _lacks_update(plan: Plan) -> bool:
+    """Whether a plan was made before any update was seen."""
+    return plan.profile is not None and plan.profile.machine.update_bytes_per_second is None

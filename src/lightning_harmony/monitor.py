@@ -1,0 +1,134 @@
+"""`HarmonyMonitor`: the callback that logs what each training step did, and records one to be drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_harmony.engine.report import StepReport
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback as _Base
+else:
+    _Base = object
+
+
+class HarmonyMonitorMixin(_Base):
+    """Logs the step report of `HarmonyStrategy` to the Trainer's loggers, every `log_every_n_steps`.
+
+    What it logs are the fields of `StepReport` that are numbers, under names such as ``harmony/seconds`` and
+    ``harmony/swapped_in_bytes/weights``. One of them, the share of its time in which each device computed, is measured for it
+    alone. It holds up neither a step nor a deferred update.
+
+    It can also record a step: when each task ran on which device, for `lightning-harmony trace`.
+
+    Args:
+        trace_step: the step to record, as loggers count them from 0; None for none. The first one or two measure layer by
+            layer, and those after them run by the plan. Of batches that accumulate, the first is recorded.
+        dirpath: where the recording goes, as ``step-<trace_step>.json``; None for the directory of the first logger, or
+            the Trainer's `default_root_dir`.
+    """
+
+    tree: str
+
+    def __init__(self, trace_step: int | None = None, dirpath: str | Path | None = None) -> None:
+        super().__init__()
+        if trace_step is not None and (not isinstance(trace_step, int) or trace_step < 0):
+            raise ValueError(f"HarmonyMonitor(trace_step={trace_step!r}): the number of a step, from 0, is needed")
+        self.trace_step = trace_step
+        self.dirpath = dirpath
+        self._has_asked = False
+        self._logged: StepReport | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse to watch what it cannot see.
+
+        Raises:
+            MisconfigurationException: under another strategy, or if there is nothing to do.
+        """
+        if stage != "fit":
+            return
+        self._has_asked, self._logged = False, None
+        if getattr(trainer.strategy, "strategy_name", None) != "harmony":
+            raise self._wrong(
+                "HarmonyMonitor tells what Trainer(strategy='harmony') swaps and when it computes, but the strategy is "
+                f"{type(trainer.strategy).__name__}: use Trainer(strategy='harmony'), or leave HarmonyMonitor out"
+            )
+        if not trainer.loggers and self.trace_step is None:
+            raise self._wrong(
+                "HarmonyMonitor has nothing to do with Trainer(logger=False): give the Trainer a logger, or record a step "
+                "with HarmonyMonitor(trace_step=...)"
+            )
+
+    def _wrong(self, message: str) -> Exception:
+        error: Exception = import_module(f"{self.tree}.utilities.exceptions").MisconfigurationException(message)
+        return error
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Ask for what is wanted of this step."""
+        recorder = trainer.strategy.recorder
+        recorder.measures_busy = bool(trainer.loggers) and trainer._logger_connector.should_update_logs
+        if self.trace_step is not None and _step(trainer) == self.trace_step and not self._has_asked:
+            self._has_asked = recorder.records_next = True
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the report, and write the recording."""
+        report, recorder = trainer.strategy.step_report, trainer.strategy.recorder
+        # A batch that was skipped has none of its own.
+        if report is not None and report is not self._logged and trainer._logger_connector.should_update_logs:
+            for logger in trainer.loggers:
+                logger.log_metrics(_figures(report, logger.group_separator), step=_step(trainer))
+        self._logged = report
+        recording, recorder.recording = recorder.recording, None
+        if recording is not None:
+            self._write(trainer, recording.to_json())
+
+    def _write(self, trainer: Any, text: str) -> None:
+        file = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir) / f"step-{self.trace_step}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        import_module(f"{self.tree}.utilities.rank_zero").rank_zero_info(
+            f"HarmonyMonitor recorded step {self.trace_step}. To draw it: lightning-harmony trace {file} --png step.png"
+        )
+
+
+def _step(trainer: Any) -> int:
+    """The number under which loggers get what a batch logs."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def _figures(report: StepReport, separator: str) -> dict[str, float]:
+    """The numbers of a report, with names for loggers."""
+    several: dict[str, Mapping[Any, float]] = {
+        "swapped_in_bytes": report.swapped_in_bytes,
+        "swapped_out_bytes": report.swapped_out_bytes,
+        "peak_device_bytes": dict(enumerate(report.peak_device_bytes)),
+        "busy": dict(enumerate(report.busy)),
+    }
+    single = {
+        "seconds": report.seconds,
+        "predicted_seconds": report.predicted_seconds,
+        "transferred_bytes": report.transferred_bytes,
+        "host_bytes": report.host_bytes,
+        "update_hidden": report.update_hidden,
+    }
+    figures: dict[str, float] = {name: value for name, value in single.items() if value is not None}
+    figures |= {f"{name}{separator}{key}": value for name, values in several.items() for key, value in values.items()}
+    return {f"harmony{separator}{name}": float(value) for name, value in figures.items()}
+
+
+@cache
+def monitor_class(tree: str) -> Any:
+    """`HarmonyMonitor` for a Lightning tree, "lightning.pytorch" or "pytorch_lightning"."""
+    base = import_module(f"{tree}.callbacks").Callback
+    names = {"tree": tree, "__doc__": HarmonyMonitorMixin.__doc__, "__module__": __name__}
+    return type("HarmonyMonitor", (HarmonyMonitorMixin, base), names)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "HarmonyMonitor":
+        return monitor_class("lightning.pytorch")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

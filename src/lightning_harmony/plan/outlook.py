@@ -1,0 +1,320 @@
+"""The outlook: what a step will take of a machine, told from what its layers compute, before anything ran.
+
+A plan is made as training makes it, and `replay` tells its seconds and bytes. Besides, this says what a step cannot do
+without: the first one goes layer by layer, with weights as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.cost import Cost, pack_cost
+from lightning_harmony.plan.graphs import graphs_to_keep
+from lightning_harmony.plan.line import on_line
+from lightning_harmony.plan.machine import Machine
+from lightning_harmony.plan.packing import fill_capacity
+from lightning_harmony.plan.plan import Plan, Predicted, visits_of
+from lightning_harmony.plan.profile import MachineLimits, Profile
+from lightning_harmony.plan.replay import COMPUTE, Prediction, predict
+from lightning_harmony.plan.work import LayerProfile, StepProfile
+
+# More microbatches are not replayed: each of them adds as much as the one before.
+MOST_REPLAYED = 32
+_PARTS = {"swap-in": "swap in", "stash-in": "swap in", "swap-out": "swap out", "update": "update"}
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one layer or pack needs on the device while it runs.
+
+    Attributes:
+        name: of the layer or pack; empty for the code before the first layer.
+        state_bytes: its weights, and in the backward its gradients.
+        work_bytes: what it allocates.
+        live_bytes: what all microbatches have on the device meanwhile.
+        other_bytes: buffers of no layer, the batch, and what libraries take.
+    """
+
+    name: str
+    state_bytes: int
+    work_bytes: int
+    live_bytes: int
+    other_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self.state_bytes + self.work_bytes + self.live_bytes + self.other_bytes
+
+
+@dataclass(frozen=True)
+class HostNeed:
+    """What a training takes of the host's memory.
+
+    Attributes:
+        weight_bytes: parameters.
+        gradient_bytes: their gradients.
+        optimizer_bytes: the optimizer's state.
+        stash_bytes: the stash of all microbatches.
+    """
+
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    stash_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.stash_bytes
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """One way to run a step, on one machine.
+
+    Attributes:
+        num_microbatches: lanes.
+        plan: what the step will run by, with what its layers cost.
+        need: the layer or pack that needs most on the device.
+        host: what is held on the host.
+        peak_bytes: the most that will be allocated on the device.
+        seconds: of the step.
+        busy_seconds: how long each part of the machine is busy in it: "compute", "launch" (the host, having the device
+            compute), "swap in", "swap out", "update".
+        swapped_in_bytes: host to device, by kind.
+        swapped_out_bytes: device to host, by kind.
+    """
+
+    num_microbatches: int
+    plan: Plan
+    need: Need
+    host: HostNeed
+    peak_bytes: int
+    seconds: float
+    busy_seconds: Mapping[str, float]
+    swapped_in_bytes: Mapping[str, int]
+    swapped_out_bytes: Mapping[str, int]
+
+    @property
+    def bound(self) -> str:
+        """The part that is busy for longest."""
+        return max(self.busy_seconds, key=lambda part: self.busy_seconds[part])
+
+
+def look_ahead(
+    profile: StepProfile,
+    machine: Machine,
+    *,
+    capacity_bytes: int | None,
+    num_microbatches: int,
+    is_deferred: bool = False,
+    state_copies: int = 2,
+) -> Outlook:
+    """Tell what a step will take.
+
+    Args:
+        profile: of one microbatch.
+        machine: where it runs.
+        capacity_bytes: what the device may hold; None for no limit.
+        num_microbatches: how many there are.
+        is_deferred: whether parameters are updated after the backward.
+        state_copies: bytes of optimizer state for each byte of a trained parameter.
+    """
+    return _Step(profile, machine, capacity_bytes, num_microbatches, is_deferred, state_copies).look_ahead()
+
+
+@dataclass(frozen=True)
+class _Course:
+    """What replays of a plan come to.
+
+    Attributes:
+        seconds: of the step.
+        peak_bytes: the most on the device.
+        busy_seconds: by part.
+        swapped_in_bytes: by kind.
+        swapped_out_bytes: by kind.
+    """
+
+    seconds: float
+    peak_bytes: int
+    busy_seconds: Mapping[str, float]
+    swapped_in_bytes: Mapping[str, int]
+    swapped_out_bytes: Mapping[str, int]
+
+
+class _Step:
+    def __init__(
+        self,
+        profile: StepProfile,
+        machine: Machine,
+        capacity_bytes: int | None,
+        num_microbatches: int,
+        is_deferred: bool,
+        state_copies: int,
+    ) -> None:
+        self._profile = profile
+        self._machine = machine
+        self._capacity = capacity_bytes
+        self._lanes = num_microbatches
+        self._is_deferred = is_deferred
+        self._state_copies = state_copies
+        order = list(dict.fromkeys(profile.calls))
+        packs = fill_capacity([profile.layers[index].cost for index in order], capacity_bytes)
+        called = set(order)
+        uncalled = [(index,) for index in range(len(profile.layers)) if index not in called]
+        self._packs = [*(tuple(order[place] for place in pack) for pack in packs), *uncalled]
+        pack_of = {index: number for number, pack in enumerate(self._packs) for index in pack}
+        self._visits = visits_of([pack_of[call] for call in profile.calls])
+
+    def look_ahead(self) -> Outlook:
+        plan, need = self._make_plan(), self._need()
+        course = self._course(plan)
+        peak = max(course.peak_bytes + self._other_bytes, need.num_bytes)
+        return Outlook(
+            num_microbatches=self._lanes,
+            plan=replace(plan, predicted=Predicted(course.seconds, (course.peak_bytes,))),
+            need=need,
+            host=self._host(),
+            peak_bytes=peak if self._capacity is None else min(peak, self._capacity),
+            seconds=course.seconds,
+            busy_seconds=course.busy_seconds,
+            swapped_in_bytes=course.swapped_in_bytes,
+            swapped_out_bytes=course.swapped_out_bytes,
+        )
+
+    # ---- the plan ------------------------------------------------------------------------------------------------------
+
+    def _make_plan(self) -> Plan:
+        layers = self._profile.layers
+        whole = [pack_cost([layers[index].cost for index in pack]) for pack in self._packs]
+        first_fused, keeping = graphs_to_keep(self._visits, whole, self._lanes, [self._capacity], "pipeline")
+        num_visits = Counter(self._visits)
+        costs = [
+            self._cost(layers[index], num_visits[number]) for number, pack in enumerate(self._packs) for index in pack
+        ]
+        names = tuple(tuple(layers[index].cost.name for index in pack) for pack in self._packs)
+        plan = Plan(names, self._visits, first_fused, keeping, num_microbatches=self._lanes)
+        return replace(plan, profile=Profile(tuple(costs), self._limits()))
+
+    def _cost(self, layer: LayerProfile, num_visits: int) -> Cost:
+        """What a layer costs in each of the visits that a microbatch pays it."""
+        forward, backward = (max(self._compute_seconds(layer, part)) for part in ("forward", "backward"))
+        return replace(
+            layer.cost,
+            copied_bytes=layer.swapped_bytes,
+            input_bytes=layer.input_bytes,
+            stash_bytes=layer.stash_bytes // max(num_visits, 1),
+            forward_seconds=forward / max(num_visits, 1),
+            backward_seconds=backward / max(num_visits, 1),
+        )
+
+    def _compute_seconds(self, layer: LayerProfile, part: str) -> tuple[float, float]:
+        """How long the device computes a part of a layer, and how long the host is busy with that."""
+        work, machine = getattr(layer, part), self._machine
+        calls = layer.num_calls * machine.call_seconds if part != "recompute" else 0.0
+        return work.device_seconds(machine), work.host_seconds(machine) + calls
+
+    def _limits(self) -> MachineLimits:
+        machine, capacity = self._machine, self._capacity
+        called = [self._profile.layers[index] for index in dict.fromkeys(self._profile.calls)]
+        num_trained = sum(layer.num_trained for layer in called)
+        gradients = sum(layer.cost.gradient_bytes for layer in called)
+        rate = gradients / num_trained if num_trained else 1.0
+        return MachineLimits(
+            None if capacity is None else max(capacity - self._other_bytes, 0),
+            swap_in_bytes_per_second=machine.swap_in_bytes_per_second,
+            swap_out_bytes_per_second=machine.swap_out_bytes_per_second,
+            update_bytes_per_second=machine.updated_parameters_per_second * rate,
+        )
+
+    # ---- its course ----------------------------------------------------------------------------------------------------
+
+    def _course(self, plan: Plan) -> _Course:
+        if self._lanes <= MOST_REPLAYED:
+            return self._replayed(plan, self._lanes)
+        half = MOST_REPLAYED // 2
+        one, other = self._replayed(plan, half), self._replayed(plan, MOST_REPLAYED)
+        return on_line(one, other, (self._lanes - half) / half)
+
+    def _replayed(self, plan: Plan, num_microbatches: int) -> _Course:
+        prediction = _replay(replace(plan, num_microbatches=num_microbatches), is_deferred=self._is_deferred)
+        (device,) = prediction.devices
+        busy = {"compute": 0.0, "launch": 0.0, "swap in": 0.0, "swap out": 0.0, "update": 0.0}
+        for span in device.spans:
+            if span.stream != COMPUTE:
+                busy[_PARTS[span.stream]] += span.end_seconds - span.start_seconds
+        for number, pack in enumerate(self._packs):
+            keeps = number in plan.fused | plan.kept
+            for index in pack if number in self._visits else ():
+                layer = self._profile.layers[index]
+                parts = [self._compute_seconds(layer, part) for part in ("forward", "backward", "recompute")]
+                for place, part in enumerate(("compute", "launch")):
+                    forward, backward, again = (seconds[place] for seconds in parts)
+                    busy[part] += num_microbatches * (forward + backward - (again if keeps else 0.0))
+        swapped_in = {"weights": 0, "stash": 0, **device.swapped_in_bytes}
+        swapped_out = {"gradients": 0, "stash": 0, **device.swapped_out_bytes}
+        return _Course(prediction.seconds, device.peak_bytes, busy, swapped_in, swapped_out)
+
+    # ---- bytes ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _other_bytes(self) -> int:
+        profile = self._profile
+        return profile.buffer_bytes + self._lanes * profile.microbatch_bytes + self._machine.library_bytes
+
+    def _need(self) -> Need:
+        """What the neediest takes: of the layers one by one, as in the first step, and of the packs."""
+        layers = self._profile.layers
+        live = self._live()
+        start = Need("", 0, self._profile.start_bytes, self._lanes * max(live.values(), default=0), self._other_bytes)
+        needs = [start]
+        for index in dict.fromkeys(self._profile.calls):
+            needs += self._needs(layers[index].first_cost, layers[index].num_calls, live[index])
+        for pack in self._packs:
+            called = [index for index in pack if index in live]
+            if called:
+                calls = max(layers[index].num_calls for index in called)
+                cost = pack_cost([layers[index].cost for index in pack])
+                needs += self._needs(cost, calls, max(live[index] for index in called))
+        return max(needs, key=lambda need: need.num_bytes)
+
+    def _needs(self, cost: Cost, num_calls: int, live_bytes: int) -> list[Need]:
+        """Forward, and backward with a sum of gradients for each call."""
+        live, other = self._lanes * live_bytes, self._other_bytes
+        gradients = max(num_calls, 1) * cost.gradient_bytes
+        return [
+            Need(cost.name, cost.weight_bytes, cost.forward_work_bytes, live, other),
+            Need(cost.name, cost.weight_bytes + gradients, cost.backward_work_bytes, live, other),
+        ]
+
+    def _live(self) -> dict[int, int]:
+        """What a microbatch has on the device around each layer: some lanes wait for it, others for one beside it."""
+        calls, layers = self._profile.calls, self._profile.layers
+        live = dict.fromkeys(calls, 0)
+        for place, index in enumerate(calls):
+            around = calls[max(place - 1, 0) : place + 2]
+            live[index] = max(live[index], *(layers[other].live_bytes for other in around))
+        return live
+
+    def _host(self) -> HostNeed:
+        layers: Sequence[LayerProfile] = self._profile.layers
+        trained = sum(layer.trained_bytes for layer in layers)
+        return HostNeed(
+            weight_bytes=self._profile.weight_bytes,
+            gradient_bytes=trained,
+            optimizer_bytes=trained * self._state_copies,
+            stash_bytes=self._lanes * sum(layer.stash_bytes for layer in layers),
+        )
+
+
+def _replay(plan: Plan, *, is_deferred: bool) -> Prediction:
+    try:
+        return predict(plan, is_deferred=is_deferred)
+    except PlanError:
+        # Too little for the plan's order: the executor drops graphs and parks sums. With more room it could not be slower.
+        assert plan.profile is not None
+        return predict(plan, replace(plan.profile.machine, capacity_bytes=None), is_deferred=is_deferred)

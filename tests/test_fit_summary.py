@@ -1,0 +1,172 @@
+"""The summary at the start of a fit: said once, where Lightning says what it trains, and right."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import nets
+import pytest
+import torch
+from test_lightning import Manual, Model, harmony, loader, trainer_for
+from torch.optim import Optimizer
+
+from lightning_harmony.fit_summary import _packs
+from lightning_harmony.host_memory import expected_state_bytes, state_bytes
+from lightning_harmony.lightning_tree import LightningTree
+from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    # Of Lightning's own summary.
+    pytest.mark.filterwarnings("ignore:.*unsupported operand type"),
+]
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(LightningTree, "info", lambda self, message: found.append(message))
+    return found
+
+
+def fit(module: Any = None, strategy: Any = None, **options: Any) -> Any:
+    trainer = trainer_for(strategy or harmony(), **{"enable_model_summary": True, **options})
+    trainer.fit(module or Model(), loader())
+    return trainer
+
+
+def cells(text: str) -> dict[str, list[str]]:
+    """The table, by the names of its rows."""
+    rows = [line.split("|") for line in text.splitlines() if "|" in line]
+    return {head.strip(): [cell.strip() for cell in others] for head, *others in rows}
+
+
+def test_it_says_what_is_known_and_then_the_plan(said: list[str]) -> None:
+    trainer = fit()
+    start, planned = said
+    assert re.fullmatch(
+        r"Harmony: 6 layers, [\d.]+ KiB of weights in host memory, 1 cpu device \(64 KiB\)\. "
+        r"The first step goes layer by layer and measures; the plan follows\.",
+        start,
+    )
+    plan, report = trainer.strategy.plan, trainer.strategy.step_report
+    assert f"Harmony: 7 layers in {len(plan.packs)} packs, 4 microbatches, 1 device\n" in planned
+    assert f"{format_bytes(plan.predicted.peak_bytes[0])} of 64 KiB  Predicted peak on device 0\n" in planned
+    assert "Predicted time of a step\n" in planned
+    assert re.search(r"just-in-time +Update: nothing reads the gradients of all packs together", planned)
+    table = cells(planned)
+    assert table["weights"] == [
+        start.split(", ")[1].split(" of")[0],
+        format_bytes(report.swapped_in_bytes["weights"]),
+        "-",
+    ]
+    assert table["gradients"][1:] == ["-", format_bytes(report.swapped_out_bytes["gradients"])]
+    assert table["optimizer state"] == [format_bytes(state_bytes(trainer.optimizers)), "-", "-"]
+    stash = report.swapped_out_bytes["stash"]
+    assert table["stash"] == [format_bytes(stash), format_bytes(report.swapped_in_bytes["stash"]), format_bytes(stash)]
+    assert max(map(len, planned.splitlines())) <= 100
+
+
+def test_a_second_fit_says_it_again(said: list[str]) -> None:
+    fit()
+    fit()
+    assert len(said) == 4
+
+
+@pytest.mark.parametrize("function", ["fit", "validate"])
+def test_it_is_silent_where_lightnings_summary_is(said: list[str], function: str) -> None:
+    trainer = trainer_for(harmony(), enable_model_summary=function == "validate")
+    getattr(trainer, function)(Model(), loader())
+    assert said == []
+
+
+def test_several_devices_have_a_line_each(said: list[str]) -> None:
+    strategy = harmony(device_memory=["64KiB", "96KiB"])
+    trainer = fit(strategy=strategy, devices=2)
+    start, planned = said
+    assert "2 cpu devices (64 KiB, 96 KiB)" in start
+    assert "2 devices (pipeline)" in planned
+    peaks = trainer.strategy.plan.predicted.peak_bytes
+    for number, capacity in enumerate(["64 KiB", "96 KiB"]):
+        assert f"{format_bytes(peaks[number])} of {capacity}  Predicted peak on device {number}\n" in planned
+    fit(strategy=harmony(), devices=2)
+    assert "2 cpu devices (64 KiB each)" in said[2]
+
+
+def test_without_a_capacity_there_is_no_limit(said: list[str]) -> None:
+    trainer = fit(strategy=harmony(device_memory=None))
+    start, planned = said
+    assert "1 cpu device (no limit)" in start
+    assert re.search(
+        rf"\n{re.escape(format_bytes(trainer.strategy.plan.predicted.peak_bytes[0]))} +Predicted peak", planned
+    )
+    assert _packs(trainer.strategy.plan.fused) in planned
+
+
+def test_of_a_frozen_base_the_trained_part_alone_has_gradients_and_state(said: list[str]) -> None:
+    module = Model()
+    module.net.blocks.requires_grad_(False)
+    module.net.embed.requires_grad_(False)
+    trained = sum(p.numel() * 4 for p in module.parameters() if p.requires_grad)
+    trainer = fit(module)
+    table = cells(said[1])
+    assert parse_bytes(table["optimizer state"][0]) < 2 * trained + 100
+    assert table["gradients"][2] == format_bytes(trainer.strategy.step_report.swapped_out_bytes["gradients"])
+    assert parse_bytes(table["weights"][1]) > parse_bytes(table["gradients"][2])
+
+
+def test_deferred_gradients_are_all_on_the_host_at_once(said: list[str]) -> None:
+    trainer = fit(gradient_clip_val=0.1)
+    table = cells(said[1])
+    assert re.search(r"deferred +Update: gradient_clip_val=0.1 needs all gradients", said[1])
+    assert table["gradients"][0] == format_bytes(trainer.strategy.step_report.swapped_out_bytes["gradients"])
+
+
+def test_who_optimizes_manually_hears_what_happens(said: list[str]) -> None:
+    fit(Manual(), harmony(device_memory="96KiB"))
+    (start,) = said
+    assert start.endswith("Each call of a layer brings its weights, for the training_step does the rest itself.")
+
+
+def sgd(parameters: Any, **options: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, **options)
+
+
+class Unknown(Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+
+@pytest.mark.parametrize(
+    ("make", "copies"),
+    [
+        (sgd, 0),
+        (lambda p: sgd(p, momentum=0.9), 1),
+        (torch.optim.AdamW, 2),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), 3),
+        (torch.optim.RMSprop, 1),
+        (Unknown, None),
+    ],
+)
+def test_the_state_of_an_optimizer_is_foreseen_as_far_as_it_is_known(make: Any, copies: int | None) -> None:
+    net = nets.Language()
+    net.head.requires_grad_(False)
+    trained = sum(p.numel() * 4 for p in net.parameters() if p.requires_grad)
+    optimizer = make(net.parameters())
+    expected = expected_state_bytes([optimizer])
+    assert expected == (None if copies is None else copies * trained)
+    if expected is None:
+        return
+    net(nets.tokens(2)).backward()
+    optimizer.step()
+    # Steps are counted in a few bytes a parameter.
+    assert 0 <= state_bytes([optimizer]) - expected < 10 * len(list(net.parameters()))
+    assert expected_state_bytes([optimizer]) == state_bytes([optimizer])
+
+
+def test_packs_are_written_as_ranges() -> None:
+    assert _packs(frozenset({3})) == "pack 3"
+    assert _packs(frozenset({0, 1, 2, 5, 7, 8})) == "packs 0-2, 5, 7-8"

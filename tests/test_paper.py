@@ -1,0 +1,119 @@
+"""The benchmarks of the paper's models: what replay counts for each row is what the executor copies."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_harmony.plan.machine import H200
+from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.replay import predict
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "paper"
+# Room for all weights beside gradients and work, and for half of them.
+AMPLE, TIGHT = 2_000_000, 1_400_000
+
+
+@pytest.fixture(scope="module")
+def paper() -> Any:
+    """The modules of the benchmark, which lie in no package."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        import ablation
+        import compare
+        import models
+        import rows
+        import train
+
+        yield Namespace(ablation=ablation, compare=compare, models=models, rows=rows, train=train)
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+def run(paper: Any, name: str, row: str, num_devices: int, parallel: Any, capacity: int) -> tuple[Any, Plan, Any]:
+    """A row's measurements, its plan and what the formula says."""
+    subject = paper.models.subject_of(name, is_small=True)
+    costs = paper.rows.costs_of(subject.shape, subject.microbatch_size, H200, capacity)
+    num_microbatches = subject.num_microbatches * num_devices
+    plan = paper.rows.plan_of(row, costs, num_microbatches, num_devices, parallel)
+    model = paper.models.build(subject.shape)
+    paper.models.initialise(model, subject.shape)
+    options = Namespace(capacity=str(capacity), parallel_now=parallel, accelerator="cpu", devices=num_devices, steps=1)
+    measured = paper.train.measure(model, subject, plan, num_microbatches, options)
+    return measured, plan, paper.rows.count(plan, costs)
+
+
+def refuse_other_bytes(measured: Any, plan: Plan, counted: Any, *, far: float = 0.02) -> None:
+    """Replay counts what is copied, to the byte, and the formula comes close."""
+    report, devices = measured["report"], predict(plan).devices
+    # Layers that come together come with what lies between them.
+    rounding = 0.0 if all(len(pack) == 1 for pack in plan.packs) else 0.005
+    for way in ("in", "out"):
+        copied = report[f"swapped_{way}_bytes"]
+        for kind in ("weights", "gradients", "stash"):
+            foreseen = sum(getattr(device, f"swapped_{way}_bytes").get(kind, 0) for device in devices)
+            assert foreseen == pytest.approx(copied[kind], rel=rounding, abs=0), (way, kind)
+    assert counted.num_bytes == pytest.approx(counted.formula_bytes, rel=far)
+
+
+@pytest.mark.parametrize("row", ["per microbatch", "grouping", "just in time", "packing", "prefetch"])
+def test_replay_counts_what_one_device_copies_in_each_row(paper: Any, row: str) -> None:
+    refuse_other_bytes(*run(paper, "gpt2-xl", row, 1, "pipeline", TIGHT))
+
+
+@pytest.mark.parametrize("parallel", ["pipeline", "data"])
+@pytest.mark.parametrize("row", ["per microbatch", "grouping", "just in time"])
+def test_replay_counts_what_two_devices_copy(paper: Any, row: str, parallel: str) -> None:
+    measured, plan, counted = run(paper, "gpt2-xl", row, 2, parallel, AMPLE)
+    refuse_other_bytes(measured, plan, counted)
+    if parallel == "data":
+        # Besides, microbatches go to their devices, and losses come back.
+        assert 0 <= measured["report"]["transferred_bytes"] - counted.between_devices < 10_000
+
+
+def test_replay_counts_what_convolutions_copy(paper: Any) -> None:
+    rows = [run(paper, "vgg-416", row, 1, "pipeline", AMPLE) for row in ("per microbatch", "packing")]
+    for row in rows:
+        refuse_other_bytes(*row)
+    assert any(len(pack) > 1 for pack in rows[1][1].packs)
+    assert rows[0][0]["losses"] == rows[1][0]["losses"]
+
+
+def test_replay_counts_all_but_the_statistics_that_norms_send_back(paper: Any) -> None:
+    measured, plan, counted = run(paper, "resnet-1001", "per microbatch", 1, "pipeline", AMPLE)
+    assert measured["report"]["swapped_out_bytes"].pop("weights") > 0
+    measured["report"]["swapped_out_bytes"]["weights"] = 0
+    # In layers as small as these, the statistics are more than a rounding.
+    refuse_other_bytes(measured, plan, counted, far=0.03)
+
+
+def test_models_have_the_published_sizes(paper: Any) -> None:
+    sizes = {}
+    for name, subject in paper.models.SUBJECTS.items():
+        with torch.device("meta"):
+            model = paper.models.Model(subject.shape)
+        sizes[name] = round(sum(parameter.numel() for parameter in model.parameters()) / 1e6)
+    assert sizes == {"bert-96": 1242, "gpt2-xl": 1638, "vgg-416": 578, "resnet-1001": 497}
+
+
+def test_a_formula_says_what_a_scheme_swaps(paper: Any) -> None:
+    subject = paper.models.SUBJECTS["gpt2-xl"]
+    costs = paper.rows.costs_of(subject.shape, 1, H200, 11 * 10**9)
+    data, pipeline = (
+        paper.rows.count(paper.rows.plan_of("per microbatch", costs, 16, 2, parallel), costs)
+        for parallel in ("data", "pipeline")
+    )
+    weights = costs.weight_bytes
+    # Each of two devices has 8 microbatches: weights come 16 times, gradients leave 8 times and come 7 times.
+    assert data.formula_bytes == 2 * (16 + 8 + 7) * weights
+    assert pipeline.formula_bytes == (32 + 16 + 15) * weights
+    assert data.paper_bytes == 2 * (34 + 17 + 4) * weights
+    assert data.num_bytes == pytest.approx(data.formula_bytes, rel=1e-3)
+    assert pipeline.num_bytes == pytest.approx(pipeline.formula_bytes, rel=1e-3)

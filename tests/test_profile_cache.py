@@ -1,0 +1,335 @@
+"""Profiles that are kept from one fit to the next: the first step is planned, and no bit depends on it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nets
+import pytest
+import torch
+from same_training import SEED, Net, Reports, Training, compare, train_harmony, train_plain, trainer_for
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.executor import Executor
+from lightning_harmony.errors import CapacityError
+from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.record import Record
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+
+SAMPLES = nets.tokens(32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "profiles"
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, bool]]:
+    """Of each training step, the plan that it begins with, and whether it is measured."""
+    steps: list[tuple[Plan, bool]] = []
+    drive = Executor._drive
+
+    def spy(self: Any, until: Any) -> None:
+        if self._is_training and not self._in_backward:
+            steps.append((self.plan, self._measuring))
+        drive(self, until)
+
+    monkeypatch.setattr(Executor, "_drive", spy)
+    return steps
+
+
+def build(net: Any = nets.Language) -> Net:
+    torch.manual_seed(SEED)
+    return Net(net())
+
+
+def train(
+    folder: Any, net: Any = nets.Language, samples: Any = SAMPLES, batch_size: int = 8, **options: Any
+) -> Training:
+    given = {name: options.pop(name) for name in ("device_memory", "num_microbatches", "update") if name in options}
+    strategy = HarmonyStrategy(**{"device_memory": "96KiB", "num_microbatches": 4, **given}, profile_cache=folder)
+    return train_harmony(build(net), samples, strategy, batch_size, with_gradients=False, devices=1, **options)
+
+
+def file_in(folder: Path) -> Path:
+    (file,) = folder.iterdir()
+    return file
+
+
+class TestFirstStep:
+    def test_runs_by_a_plan_and_measures_nothing(self, folder: Path, begun: list[tuple[Plan, bool]]) -> None:
+        train(folder, device_memory="200KiB")
+        assert [is_measured for _, is_measured in begun] == [True, False, False, False]
+        assert begun[0][0].profile is None
+        begun.clear()
+        train(folder, device_memory="200KiB")
+        assert [is_measured for _, is_measured in begun] == [False] * 4
+        plan = begun[0][0]
+        assert plan.profile is not None
+        assert plan.num_microbatches == 4
+        assert plan.fused
+
+    def test_of_another_capacity_is_planned_from_what_was_measured_in_another(
+        self, folder: Path, begun: list[tuple[Plan, bool]]
+    ) -> None:
+        train(folder, device_memory="96KiB")
+        begun.clear()
+        train(folder, device_memory=None)
+        plan, is_measured = begun[0]
+        assert not is_measured
+        assert len(plan.packs) == 1
+
+    def test_with_autocast_runs_in_packs_and_watches_once_more(
+        self, folder: Path, begun: list[tuple[Plan, bool]]
+    ) -> None:
+        options: Any = {"device_memory": "400KiB", "precision": "bf16-mixed"}
+        train(folder, **options)
+        assert [is_measured for _, is_measured in begun] == [True, True, False, False]
+        begun.clear()
+        train(folder, **options)
+        assert [is_measured for _, is_measured in begun] == [True, False, False, False]
+        assert begun[1][0].predicted is not None
+
+    @pytest.mark.parametrize(
+        ("net", "precision"),
+        [
+            (nets.Language, "32-true"),
+            (nets.Language, "bf16-mixed"),
+            (nets.SkipConnections, "32-true"),
+            (nets.Tied, "bf16-mixed"),
+            (nets.TiedByCode, "32-true"),
+            (nets.OwnParameters, "bf16-mixed"),
+            (nets.Frozen, "bf16-mixed"),
+            (nets.Repeated, "32-true"),
+            (nets.RandomlySkipped, "32-true"),
+            (nets.Reordered, "bf16-mixed"),
+        ],
+    )
+    def test_changes_no_bit(self, net: Any, precision: str, folder: Path) -> None:
+        options: Any = {"device_memory": "128KiB", "precision": precision}
+        expected = train(False, net, **options)
+        compare(expected, train(folder, net, **options))
+        compare(expected, train(folder, net, **options))
+        compare(expected, train(folder, net, **{**options, "update": "deferred"}))
+
+    def test_gives_what_plain_lightning_gives(self, folder: Path) -> None:
+        plain = train_plain(build(), SAMPLES, 4, 8)
+        train(folder)
+        compare(plain, train(folder))
+
+    def test_with_larger_microbatches_than_ever_is_measured(self, folder: Path, begun: list[tuple[Plan, bool]]) -> None:
+        train(folder)
+        begun.clear()
+        train(folder, num_microbatches=2)
+        assert begun[0][1]
+        record = Record.from_json(file_in(folder).read_text())
+        assert [size.num_elements for size in record.sizes] == [2 * SAMPLES.shape[1], 4 * SAMPLES.shape[1]]
+        begun.clear()
+        # Three samples: in between.
+        train(folder, samples=SAMPLES[:12], batch_size=6, num_microbatches=2)
+        assert not begun[0][1]
+
+
+class TestOthers:
+    def test_another_model_has_another_file(self, folder: Path) -> None:
+        train(folder)
+        train(folder, lambda: nets.Language(num_blocks=5))
+        assert len(list(folder.iterdir())) == 2
+
+    def test_other_code_with_the_same_shapes_is_another_model(self, folder: Path) -> None:
+        class Other(nets.Language):
+            def forward(self, tokens: Any) -> Any:
+                return super().forward(tokens) * 2
+
+        train(folder)
+        train(folder, Other)
+        assert len(list(folder.iterdir())) == 2
+
+    def test_a_step_that_goes_another_way_than_recorded_is_measured_anew(
+        self, folder: Path, begun: list[tuple[Plan, bool]]
+    ) -> None:
+        expected = train(False)
+        train(folder)
+        file = file_in(folder)
+        record = Record.from_json(file.read_text())
+        file.write_text(replace(record, calls=record.calls[::-1]).to_json())
+        begun.clear()
+        compare(expected, train(folder))
+        assert [is_measured for _, is_measured in begun] == [False, True, False, False]
+        assert Record.from_json(file.read_text()).calls == record.calls
+
+    def test_weights_are_not_taken_to_be_narrow_on_trust(self, folder: Path) -> None:
+        options: Any = {"device_memory": "400KiB", "precision": "bf16-mixed"}
+        expected = train(False, **options)
+        train(folder, **options)
+        file = file_in(folder)
+        record = Record.from_json(file.read_text())
+        every = tuple(replace(narrow, numbers=tuple(range(len(narrow.numbers) + 2))) for narrow in record.narrow)
+        assert every
+        file.write_text(replace(record, narrow=every).to_json())
+        compare(expected, train(folder, **options))
+        assert Record.from_json(file.read_text()).narrow == record.narrow
+
+    def test_what_does_not_fit_is_not_planned_from_it_again(self, folder: Path) -> None:
+        train(folder)
+        file = file_in(folder)
+        record = Record.from_json(file.read_text())
+        (size,) = record.sizes
+        nothing = tuple(
+            replace(cost, forward_work_bytes=0, backward_work_bytes=0, graph_bytes=0) for cost in size.layers
+        )
+        file.write_text(replace(record, sizes=(replace(size, layers=nothing),)).to_json())
+        message = rf"planned from the cached profile '{file}', which is discarded: run again"
+        with pytest.raises(CapacityError, match=message):
+            train(folder, device_memory="38KiB")
+        assert not file.exists()
+
+
+class TestFiles:
+    def test_nothing_is_written_where_it_is_switched_off(self, tmp_path: Path) -> None:
+        train(False)
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize(
+        ("content", "why"),
+        [
+            (b"", "it is not JSON"),
+            (b"\xff\xfe\x00", "invalid start byte"),
+            (b'{"format": "something else"}', 'it has no "format"'),
+            (b'{"format": "lightning-harmony profile", "version": 0}', "version 0, but this release reads version"),
+        ],
+    )
+    def test_what_is_no_profile_is_named_and_replaced(self, content: bytes, why: str, folder: Path) -> None:
+        train(folder)
+        file = file_in(folder)
+        file.write_bytes(content)
+        with pytest.warns(UserWarning, match=f"the cached profile '{file}' is not used, and measured anew: .*{why}"):
+            train(folder)
+        assert Record.from_json(file.read_text()).sizes
+
+    def test_so_is_one_cut_off(self, folder: Path) -> None:
+        train(folder)
+        file = file_in(folder)
+        whole = file.read_text()
+        file.write_text(whole[: len(whole) // 2])
+        with pytest.warns(UserWarning, match="is not JSON"):
+            train(folder)
+
+    @pytest.mark.parametrize(
+        "change", [{"model": "another"}, {"machine": "another"}, {"versions": "torch 1.0"}], ids=lambda c: next(iter(c))
+    )
+    def test_so_is_one_of_another_model_machine_or_version(self, change: dict[str, str], folder: Path) -> None:
+        train(folder)
+        file = file_in(folder)
+        record = Record.from_json(file.read_text())
+        file.write_text(replace(record, origin=replace(record.origin, **change)).to_json())
+        with pytest.warns(UserWarning, match=f"is not used, and measured anew: it is of {next(iter(change))}"):
+            train(folder)
+        assert Record.from_json(file.read_text()).origin == record.origin
+
+    def test_so_is_one_that_contradicts_itself(self, folder: Path) -> None:
+        train(folder)
+        file = file_in(folder)
+        data = json.loads(file.read_text())
+        data["sizes"][0]["layers"][0]["forward_seconds"] = float("nan")
+        file.write_text(json.dumps(data))
+        with pytest.warns(UserWarning, match="seconds and speeds of at least 0"):
+            train(folder)
+
+    def test_no_half_file_is_left_where_writing_fails(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        train(folder)
+        before = file_in(folder).read_text()
+
+        def fail(*args: Any) -> None:
+            raise OSError("no space left on device")
+
+        monkeypatch.setattr(os, "replace", fail)
+        with pytest.warns(UserWarning, match="no profile is kept in .*: no space left on device"):
+            train(folder, num_microbatches=2)
+        assert file_in(folder).read_text() == before
+
+    def test_the_default_folder_is_the_users_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from lightning_harmony import profile_cache
+
+        monkeypatch.undo()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert profile_cache.default_folder() == tmp_path / "lightning-harmony"
+        train(True)
+        assert file_in(tmp_path / "lightning-harmony").suffix == ".json"
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        assert profile_cache.default_folder() == tmp_path / "home" / ".cache" / "lightning-harmony"
+
+    @pytest.mark.parametrize("wrong", [3, None, ""])
+    def test_what_is_no_folder_is_refused(self, wrong: Any) -> None:
+        with pytest.raises(ValueError, match="True, False, or a folder"):
+            HarmonyStrategy(profile_cache=wrong)
+
+    def test_so_is_a_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "file"
+        file.touch()
+        with pytest.raises(ValueError, match="this is not a folder"):
+            HarmonyStrategy(profile_cache=file)
+
+
+def test_a_strategy_with_a_folder_can_be_copied(folder: Path) -> None:
+    strategy = copy.deepcopy(HarmonyStrategy(profile_cache=folder))
+    assert strategy._settings.profile_cache == folder
+
+
+class TestAutomaticNumber:
+    """`num_microbatches="auto"`. Tests say what is predicted: times would make them depend on the machine."""
+
+    @pytest.fixture
+    def prefers(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        def set_preferred(number: int) -> None:
+            monkeypatch.setattr("lightning_harmony.engine.planning.choose_number", lambda *_: number)
+
+        return set_preferred
+
+    @pytest.mark.parametrize("preferred", [2, 8])
+    @pytest.mark.parametrize("is_kept", [True, False])
+    def test_is_chosen_after_the_first_step_and_stays(
+        self, preferred: int, is_kept: bool, folder: Path, prefers: Any, begun: list[tuple[Plan, bool]]
+    ) -> None:
+        prefers(preferred)
+        result = train(folder if is_kept else False, num_microbatches="auto")
+        assert [report.num_microbatches for report in result.reports] == [4, preferred, preferred, preferred]
+        # What is larger than was seen is measured; of what is smaller the costs are known.
+        assert [is_measured for _, is_measured in begun] == [True, preferred == 2, False, False]
+        assert begun[-1][0].num_microbatches == preferred
+
+    def test_is_chosen_at_once_from_an_earlier_fit(self, folder: Path, prefers: Any) -> None:
+        train(folder)
+        prefers(2)
+        result = train(folder, num_microbatches="auto")
+        assert [report.num_microbatches for report in result.reports] == [2] * 4
+        compare(result, train(False, num_microbatches=2))
+
+    def test_is_no_more_than_a_short_batch_has_samples(self, folder: Path, prefers: Any) -> None:
+        train(folder)
+        prefers(8)
+        strategy = HarmonyStrategy(num_microbatches="auto", profile_cache=folder)
+        module = build()
+        trainer = trainer_for(strategy, 2, [reports := Reports()], devices=1)
+        trainer.fit(module, DataLoader(SAMPLES[:13], batch_size=8))
+        assert [report.num_microbatches for report in reports.reports] == [8, 5]
+
+    def test_is_really_predicted(self, folder: Path) -> None:
+        reports = train(folder, num_microbatches="auto").reports
+        assert reports[0].num_microbatches == 4
+        assert reports[-1].num_microbatches in (1, 2, 4, 8)
+
+    def test_other_words_and_two_answers_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="num_microbatches='many'"):
+            HarmonyStrategy(num_microbatches="many")
+        with pytest.raises(ValueError, match="num_microbatches=auto, microbatch_size=2"):
+            HarmonyStrategy(num_microbatches="auto", microbatch_size=2)
