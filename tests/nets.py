@@ -172,6 +172,26 @@ class Rich(Language):
         return x
 
 
+class Hooked(Language):
+    """Hooks on layers, within them and on what goes from one to the next; each changes what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda module, args: (1.1 * args[0],))
+            block.register_forward_hook(lambda module, args, output: 0.9 * output)
+            block.register_full_backward_hook(lambda module, inputs, outputs: (0.5 * inputs[0],))
+            block.register_full_backward_pre_hook(lambda module, outputs: (outputs[0].clamp(-1e-2, 1e-2),))
+            block.up.register_forward_hook(lambda module, args, output: output.tanh())
+            block.up.register_full_backward_hook(lambda module, inputs, outputs: (0.7 * inputs[0],))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x.register_hook(lambda gradient: gradient + 1e-4)
+        return x
+
+
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()

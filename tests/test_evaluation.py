@@ -98,6 +98,19 @@ def test_a_batch_that_is_too_large_logs_and_returns_what_the_whole_would(
     assert lengths == [8] * 24 + [5]
 
 
+@pytest.mark.devices(1, 2)
+def test_a_model_that_is_larger_than_the_memory_validates_tests_and_predicts_as_in_plain_lightning() -> None:
+    module = Model()
+    module.net = nets.Language(num_blocks=16)
+    # Two devices together are too small as well.
+    assert sum(p.numel() * p.element_size() for p in module.parameters()) > 2 * 56 * 1024
+    data = DataLoader(nets.tokens(24), batch_size=8)
+    plain, swapped = trainer_for("auto"), trainer_for(harmony(device_memory="56KiB"))
+    for loop in ("validate", "test"):
+        assert_equal(*(getattr(trainer, loop)(module, data, verbose=False) for trainer in (plain, swapped)))
+    assert_equal(plain.predict(module, data), swapped.predict(module, data))
+
+
 class Writer(BasePredictionWriter):
     def __init__(self) -> None:
         super().__init__("batch_and_epoch")

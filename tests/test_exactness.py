@@ -32,6 +32,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "returned-parameter": nets.ReturnedParameter,
     "spectral-norm": nets.SpectralNorm,
     "changes-an-input": nets.ChangesAnInput,
+    "hooked": nets.Hooked,
 }
 CAPACITIES = {"all": None, "some": "88KiB", "tight": "60KiB"}
 

@@ -548,6 +548,8 @@ class CodeBook(nn.Module):
         self.register_buffer("counts", torch.ones(8))
         self.register_buffer("num_calls", torch.tensor(0))
         self.register_buffer("not_saved", torch.zeros(WIDTH), persistent=False)
+        # No version counts what is done to its data: that was lost.
+        self.register_buffer("through_data", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.proj(x)
@@ -561,7 +563,8 @@ class CodeBook(nn.Module):
                 self.codes = self.codes * 0.9 + 0.1 * (picked.T @ flat) / self.counts.clamp(min=1).unsqueeze(1)
                 self.num_calls += 1
                 self.not_saved.copy_(flat.mean(0))
-        return x + (code - x).detach() + 0.1 * self.not_saved
+                self.through_data.data.lerp_(flat.mean(0), 0.1)
+        return x + (code - x).detach() + 0.1 * self.not_saved * (1 + self.through_data)
 
 
 class ChangesBuffers(nets.Language):

@@ -474,6 +474,50 @@ def test_hooks_of_parameters_that_would_see_other_gradients_are_refused(tied: bo
     assert_trains(module, lambda: fit(module))
 
 
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nets.Block()
+        self.center: Tensor
+        self.register_buffer("center", torch.zeros(nets.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x - self.center)
+
+
+class MovesCenters(Net):
+    """Changes buffers of layers in the step: the recompute in the backward saw them changed."""
+
+    bad = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for block in self.net.blocks if self.bad else ():
+            block.center.add_(0.1)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for block in self.net.blocks:
+            block.center.add_(0.1)
+
+
+def test_a_buffer_of_a_layer_that_the_step_changes_is_refused() -> None:
+    module = MovesCenters(with_blocks(Centred).net)
+    words = ["'center'", "net.blocks.", "on_train_batch_end"]
+    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
+    module.bad = False
+    assert_trains(module, lambda: fit(module))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_scripted_modules_are_refused() -> None:
+    module = with_blocks(lambda: torch.jit.script(nn.Linear(nets.WIDTH, nets.WIDTH)))
+    words = ["'net.blocks.0'", "torch.jit", "compile_layers=True"]
+    with pytest.raises(UnsupportedModelError) as caught:
+        fit(module)
+    assert all(word in str(caught.value) for word in words)
+
+
 # --- Parameters that the glue changes.
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_harmony.errors import UnsupportedModelError
@@ -66,4 +67,18 @@ def refuse_uninitialized(module: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"parameter {name!r} has no shape yet: run the lazy module once on a sample before the fit, for example in "
                 "configure_model"
+            )
+
+
+def refuse_scripted(module: nn.Module) -> None:
+    """Refuse compiled modules of TorchScript: nobody can put other weights into them for a while.
+
+    Raises:
+        UnsupportedModelError: naming the first with parameters.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
+            raise UnsupportedModelError(
+                f"module {name!r} is scripted or traced (torch.jit), and keeps its weights where they cannot be swapped: use "
+                "the module that it was made from, with HarmonyStrategy(compile_layers=True) for speed"
             )

@@ -35,6 +35,7 @@ from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
 from lightning_harmony.profile_cache import ProfileCache
 from lightning_harmony.refusals import (
     refuse_other_accelerators,
+    refuse_scripted,
     refuse_several_processes,
     refuse_sparse,
     refuse_uninitialized,
@@ -271,6 +272,7 @@ class HarmonyStrategyMixin(_Base):
         assert self.accelerator is not None
         assert self.model is not None
         refuse_uninitialized(self._module)
+        refuse_scripted(self._module)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()

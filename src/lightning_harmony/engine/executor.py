@@ -363,6 +363,9 @@ class Executor:
         self._random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
         self.updater.reclaim()
         self._in_backward = False
+        host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
+        for layer in self._layers:
+            layer.is_training, layer.host_buffers = is_training, host_buffers
         self._is_watching = is_training and self._planner.watches and self._compute_dtype is None
         for residents in self._residents:
             residents.device.begin_step()
@@ -440,6 +443,8 @@ class Executor:
             self._deliver_final(range(len(self._packs)))
             self._drive(Phase.BACKWARD)
             self._deliver(pack.index for pack in self._packs if pack.index not in self._delivered)
+            for layer in self._layers:
+                layer.refuse_changed_buffers()
             self.updater.finish()
         self._end()
 
@@ -510,6 +515,8 @@ class Executor:
         self._last_turn = None
         self._start([])
         self._random.switch_back()
+        for layer in self._layers:
+            layer.is_training, layer.host_buffers = False, {}
         for residents in self._residents:
             residents.reset()
 

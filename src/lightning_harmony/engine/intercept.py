@@ -219,9 +219,11 @@ class LayerCall:
             self._random, self._attributes = self._capture_random(), self._layer.attributes.read()
         args, kwargs = tree_unflatten(self._with_tensors(self.tensors, self._leaves), self._spec)
         contents = self._containers.watched(args, kwargs, self.tensors)
+        unknown = self._layer.has_unknown_buffers()
+        before = {key: tensor.clone() for key, tensor in self.residency.buffers.items()} if unknown else {}
         with self._bound(self.residency.buffers) as left, self._watching(watch):
             result = self._run(*args, **kwargs), contents()
-        changed = self._keep_buffers(left)
+        changed = self._keep_buffers(left, before)
         if watch is not None and not changed:
             self._casting, self._buffers_before, self._objects = CastingState(), {}, self._leaves
             self._requires_grad = [False] * len(self.tensors)
@@ -262,7 +264,7 @@ class LayerCall:
             watch = self._runtime.watch(self._layer, self.residency)
             with self._bound(buffers) as left, self._explaining(), self._watching(watch):
                 result = self._run(*args, **kwargs), contents()
-        self._buffers_before = {key: before[key] for key in self._keep_buffers(left)}
+        self._buffers_before = {key: before[key] for key in self._keep_buffers(left, before)}
         self._refuse_changed([t._version == version for t, version in zip(checked, versions, strict=True)])
         flat, self._unflatten = self._flatten(result)
         self._graph = (inputs, flat, [*self._attributes.needing_gradients(), *hidden]) if keeps else None
@@ -433,14 +435,21 @@ class LayerCall:
             self._versions = {key: buffers[key]._version for key in self._layer.buffers}
             yield left
 
-    def _keep_buffers(self, left: dict[BufferKey, Tensor | None]) -> list[BufferKey]:
+    def _keep_buffers(self, left: dict[BufferKey, Tensor | None], before: dict[BufferKey, Tensor]) -> list[BufferKey]:
         """Take over the buffers that the layer changed or replaced; return which."""
-        resident = self.residency.buffers
+        resident, layer = self.residency.buffers, self._layer
+        if layer.has_unknown_buffers():
+            layer.note_calls(before, left)
         changed = [
             key
             for key, tensor in left.items()
             if tensor is not None
-            and (tensor is not resident[key] or tensor._version != self._versions[key] or _is_statistic(key))
+            and (
+                tensor is not resident[key]
+                or tensor._version != self._versions[key]
+                or _is_statistic(key)
+                or key in layer.unversioned_buffers
+            )
         ]
         resident.update({key: tensor.detach() for key in changed if (tensor := left[key]) is not None})
         self.residency.dirty_buffers.update(changed)

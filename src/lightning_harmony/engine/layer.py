@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,8 @@ from lightning_harmony.engine.derived import derived_weights
 from lightning_harmony.errors import UnsupportedModelError
 
 BufferKey = tuple[nn.Module, str]
+# So many calls of a layer are looked at for changes that no version tells.
+COMPARED_CALLS = 8
 
 GRAPH_ESCAPES = (
     "a backward runs through the graph inside a layer, which is not kept. Either it starts inside a layer's forward: "
@@ -64,6 +66,10 @@ class SwappedLayer:
         compute_dtype: the type in which its floating parameters and inputs are on the device; None for their own.
         attributes: what its code keeps on its modules beside.
         num_buffer_writes: how often the host's buffers were written by what layers changed on a device.
+        is_training: whether a training step runs, in which nobody else may change its buffers.
+        num_compared_calls: how many of its calls were looked at for changes that no version tells.
+        host_buffers: in a training step, the host's buffers as they should be, and their versions: one dict for all layers.
+        unversioned_buffers: those that its code changes through `.data`, of which no version tells.
         narrow: the parameters that are narrower on the device: with a compute type all that it narrows, else those that
             the layer reads through a cast alone. And to which type.
     """
@@ -81,8 +87,13 @@ class SwappedLayer:
         self.module = module
         self.parameters = list(dict.fromkeys(parameters))
         self.buffers = buffers_of(module) if module is not None else []
+        self._own_buffers = frozenset(self.buffers)
         self.attributes = AttributesOfLayer(list(module.modules()) if module is not None else [])
         self.num_buffer_writes = 0
+        self.unversioned_buffers: set[BufferKey] = set()
+        self.num_compared_calls = 0
+        self.is_training = False
+        self.host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         self.compute_dtype = compute_dtype
         types = {parameter: dtype_on_device(parameter, compute_dtype) for parameter in self.parameters}
         self.narrow = {parameter: dtype for parameter, dtype in types.items() if dtype != parameter.dtype}
@@ -98,6 +109,40 @@ class SwappedLayer:
         """Compute the weights that its hooks make of parameters, where nothing is swapped."""
         for weight in self._derived:
             weight.compute()
+
+    def has_unknown_buffers(self) -> bool:
+        """Whether its calls are still looked at for buffers that are changed through `.data`."""
+        return bool(self.buffers) and self.num_compared_calls < COMPARED_CALLS
+
+    def note_calls(self, before: Mapping[BufferKey, Tensor], after: Mapping[BufferKey, Tensor | None]) -> None:
+        """Compare its buffers before and after a call."""
+        self.num_compared_calls += 1
+        for key, tensor in after.items():
+            old = before.get(key)
+            if tensor is not None and old is not None and (tensor.shape != old.shape or not torch.equal(tensor, old)):
+                self.unversioned_buffers.add(key)
+
+    def note_host_buffers(self, keys: Iterable[BufferKey]) -> None:
+        """These buffers of the host are as they should be for the rest of the step."""
+        for key in keys if self.is_training else ():
+            if key in self._own_buffers and (buffer := key[0]._buffers[key[1]]) is not None:
+                self.host_buffers[key] = buffer, version_of(buffer)
+
+    def refuse_changed_buffers(self) -> None:
+        """Refuse a step in which others than the layer change its buffers.
+
+        Raises:
+            UnsupportedModelError: naming the buffer.
+        """
+        for key in self.buffers if self.host_buffers else ():
+            owner, name = key
+            buffer, version = self.host_buffers.get(key) or (None, 0)
+            if buffer is not None and (owner._buffers.get(name) is not buffer or version_of(buffer) != version):
+                raise UnsupportedModelError(
+                    f"buffer {name!r} of layer {self.name!r} is changed within a step, outside of the layer's call, but the "
+                    "layer is called again for other microbatches and in the backward: change it in the layer's forward, or "
+                    "in a hook such as on_train_batch_end"
+                )
 
     @contextmanager
     def bound(
@@ -141,6 +186,11 @@ class SwappedLayer:
 def _is_foreign(value: Any, parameter: nn.Parameter) -> bool:
     """Whether what is in a parameter's place neither is it nor stands in for it."""
     return value is not parameter and getattr(value, "_parameter", None) is not parameter
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; those of inference mode count no versions."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def dtype_on_device(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> torch.dtype:

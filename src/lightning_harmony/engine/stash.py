@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.host_store import HostPool
+from lightning_harmony.engine.layer import version_of
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stream import Event
 from lightning_harmony.engine.strides import compact, restore
@@ -38,7 +39,7 @@ class Alias(Stashed):
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
-        self._version = _version(tensor)
+        self._version = version_of(tensor)
 
     def load(self) -> Tensor:
         """The tensor itself.
@@ -46,7 +47,7 @@ class Alias(Stashed):
         Raises:
             UnsupportedModelError: if it was modified in place.
         """
-        if _version(self._tensor) != self._version:
+        if version_of(self._tensor) != self._version:
             raise _modified(self._tensor)
         return self._tensor
 
@@ -166,11 +167,6 @@ class LaneStash:
 def is_small(tensor: Tensor) -> bool:
     """Whether a tensor takes so little that it stays on its device."""
     return tensor.numel() * tensor.element_size() < SMALLEST_BYTES
-
-
-def _version(tensor: Tensor) -> int:
-    # Those of inference mode count none.
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _modified(tensor: Tensor) -> UnsupportedModelError:

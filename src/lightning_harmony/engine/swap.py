@@ -256,6 +256,9 @@ class Swapper:
 
     def _start_swap_in(self, pack: SwappedPack) -> None:
         device, arena, layout = self._device, self._store.arena, pack.layout
+        for layer in pack.layers:
+            layer.refuse_changed_buffers()
+            layer.note_host_buffers(layer.buffers)
         as_of = _num_writes(pack)
         weights = device.empty(layout.num_bytes)
         staging = device.empty(layout.staging_bytes)
@@ -301,6 +304,8 @@ class Swapper:
         """Copy the buffers that layers changed to the host's, which are the user's own tensors."""
         if not residency.dirty_buffers:
             return
+        for layer in pack.layers:
+            layer.refuse_changed_buffers()
         for key in residency.dirty_buffers:
             host, changed = _buffer(key), residency.buffers[key]
             with torch.no_grad(), self._device.on_host():
@@ -309,9 +314,10 @@ class Swapper:
                 else:
                     key[0]._buffers[key[1]] = changed.to(host.device, copy=True)
             self._traffic.count_out("weights", changed.numel() * changed.element_size())
-        residency.dirty_buffers.clear()
         for layer in pack.layers:
             layer.num_buffer_writes += 1
+            layer.note_host_buffers(residency.dirty_buffers)
+        residency.dirty_buffers.clear()
 
     def read_again(self, pack: SwappedPack) -> None:
         """Copy a pack's buffers to the device once more, if the host's were written since."""
