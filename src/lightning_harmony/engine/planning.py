@@ -377,11 +377,13 @@ class Planner:
         """A plan for a number of microbatches, with whose graphs are kept, and what is foreseen."""
         given, costs = self._given, self._costs()
         plan = with_graphs(plan, costs, num_microbatches, _capacities(self._devices))
-        # A step that differs from what a given plan foresees goes by its packs, but decides on graphs anew.
-        if given is not None and all(
-            getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")
-        ):
-            plan = replace(plan, first_fused=given.first_fused, kept=given.kept)
+        if given is not None:
+            plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead)
+            # A step that differs from what a given plan foresees goes by its packs, but decides on graphs anew.
+            if all(getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")):
+                plan = replace(plan, first_fused=given.first_fused, kept=given.kept)
+            elif not plan.just_in_time:
+                plan = replace(plan, first_fused=len(plan.visits), kept=frozenset())
         return self._foreseen(plan, costs)
 
     def _foreseen(self, plan: Plan, costs: Mapping[str, Cost]) -> Plan:
