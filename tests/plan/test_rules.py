@@ -1,5 +1,7 @@
 """The plan that training begins with."""
 
+from dataclasses import replace
+
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.rules import fitting_packs, packed, smallest, with_graphs
 
@@ -24,6 +26,11 @@ def test_graphs_are_kept_as_there_is_room() -> None:
     tight, roomy = (with_graphs(plan, COSTS, 4, [capacity]) for capacity in (60, None))
     assert (tight.kept, tight.num_microbatches) == (frozenset(), 4)
     assert roomy.kept | roomy.fused == {0, 1, 2}
+
+
+def test_none_are_kept_where_nothing_is_to_be_used_again() -> None:
+    plan = replace(packed([["a"], ["b"], ["c"]], (), ["a", "b", "c"], 1, "pipeline"), reuse="visit")
+    assert with_graphs(plan, COSTS, 4, [None]) == replace(plan, num_microbatches=4)
 
 
 def test_the_smallest_device_counts() -> None:

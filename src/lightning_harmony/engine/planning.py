@@ -376,6 +376,8 @@ class Planner:
     def _decided(self, plan: Plan, num_microbatches: int) -> Plan:
         """A plan for a number of microbatches, with whose graphs are kept, and what is foreseen."""
         given, costs = self._given, self._costs()
+        if given is not None:
+            plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead)
         plan = with_graphs(plan, costs, num_microbatches, _capacities(self._devices))
         if given is not None:
             plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead)

@@ -46,7 +46,7 @@ def packed(packs: Packs, layers: Iterable[str], calls: Sequence[str], num_device
 
 
 def with_graphs(plan: Plan, costs: Mapping[str, Cost], num_microbatches: int, capacities: Sequence[int | None]) -> Plan:
-    """The plan for a number of microbatches, with the graphs for which there is room.
+    """The plan for a number of microbatches, with the graphs for which there is room; none where it keeps none on purpose.
 
     Args:
         plan: its packs and visits.
@@ -54,9 +54,12 @@ def with_graphs(plan: Plan, costs: Mapping[str, Cost], num_microbatches: int, ca
         num_microbatches: of the batch.
         capacities: of each device; None for no limit.
     """
+    plan = replace(plan, num_microbatches=num_microbatches)
+    if not plan.just_in_time:
+        return plan
     whole = [pack_cost([costs[name] for name in pack]) for pack in plan.packs]
     first_fused, kept = graphs_to_keep(plan.visits, whole, num_microbatches, capacities, plan.parallel)
-    return replace(plan, first_fused=first_fused, kept=kept, num_microbatches=num_microbatches)
+    return replace(plan, first_fused=first_fused, kept=kept)
 
 
 def smallest(capacities: Iterable[int | None]) -> int | None:
