@@ -87,3 +87,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.F
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if not request.config.getoption("--profile-cache"):
         monkeypatch.setattr("lightning_harmony.profile_cache.default_folder", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps run by the plan by rules, however slow the machine is that tests run on."""
+    monkeypatch.setattr("lightning_harmony.plan.search.SHORT_SECONDS", float("inf"))

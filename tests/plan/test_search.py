@@ -33,6 +33,11 @@ SPEEDS = ("swap_in_bytes_per_second", "swap_out_bytes_per_second", "update_bytes
 LAYER = Cost("layer", 100, 100, 5, 8, 30, 100, 4, 4, 1.0, 3.0)
 
 
+@pytest.fixture(autouse=True)
+def no_search() -> None:
+    """Here it is what is tested."""
+
+
 @st.composite
 def profiles(draw: st.DrawFn, most_layers: int = 5) -> Profile:
     number = draw(st.integers(1, most_layers))
