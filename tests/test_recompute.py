@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from same_training import SEED, Net, assert_same_training
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics import MeanMetric
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
@@ -187,6 +188,51 @@ class Dicts(Blocks):
             x = block(x, kept=kept, names=names)
         assert (kept["a"], kept["b"], names) == ([], [], [])
         return F.mse_loss(sum(kept["late"]), y)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(nets.WIDTH, 3 * nets.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(len(x), 1, 4, 3 * nets.WIDTH // 4).chunk(3, -1)
+        return x + F.scaled_dot_product_attention(q, k, v).flatten(1)
+
+
+class ChoosesKernels(Blocks):
+    """Around the layers, for a part of the step, and by the block."""
+
+    def __init__(self) -> None:
+        super().__init__(Attention)
+        self.seen: list[tuple[bool, bool, bool]] = []
+        for block in self.blocks:
+            block.register_forward_pre_hook(self._look)
+
+    def _look(self, *_: Any) -> None:
+        cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+        self.seen.append((cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), cudnn.deterministic))
+
+    def run(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            kernel = SDPBackend.MATH if number % 2 else SDPBackend.FLASH_ATTENTION
+            with sdpa_kernel(kernel), torch.backends.cudnn.flags(enabled=True, deterministic=number == 2):
+                x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "24KiB"), (2, "24KiB")])
+def test_kernels_that_a_step_chooses_for_a_while(devices: int, memory: Any) -> None:
+    """The flags are the process's: microbatches that take turns would leave each other theirs, and the process, too."""
+    before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
+    torch.manual_seed(0)
+    module = Net(ChoosesKernels())
+    assert_same_training(module, samples(), num_microbatches=2, batch_size=4, devices=devices, device_memory=memory)
+    strategy = HarmonyStrategy(num_microbatches=2, device_memory=memory, loss_reduction="mean")
+    options = {**_options(3), "devices": devices}
+    pl.Trainer(strategy=strategy, **options).fit(module, torch.utils.data.DataLoader(samples(), batch_size=4))
+    assert set(module.net.seen) == {(True, False, False), (False, True, False), (True, False, True)}
+    assert before == (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())
 
 
 BLOCKS = [Counts, BeginsOnce, Collects, CountsInATensor, Measures, TorchGenerator, OtherGenerators]

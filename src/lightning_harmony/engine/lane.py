@@ -6,7 +6,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,12 +53,11 @@ class Lane:
         """Hand the baton on and wait until it comes back. Called by the job."""
         if self._aborted:
             raise LaneAborted
-        # The default dtype is the process's, and user code sets it for a while (Lightning's 64-true does).
-        dtype = torch.get_default_dtype()
+        state = ProcessState.capture()
         self.request = request
         self._pool.hand_on(self)
         self.request = None
-        _set_default_dtype(dtype)
+        state.restore()
         if self._aborted:
             raise LaneAborted
 
@@ -104,12 +103,6 @@ def current_lane() -> Lane | None:
     return getattr(_local, "lane", None)
 
 
-def _set_default_dtype(dtype: torch.dtype) -> None:
-    # Setting it takes longer than handing over does.
-    if torch.get_default_dtype() is not dtype:
-        torch.set_default_dtype(dtype)
-
-
 # Given the lane that parked or ended, None at first: the lane that goes on, or None for the caller of `LanePool.drive`.
 Choose = Callable[[Lane | None], Lane | None]
 
@@ -149,7 +142,7 @@ class LanePool:
             BaseException: what a job or ``choose`` raised, with its own traceback.
         """
         self._choose = choose
-        dtype = torch.get_default_dtype()
+        state = ProcessState.capture()
         try:
             first = choose(None)
             if first is not None:
@@ -157,7 +150,7 @@ class LanePool:
         finally:
             # Ctrl-C can end this anywhere: the lane that has the baton must give it back.
             self._choose = None
-            _set_default_dtype(dtype)
+            state.restore()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -250,11 +243,54 @@ class ThreadState:
             yield
 
 
+class ProcessState(NamedTuple):
+    """What PyTorch keeps for the process, and user code sets for a while: each lane finds its own.
+
+    The default dtype, as Lightning's 64-true sets it; which kernels there are for attention, as
+    `torch.nn.attention.sdpa_kernel` says; and cuDNN's flags, as `torch.backends.cudnn.flags` sets them.
+    """
+
+    default_dtype: torch.dtype
+    attention: tuple[bool, ...]
+    cudnn: tuple[bool, ...]
+
+    @classmethod
+    def capture(cls) -> ProcessState:
+        """The state now."""
+        cudnn = torch.backends.cudnn
+        return cls(
+            torch.get_default_dtype(),
+            tuple(is_enabled() for is_enabled, _ in _ATTENTION),
+            (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        )
+
+    def restore(self) -> None:
+        """Make it so again."""
+        now = ProcessState.capture()
+        if now == self:
+            return
+        # Setting the dtype takes longer than handing over does.
+        if now.default_dtype is not self.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
+        for (_, enable), value in zip(_ATTENTION, self.attention, strict=True):
+            enable(value)
+        enabled, benchmark, deterministic = self.cudnn
+        torch.backends.cudnn.set_flags(_enabled=enabled, _benchmark=benchmark, _deterministic=deterministic)
+
+
+_ATTENTION = (
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+
+
 class CastingState:
-    """Which device types autocast, and to what; and the default dtype."""
+    """Which device types autocast, and to what; and the state of the process, which chooses types and kernels, too."""
 
     def __init__(self) -> None:
-        self._default_dtype = torch.get_default_dtype()
+        self._process = ProcessState.capture()
         self._types = {
             device_type: (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
             for device_type in ("cpu", "cuda")
@@ -264,8 +300,8 @@ class CastingState:
     def applied(self) -> Iterator[None]:
         """Cast so. Without the cache of casts: it would keep casts of weights that were swapped out."""
         with ExitStack() as stack:
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(self._default_dtype)
+            stack.callback(ProcessState.capture().restore)
+            self._process.restore()
             for device_type, (enabled, dtype) in self._types.items():
                 if (enabled, dtype) != (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)):
                     stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False))
