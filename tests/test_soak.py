@@ -118,7 +118,8 @@ def test_nothing_grows_with_the_number_of_steps(num_steps: int, tmp_path: Path) 
     assert last.pool_bytes == first.pool_bytes
     # Fewer are what tests before this one have left and let go of now.
     assert last.num_tensors <= first.num_tensors
-    # What the allocator and the logger keep: far less than a step allocates, times the steps.
-    assert last.host_bytes - first.host_bytes < (8 << 20) + 4096 * num_steps
+    # What the allocator and the logger keep: far less than a step allocates, times the steps. The allocator's share varies
+    # by megabytes with what the tests before this one left in pieces.
+    assert last.host_bytes - first.host_bytes < (24 << 20) + 4096 * num_steps
     gc.collect()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("harmony")]
