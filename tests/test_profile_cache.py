@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.executor import Executor
+from lightning_harmony.engine.planning import CHECKED_STEPS
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.record import Record
@@ -348,3 +349,19 @@ class TestAutomaticNumber:
             HarmonyStrategy(num_microbatches="many")
         with pytest.raises(ValueError, match="num_microbatches=auto, microbatch_size=2"):
             HarmonyStrategy(num_microbatches="auto", microbatch_size=2)
+
+
+class TestASlowMachine:
+    def test_what_predicts_far_other_times_is_measured_anew_by_the_next_fit(self, folder: Path) -> None:
+        """A profile that was measured while the machine was busy would predict slow steps for ever."""
+        train(folder)
+        values = json.loads(file_in(folder).read_text())
+        for size in values["sizes"]:
+            for cost in size["layers"]:
+                cost["forward_seconds"] = cost["backward_seconds"] = 100.0
+        file_in(folder).write_text(json.dumps(values))
+        train(folder, samples=nets.tokens(8 * (CHECKED_STEPS - 1)))
+        assert list(folder.iterdir()) != []
+        result = train(folder, samples=nets.tokens(8 * CHECKED_STEPS))
+        assert list(folder.iterdir()) == []
+        assert len(result.reports) == CHECKED_STEPS

@@ -37,6 +37,7 @@ class StepReports:
         seconds = time.perf_counter() - self._start
         before, self._state_bytes = self._state_bytes, state_bytes(optimizers)
         most = max(engine.pool.take_peak_bytes() + before, engine.pool.num_bytes + self._state_bytes)
+        engine.note_seconds(seconds)
         predicted = engine.step_plan.predicted
         self.last = StepReport(
             seconds=seconds,

@@ -483,6 +483,10 @@ class Executor:
         if plan is not None:
             self._use(plan)
 
+    def note_seconds(self, seconds: float) -> None:
+        """How long the training step took that has ended."""
+        self._planner.note_seconds(seconds)
+
     def abandon(self) -> None:
         """End a step that has no backward, or whose backward never came."""
         if self._progress:

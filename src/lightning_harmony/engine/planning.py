@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Protocol
 
 from lightning_harmony.engine.device import Device
@@ -23,6 +24,11 @@ from lightning_harmony.plan.record import NarrowWeights, Origin, Record, SeenSiz
 from lightning_harmony.plan.replay import predict
 from lightning_harmony.plan.rules import Packs, fitting_packs, packed, smallest, with_graphs
 from lightning_harmony.plan.search import search_better
+
+# After how many steps a plan that rests on a record is held against them, of which the first ones warm up.
+CHECKED_STEPS, WARM_UP_STEPS = 8, 3
+# How many times as long, or as short, as predicted steps may be.
+FAR_OFF = 2.0
 
 
 class Records(Protocol):
@@ -159,6 +165,7 @@ class Planner:
         # What earlier fits have seen, whether all that is known is known from there, and whether that is yet to be checked.
         self._record: Record | None = None
         self._rests_on_record = self._is_to_be_checked = self._changes_number = False
+        self._seconds: list[float] = []
         self._plan = self.layer_by_layer(range(len(layers)))
 
     @property
@@ -261,6 +268,21 @@ class Planner:
         if not self._rests_on_record or self._records is None:
             return ""
         return f". The step was planned from {self._records.discard()}, which is discarded: run again to measure anew"
+
+    def note_seconds(self, seconds: float) -> None:
+        """How long a training step took.
+
+        Where steps turn out to be far from what the record of earlier fits predicts, it is of a machine that was busy with
+        something else, or has changed: later fits measure anew.
+        """
+        predicted = self._plan.predicted
+        if not self._rests_on_record or self._records is None or predicted is None:
+            return
+        self._seconds.append(seconds)
+        if len(self._seconds) == CHECKED_STEPS:
+            ratio = median(self._seconds[WARM_UP_STEPS:]) / predicted.seconds if predicted.seconds else 1.0
+            if not 1 / FAR_OFF <= ratio <= FAR_OFF:
+                self._records.discard()
 
     # ---- what earlier fits have seen -----------------------------------------------------------------------------------
 
