@@ -135,6 +135,13 @@ class TestLeastSeconds:
         plan = replace(plan, profile=Profile(layers, machine))
         assert least_seconds(plan, packs, machine) <= replayed_seconds(plan) * (1 + 1e-9)
 
+    def test_counts_what_each_device_has_where_these_are_stages(self) -> None:
+        """Packs go round the devices, but not where each microbatch goes through all of them by itself."""
+        costs = tuple(Cost(f"layer {number}", 0, 0, backward_seconds=float(number in (0, 4))) for number in range(5))
+        plan = Plan(tuple((cost.name,) for cost in costs), tuple(range(5)), 5, frozenset(), 2, num_microbatches=2)
+        plan = replace(plan, reuse="none", lookahead=0, profile=Profile(costs, MachineLimits()))
+        assert least_seconds(plan, costs, MachineLimits()) == replayed_seconds(plan) == 3.0
+
     def test_is_reached_where_nothing_but_computing_counts(self) -> None:
         profile = chain(3, MachineLimits())
         plan = Plan(tuple((cost.name,) for cost in profile.layers), (0, 1, 2), 2, frozenset({1}), profile=profile)

@@ -165,7 +165,7 @@ def _places(plan: Plan) -> list[list[int]]:
         return [list(range(len(plan.visits)))]
     places: list[list[int]] = [[] for _ in range(plan.num_devices)]
     for place, pack in enumerate(plan.visits):
-        places[pack % plan.num_devices].append(place)
+        places[plan.device_of(pack, 0)].append(place)
     return places
 
 
