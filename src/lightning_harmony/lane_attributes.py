@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 from lightning_harmony.engine.attributes import LONGEST, OF_TORCH
+from lightning_harmony.engine.containers import have_same_content
 from lightning_harmony.engine.derived import OutOfReach
 
 _MISSING = object()
@@ -43,7 +44,7 @@ class _Space:
 
     def leave(self, microbatch: int) -> None:
         """Note what a microbatch has changed in its turn."""
-        if self._is_as_seen():
+        if have_same_content(self.content, self.seen):
             return
         changed = self._changed()
         if changed:
@@ -66,13 +67,6 @@ class _Space:
             lists = [self.own[microbatch][None] for microbatch in sorted(self.own)]
             if all(len(each) >= len(self.base) and all(map(operator.is_, each, self.base)) for each in lists):
                 self.content[:] = [*self.base, *(item for each in lists for item in each[len(self.base) :])]
-
-    def _is_as_seen(self) -> bool:
-        now, seen = self.content, self.seen
-        if len(now) != len(seen):
-            return False
-        pairs = (now, seen) if isinstance(now, list) else (now.values(), seen.values())
-        return all(map(operator.is_, *pairs))
 
     def _changed(self) -> dict[Any, Any]:
         if isinstance(self.content, list):

@@ -136,8 +136,7 @@ class AttributesOfLayer:
         try:
             yield
         finally:
-            if now is not before or not now.are_current():
-                now.restore()
+            now.restore()
 
 
 class _Kept:

@@ -592,14 +592,16 @@ class Executor:
         phase = Phase.FORWARD if request is None else request.phase
         self._note_period(pack, phase)
         granted = Grant(progress, number, phase, pack, self._observe(device, pack) if self._measuring else None)
-        self.recorder.enter(number, self._task(progress, phase, pack), pack)
+        self._note_task(number, progress, phase, pack)
         return granted
 
-    def _task(self, progress: LaneProgress, phase: Phase, pack: SwappedPack | None) -> Task:
-        """What a lane does: before the first layer, and from its loss to the last, what it does to that layer's pack."""
+    def _note_task(self, number: int, progress: LaneProgress, phase: Phase, pack: SwappedPack | None) -> None:
+        """Record what a lane does: before the first layer, and from its loss to the last, something to that layer's pack."""
+        if not self.recorder.is_recording:
+            return
         ends = self.plan.visits or (0,)
         index = pack.index if pack is not None else ends[0 if phase is Phase.FORWARD else -1]
-        return Task(index, phase, progress.lane.microbatch)
+        self.recorder.enter(number, Task(index, phase, progress.lane.microbatch), pack)
 
     def _observe(self, device: Device, pack: SwappedPack | None) -> Observation:
         peak = device.watch_peak()
@@ -828,7 +830,7 @@ class Executor:
                 with torch.no_grad(), no_dispatch(), residents.device.scheduling():
                     self.recorder.leave()
                     self._enter(progress, Place(pack, phase, position))
-                    self.recorder.enter(self._device_of(index), self._task(progress, phase, pack), pack)
+                    self._note_task(self._device_of(index), progress, phase, pack)
                 if self._granted is not None:
                     self._granted = replace(self._granted, pack=pack, phase=phase)
             else:

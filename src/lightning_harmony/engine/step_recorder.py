@@ -117,6 +117,11 @@ class StepRecorder:
         self._devices = devices
         self._step: _Step | None = None
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether anything is noted of the step that runs."""
+        return self._step is not None
+
     def take_over(self, other: StepRecorder) -> None:
         """Do what another one, whose devices are closed, was asked to do."""
         self.measures_busy, self.records_next = other.measures_busy, other.records_next

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
-from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.document import DocumentKind
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.profile import Profile
 from lightning_harmony.plan.task import Phase
 from lightning_harmony.plan.values import decode, encode
 
-# Of the JSON. A reader of one version refuses all others: plans are quickly made anew.
-VERSION = 2
+# A reader of one version refuses all others: plans are quickly made anew.
+_KIND = DocumentKind("lightning-harmony plan", 2, "plan", "plan", way_out=": plan anew")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON, which `from_json` reads."""
-        return json.dumps({"format": "lightning-harmony plan", "version": VERSION, **encode(self)}, indent=1)
+        return json.dumps({**_KIND.head(), **encode(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -129,16 +129,7 @@ class Plan:
         Raises:
             PlanError: if it is something else. Whether a step can run by it is told by `replay.refuse_invalid`.
         """
-        try:
-            data: Any = json.loads(text)
-        except ValueError as error:
-            raise PlanError(f"this is not a plan, for it is not JSON: {error}") from error
-        if not isinstance(data, dict) or data.pop("format", None) != "lightning-harmony plan":
-            raise PlanError('this is not a plan: it has no "format": "lightning-harmony plan"')
-        version = data.pop("version", None)
-        if version != VERSION:
-            raise PlanError(f"the plan has version {version!r}, but this release reads version {VERSION}: plan anew")
-        return decode(cls, data, "plan")
+        return decode(cls, _KIND.read(text), "plan")
 
     def keeps_graph(self, position: int) -> bool:
         """Whether the visit at a position of the forward keeps graphs for its backward, so that it stashes nothing."""

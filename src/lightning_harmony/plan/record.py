@@ -4,17 +4,16 @@ import json
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.document import DocumentKind
 from lightning_harmony.plan.line import on_line
 from lightning_harmony.plan.profile import MachineLimits
 from lightning_harmony.plan.values import decode, encode
 
-# Of the JSON. A reader of one version refuses all others: a record is quickly made anew.
-VERSION = 1
-_FORMAT = "lightning-harmony profile"
+# A reader of one version refuses all others: a record is quickly made anew.
+_KIND = DocumentKind("lightning-harmony profile", 1, "profile", "profile")
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class Record:
 
     def to_json(self) -> str:
         """The record as JSON, which `from_json` reads."""
-        return json.dumps({"format": _FORMAT, "version": VERSION, **encode(self)}, indent=1)
+        return json.dumps({**_KIND.head(), **encode(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Record":
@@ -117,16 +116,7 @@ class Record:
         Raises:
             PlanError: if it is something else, or contradicts itself.
         """
-        try:
-            data: Any = json.loads(text)
-        except ValueError as error:
-            raise PlanError(f"this is not a profile, for it is not JSON: {error}") from error
-        if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
-            raise PlanError(f'this is not a profile: it has no "format": "{_FORMAT}"')
-        version = data.pop("version", None)
-        if version != VERSION:
-            raise PlanError(f"the profile has version {version!r}, but this release reads version {VERSION}")
-        record = decode(cls, data, "profile")
+        record = decode(cls, _KIND.read(text), "profile")
         _refuse_contradictions(record)
         return record
 

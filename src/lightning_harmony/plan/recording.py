@@ -3,16 +3,22 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.document import DocumentKind
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.replay import STREAM_OF, Prediction, predict
 from lightning_harmony.plan.values import decode, encode
 
-# Of the JSON. A reader of one version refuses all others: a step is quickly recorded anew.
-VERSION = 1
-_FORMAT = "lightning-harmony recording"
+# A reader of one version refuses all others: a step is quickly recorded anew.
+_KIND = DocumentKind(
+    "lightning-harmony recording",
+    1,
+    "recorded step",
+    "recording",
+    origin=". HarmonyMonitor(trace_step=...) writes one",
+    way_out=": record anew",
+)
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,7 @@ class Recording:
     def to_json(self) -> str:
         """The recording as JSON, which `from_json` reads."""
         plan, measured = json.loads(self.plan.to_json()), encode(self.measured)
-        return json.dumps(
-            {"format": _FORMAT, "version": VERSION, "plan": plan, "measured": measured, "update": self.update}
-        )
+        return json.dumps({**_KIND.head(), "plan": plan, "measured": measured, "update": self.update})
 
     @classmethod
     def from_json(cls, text: str) -> "Recording":
@@ -50,18 +54,7 @@ class Recording:
         Raises:
             PlanError: if it is something else, or contradicts itself.
         """
-        try:
-            data: Any = json.loads(text)
-        except ValueError as error:
-            raise PlanError(f"this is not a recorded step, for it is not JSON: {error}") from error
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise PlanError(
-                f'this is not a recorded step: it has no "format": "{_FORMAT}". HarmonyMonitor(trace_step=...) writes one'
-            )
-        if data.get("version") != VERSION:
-            raise PlanError(
-                f"the recording has version {data.get('version')!r}, but this release reads version {VERSION}: record anew"
-            )
+        data = _KIND.read(text)
         plan = Plan.from_json(json.dumps(data.get("plan")))
         update = decode(str, data.get("update"), "update")
         recording = cls(plan, decode(Prediction, data.get("measured"), "measured"), update)
