@@ -57,7 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", choices=("plain", "recompute", "harmony"), default="harmony")
-    parser.add_argument("--precision", default="bf16-mixed", help="of Lightning, or bf16-compute under harmony")
+    parser.add_argument(
+        "--precision",
+        default="bf16-mixed",
+        help="of Lightning; bf16-compute under harmony, to which bf16-true with float32 masters compares in memory",
+    )
     parser.add_argument("--compile", action="store_true", help="compile the blocks, or under harmony all layers")
     parser.add_argument("--device-memory", help="the capacity under harmony; all of the GPU if not given")
     parser.add_argument("--num-microbatches", type=int, default=8)
@@ -78,7 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(parse_bytes(options.gpu_memory) / total)
     start = time.perf_counter()
-    model = build(shape, recompute=options.strategy == "recompute", fused=None if harmony or options.clip else True)
+    has_masters = not harmony and options.precision == "bf16-true"
+    fused = None if harmony or options.clip else True
+    model = build(shape, recompute=options.strategy == "recompute", fused=fused, has_masters=has_masters)
     built = time.perf_counter() - start
     batch_size = options.num_microbatches * options.microbatch_size
     samples = Tokens(options.steps * batch_size, shape)

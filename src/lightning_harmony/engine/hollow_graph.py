@@ -63,7 +63,7 @@ class HollowGraph:
         self._places: list[_Place] = []
         self._leaves: list[Tensor] = []
         self.inputs: list[GradientEdge] = []
-        self.outputs: list[GradientEdge | None] = []
+        self.outputs: Sequence[Tensor | GradientEdge | None] = []
 
     def passed(self, tensor: Tensor) -> Tensor:
         """A leaf as the call may have it: user code may keep that, and the leaf itself is emptied."""
@@ -80,11 +80,10 @@ class HollowGraph:
 
     def close(self, outputs: Sequence[Tensor]) -> bool:
         """The call has returned these; whether its graph can be filled later on."""
-        functions = [output.grad_fn for output in outputs if output.requires_grad]
-        # A node in Python lives no longer than the tensors that it made.
-        if not self._places or any(f is None or isinstance(f, torch._C._FunctionBase) for f in functions):
+        ends = [end_of(output) for output in outputs]
+        if not self._places or any(isinstance(end, Tensor) for end in ends):
             return False
-        self.outputs = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        self.outputs = ends
         for leaf in self._leaves:
             empty(leaf)
         self._leaves.clear()
@@ -137,6 +136,15 @@ def empty(leaf: Tensor) -> None:
     """Take a leaf's memory away, though a graph leads to it."""
     with torch.no_grad(), no_dispatch():
         leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+
+
+def end_of(output: Tensor) -> Tensor | GradientEdge | None:
+    """Where the backward of an output begins: without the tensor, where its graph lives without that."""
+    if not output.requires_grad:
+        return None
+    # A node in Python lives no longer than the tensors that it made.
+    is_bound = output.grad_fn is None or isinstance(output.grad_fn, torch._C._FunctionBase)
+    return output if is_bound else get_gradient_edge(output)
 
 
 def edge_of(leaf: Tensor) -> GradientEdge:

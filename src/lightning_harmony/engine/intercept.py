@@ -16,7 +16,7 @@ from lightning_harmony.engine.compiled import compiled_whole, is_compiled
 from lightning_harmony.engine.containers import Containers
 from lightning_harmony.engine.derived import derives_weights
 from lightning_harmony.engine.glue import StandIn
-from lightning_harmony.engine.hollow_graph import HollowGraph, given, keep
+from lightning_harmony.engine.hollow_graph import HollowGraph, end_of, given, keep
 from lightning_harmony.engine.host_store import lies_in
 from lightning_harmony.engine.lane import CastingState
 from lightning_harmony.engine.layer import GRAPH_ESCAPES, BufferKey, SwappedLayer, refuse_accumulation
@@ -407,32 +407,24 @@ class LayerCall:
         kept, self._graph = self._graph, None
         hollow, self._hollow = self._hollow, None
         if kept is not None:
-            self._verify(kept)
             return kept
         with self._runtime.measuring_graph(self._layer):
             inputs = [(value.load() if isinstance(value, Stashed) else value).detach() for value in self._inputs]
             # The first graph of a layer is looked at: it has to be a whole one.
             if hollow is None or self._layer.holds_tensors is not False:
-                flat, hidden = self._recompute(inputs)
-            else:
-                graph, leaves = hollow
-                run = graph.fill(lambda: self._recompute(inputs))
-                if run is None:
-                    return CallGraph(graph.inputs, graph.outputs, [], leaves)
-                flat, hidden = run
-        made = self._graph_between(inputs, flat, hidden)
-        self._verify(made)
-        return made
+                return self._graph_between(inputs, *self._recompute(inputs))
+            graph, leaves = hollow
+            run = graph.fill(lambda: self._recompute(inputs))
+            if run is not None:
+                return self._graph_between(inputs, *run)
+            return CallGraph(graph.inputs, graph.outputs, [], leaves)
 
     def _graph_between(self, inputs: Sequence[Tensor], flat: Sequence[Any], hidden: Sequence[Tensor]) -> CallGraph:
-        outputs = [leaf if leaf.requires_grad else None for leaf in flat if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
         leaves = {parameter: self.residency.leaves[parameter] for parameter in self._trained()}
-        return CallGraph([tensor for tensor in inputs if tensor.requires_grad], outputs, hidden, leaves)
-
-    def _verify(self, graph: CallGraph) -> None:
-        outputs = [output for output in graph.outputs if isinstance(output, Tensor)]
-        known = [*graph.inputs, *graph.hidden, *graph.leaves.values()]
-        self._runtime.verify(self._layer, outputs, [tensor for tensor in known if isinstance(tensor, Tensor)])
+        self._runtime.verify(self._layer, outputs, [*wanted, *hidden, *leaves.values()])
+        return CallGraph(wanted, [end_of(output) for output in outputs], hidden, leaves)
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._layer.parameters if parameter.requires_grad]
