@@ -110,11 +110,19 @@ def _add_to(master: nn.Parameter, parameter: nn.Parameter) -> None:
         master.grad.add_(gradient)
 
 
-def build(shape: Shape, *, recompute: bool, fused: bool | None, has_masters: bool = False, device: str = "cuda") -> GPT:
-    """A model on the host, its numbers drawn on the GPU: on the host that would take a minute."""
+def build(
+    shape: Shape,
+    *,
+    recompute: bool,
+    fused: bool | None,
+    has_masters: bool = False,
+    device: str = "cuda",
+    on_host: bool = True,
+) -> GPT:
+    """A model, its numbers drawn on the GPU: on the host that would take a minute."""
     with torch.device("meta"):
         model = GPT(shape, recompute=recompute, fused=fused, has_masters=has_masters)
-    model.to_empty(device="cpu")
+    model.to_empty(device="cpu" if on_host else device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
