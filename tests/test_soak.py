@@ -41,6 +41,8 @@ class Usage:
 
 
 def usage(trainer: Any) -> Usage:
+    # The collector doesn't tell of objects that it is spared.
+    gc.unfreeze()
     gc.collect()
     engine = trainer.strategy._executor
     return Usage(

@@ -28,6 +28,7 @@ from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.evaluation import Evaluation
 from lightning_harmony.fit_summary import FitSummary
+from lightning_harmony.garbage import LastingObjects
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.plan.profile import Profile
@@ -117,6 +118,7 @@ class HarmonyStrategyMixin(_Base):
         )
         self._lightning = LightningTree(self.tree)
         self._signals = HeldSignals()
+        self._lasting = LastingObjects()
         self._reports = StepReports()
         self._fused = FusedGroups()
         self._last_plan: Plan | None = None
@@ -383,6 +385,7 @@ class HarmonyStrategyMixin(_Base):
     def teardown(self) -> None:
         """Give the module back as an ordinary one on the host. Also called when `setup` never was."""
         self._signals.release()
+        self._lasting.end()
         executor, self._executor = self._executor, None
         self._training = self._evaluation = None
         if executor is not None:
@@ -402,6 +405,7 @@ class HarmonyStrategyMixin(_Base):
         """Run the user's training_step on each microbatch; the backward runs when that of the result does."""
         assert self._training is not None
         self._signals.hold()
+        self._lasting.begin_step()
         return self._training.run(super().training_step, args, kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:

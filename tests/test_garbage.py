@@ -1,0 +1,99 @@
+"""Full collections in a long fit: they look only at what came with its steps, and at everything afterwards."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import nets
+import pytest
+from same_training import Net, trainer_for
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.garbage import NUM_FIRST_STEPS
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:lightning", "ignore:.*LeafSpec.* is deprecated:FutureWarning"
+)
+
+
+class Cycle:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+class Frozen(pl.Callback):
+    """How many objects are spared, as each step begins."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.garbage = weakref.ref(Cycle())
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        self.counts.append(gc.get_freeze_count())
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def fit(steps: int, **options: Any) -> Frozen:
+    frozen = Frozen()
+    trainer = trainer_for(
+        HarmonyStrategy(num_microbatches=2), steps, [frozen, *options.pop("callbacks", [])], **options
+    )
+    trainer.fit(Net(nets.Language()), DataLoader(nets.tokens(4 * steps), batch_size=4))
+    return frozen
+
+
+def test_what_lasts_is_looked_at_no_more_until_the_fit_is_over() -> None:
+    frozen = fit(NUM_FIRST_STEPS + 2)
+    spared = frozen.counts[NUM_FIRST_STEPS - 1 :]
+    assert frozen.counts[: NUM_FIRST_STEPS - 1] == [0] * (NUM_FIRST_STEPS - 1)
+    assert spared[0] > 10_000
+    # But for what has ended since.
+    assert all(0.9 * spared[0] < count <= spared[0] for count in spared)
+    assert gc.get_freeze_count() == 0
+    # What was garbage by then is gone, though all that was there was spared.
+    assert frozen.garbage() is None
+
+
+def test_short_fits_leave_the_collector_alone() -> None:
+    assert set(fit(NUM_FIRST_STEPS - 1).counts) == {0}
+
+
+def test_who_turned_the_collector_off_has_plans_of_their_own() -> None:
+    gc.disable()
+    assert set(fit(NUM_FIRST_STEPS + 1).counts) == {0}
+
+
+def test_what_the_user_froze_stays_frozen() -> None:
+    kept = [object(), []]
+    gc.freeze()
+    count = gc.get_freeze_count()
+    assert len(kept) == 2
+    fit(NUM_FIRST_STEPS + 1)
+    # Objects that end are frozen no more.
+    assert 0.5 * count < gc.get_freeze_count() <= count
+
+
+class Fails(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == NUM_FIRST_STEPS:
+            raise ValueError("of the user's")
+
+
+def test_a_fit_that_fails_spares_nothing_any_more() -> None:
+    with pytest.raises(ValueError, match="of the user's"):
+        fit(NUM_FIRST_STEPS + 2, callbacks=[Fails()])
+    assert gc.get_freeze_count() == 0
