@@ -94,10 +94,8 @@ class Training:
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def after_backward(self) -> None:
-        """Where layers run alone, bring the gradients of this backward to the host; once, check that the batch splits."""
-        if self._runs_alone():
-            self.engine.flush_gradients()
-        else:
+        """Once, show the plan, and check that the batch splits."""
+        if not self._runs_alone():
             self.summary.show_plan(self.deferred.policy.choose)
         self.split_check.after_backward()
 

@@ -128,6 +128,8 @@ class Executor:
         PlanError: if the plan is for another model, for other devices or for a larger capacity.
     """
 
+    _flushed_backward: int | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -1074,6 +1076,8 @@ class Executor:
                     "(self.automatic_optimization = False)"
                 )
             self._progress[lane].pending[index] -= 1
+        elif gradients:
+            self._flush_after_this_backward()
         if gradients:
             if any(parameter._backward_hooks for parameter, _ in gradients):
                 gradients = [(p, self._after_hooks(p, gradient, use)) for p, gradient in gradients]
@@ -1117,7 +1121,14 @@ class Executor:
 
     # ---- ends ----------------------------------------------------------------------------------------------------------
 
-    def flush_gradients(self) -> None:
+    def _flush_after_this_backward(self) -> None:
+        """Whoever calls a backward outside of a step, or in manual optimization, finds its gradients as soon as it returns."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._flushed_backward:
+            self._flushed_backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._flush_gradients)
+
+    def _flush_gradients(self) -> None:
         """Bring gradients that calls outside of a step left on the device into the parameters' ``grad``."""
         self.updater.begin(None, [pack.parameters for pack in self._packs])
         for pack in self._packs:
