@@ -457,6 +457,17 @@ def test_logged_values_are_those_of_the_whole_batch() -> None:
     assert swapped.callback_metrics["num_samples"] == NUM_STEPS * BATCH_SIZE
 
 
+def test_a_short_last_batch_has_fewer_microbatches_than_were_asked_for() -> None:
+    """It used to be refused, at the end of the first epoch."""
+    short = DataLoader(nets.tokens(BATCH_SIZE + 3), batch_size=BATCH_SIZE)
+    trainers = []
+    for options in ({"num_microbatches": BATCH_SIZE}, {"microbatch_size": 1}):
+        trainers.append(trainer_for(HarmonyStrategy(device_memory=CAPACITY, **options)))
+        trainers[-1].fit(Model(), short)
+        assert trainers[-1].strategy.step_report.num_microbatches == 3
+    assert_same(*trainers)
+
+
 # --- Ways to optimize.
 
 

@@ -129,18 +129,17 @@ class Settings:
             chosen: the number of microbatches where nobody gave one.
         """
         if chosen is not None:
-            return microbatch_sizes(batch_size, num_microbatches=min(chosen, max(batch_size, 1)), microbatch_size=None)
+            return microbatch_sizes(batch_size, num_microbatches=chosen, microbatch_size=None)
         number = self.num_microbatches
-        planned = None if self.plan is None else self.plan.num_microbatches
-        if number is None and self.microbatch_size is None and planned is not None:
-            # As with the default, a short last batch is split into fewer.
-            number = min(planned, max(batch_size, 1))
+        if number is None and self.microbatch_size is None and self.plan is not None:
+            number = self.plan.num_microbatches
         return microbatch_sizes(batch_size, num_microbatches=number, microbatch_size=self.microbatch_size)
 
     def evaluation_sizes(self, batch_size: int) -> tuple[int, ...]:
-        """The samples of each microbatch of a batch that is too large to be evaluated whole: as many as it has at most."""
-        number = None if self.num_microbatches is None else min(self.num_microbatches, max(batch_size, 1))
-        return microbatch_sizes(batch_size, num_microbatches=number, microbatch_size=self.microbatch_size)
+        """The samples of each microbatch of a batch that is too large to be evaluated whole."""
+        return microbatch_sizes(
+            batch_size, num_microbatches=self.num_microbatches, microbatch_size=self.microbatch_size
+        )
 
     def weights(self, sizes: Sequence[int]) -> list[float]:
         """What each microbatch's loss counts in that of the batch."""
