@@ -468,6 +468,26 @@ def test_a_short_last_batch_has_fewer_microbatches_than_were_asked_for() -> None
     assert_same(*trainers)
 
 
+class Normalized(Model):
+    """Normalizes with the statistics of the batch, which a single sample does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(nets.VOCABULARY)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.norm(self(batch).mean(1)).sigmoid().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*normalize with the statistics of microbatches")
+@pytest.mark.parametrize(("batch_size", "microbatches"), [(2, 1), (5, 2), (8, 4)])
+def test_by_default_no_microbatch_has_too_few_samples_for_batch_norm(batch_size: int, microbatches: int) -> None:
+    """Batches of less than 8 samples used to be split into single ones, at which torch fails."""
+    trainer = trainer_for(HarmonyStrategy())
+    trainer.fit(Normalized(), loader(batch_size))
+    assert trainer.strategy.step_report.num_microbatches == microbatches
+
+
 # --- Ways to optimize.
 
 
@@ -499,6 +519,20 @@ def test_manual_optimization_gives_equal_bits(memory: str | None) -> None:
     raw = raw_bytes(swapped)
     assert report.swapped_in_bytes["weights"] >= 2 * raw
     assert report.swapped_out_bytes["gradients"] >= raw
+
+
+class WithoutOptimizer(Model):
+    def configure_optimizers(self) -> None:
+        """Nothing is trained, as where somebody looks at a model."""
+
+
+@pytest.mark.filterwarnings("ignore:.*will run with no optimizer")
+def test_a_module_without_optimizer_runs_and_is_saved(tmp_path: Path) -> None:
+    module = WithoutOptimizer()
+    before = values(module)
+    trainer = fit_harmony(module)
+    assert_equal(before, values(module))
+    trainer.save_checkpoint(tmp_path / "module.ckpt")
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])

@@ -53,11 +53,8 @@ class SplitCheck:
 
     def _warn_of_batch_statistics(self, sizes: Sequence[int]) -> None:
         """Say what a split batch changes: it is what accumulation over microbatches gives, not one whole batch."""
-        names = [
-            name
-            for name, child in self.trainer.lightning_module.named_modules()
-            if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training
-        ]
+        norms = batch_norms(self.trainer.lightning_module)
+        names = [name for name, child in norms.items() if child.training]
         if names:
             self.tree.warn(
                 f"{names[0]!r}{f' and {len(names) - 1} more' if len(names) > 1 else ''} normalize with the statistics of "
@@ -104,6 +101,11 @@ class SplitCheck:
         found = explain_difference(whole, losses, halves, reduction=self.settings.reduction, is_narrow=is_narrow)
         if found is not None and not has_drawn and math.isfinite(whole + sum(losses)):
             self.tree.warn(found)
+
+
+def batch_norms(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules that normalize with statistics of their batch, by name: these need two samples at least."""
+    return {name: each for name, each in module.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)}
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -65,7 +65,8 @@ class HarmonyStrategyMixin(_Base):
             of those that divide the first batch. It is chosen from what an earlier fit measured, or else after the first step,
             which has the default's, and stays for the fit. As it depends on measured times, so does what depends on it.
         microbatch_size: how many samples a microbatch has. Give at most one of the two; with neither, a batch is split
-            into 4 microbatches. A batch with fewer samples is split into as many as it has.
+            into 4 microbatches, of 2 samples at least where the model has BatchNorm. A batch with fewer samples is split
+            into as many as it has.
         layers: the classes of the modules to schedule as layers, or a predicate on name and module; None to find them.
         update: when parameters are updated: "just-in-time", pack by pack in the backward; "deferred", after it, under the
             forward of the next batch unless something looks at parameters before; or "auto", just in time unless something

@@ -23,7 +23,7 @@ from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.microbatches import TrainingStep, merging_logs, num_elements
 from lightning_harmony.settings import Settings
-from lightning_harmony.split_check import SplitCheck
+from lightning_harmony.split_check import SplitCheck, batch_norms
 from lightning_harmony.step_reports import StepReports
 
 
@@ -49,6 +49,7 @@ class Training:
     def __post_init__(self) -> None:
         self._attributes = LaneAttributes(self._module)
         self._chosen: int | None = None
+        self._least_samples = 2 if batch_norms(self._module) else 1
 
     def show_start(self) -> None:
         """Say what is known before the first step."""
@@ -115,7 +116,7 @@ class Training:
             ) from error
         if self.settings.chooses_number and self._chosen is None:
             self._chosen = self.engine.choose_number(batch_size, num_elements(batch), DEFAULT_NUM_MICROBATCHES)
-        return self.settings.sizes(batch_size, self._chosen)
+        return self.settings.sizes(batch_size, self._chosen, self._least_samples)
 
     def _forward(self, steps: Sequence[TrainingStep], weights: Sequence[float], sizes: Sequence[int]) -> None:
         batch_number = self.trainer.fit_loop.epoch_loop.total_batch_idx
