@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,14 +65,23 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
 
 
+def _references_of_graph() -> int:
+    """How many references a leaf has that nobody but a graph knows, such as one that a layer makes on its way."""
+    graph = torch.ones((), requires_grad=True).neg()
+    return sys.getrefcount(graph.grad_fn.next_functions[0][0].variable)  # type: ignore[union-attr]
+
+
+_REFERENCES_OF_GRAPH = _references_of_graph()
+
+
 def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The leaf tensors that the graph of some outputs leads to."""
+    """The leaf tensors that the graph of some outputs leads to, and whose gradients anybody could read."""
     yield from (tensor for tensor in outputs if tensor.is_leaf and tensor.requires_grad)
     nodes: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        if hasattr(node, "variable"):
+        if hasattr(node, "variable") and sys.getrefcount(node.variable) > _REFERENCES_OF_GRAPH:
             yield node.variable
         following = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= following
