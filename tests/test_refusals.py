@@ -567,7 +567,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_a_parameter_changed_within_the_step_is_refused(change: str) -> None:
     module = Glue()
     module.change = CHANGES[change]
-    words = ["parameter '", "changed inside the step", "on_train_batch_start"]
+    words = ["parameter '", "changed inside the step", "on_train_batch_start", "optimize manually"]
     assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
     module.change = None
     assert_trains(module, lambda: fit(module))

@@ -131,7 +131,8 @@ def _refusal(stand_in: StandIn) -> str:
     name = stand_in._runtime.glue_layer(stand_in.parameter).name
     return (
         f"parameter {name!r} is changed inside the step, while it is swapped out and lanes at different places use it; "
-        "do that in a hook such as on_train_batch_start or on_train_batch_end"
+        "do that in a hook such as on_train_batch_start or on_train_batch_end, or optimize manually "
+        "(self.automatic_optimization = False), where the step may"
     )
 
 
