@@ -155,6 +155,18 @@ def test_gradients_are_there_as_soon_as_a_backward_by_hand_returns(kind: type[Pl
     assert_equal(plain.lightning_module.norms, swapped.lightning_module.norms)
 
 
+class ForSome(Plainly):
+    """Asks for the gradients of some layers: nothing used to come."""
+
+    def backward_of(self, loss: Tensor) -> None:
+        loss.backward(inputs=[self.scale, *self.net.parameters()] if self.norms else list(self.parameters()))
+
+
+def test_a_backward_by_hand_for_some_parameters_gives_equal_bits() -> None:
+    plain, swapped = assert_same_fits(ForSome, num_microbatches=1)
+    assert_equal(plain.lightning_module.norms, swapped.lightning_module.norms)
+
+
 class Attacking(Plainly):
     """Asks for gradients of inputs between its backwards: those add nothing to the parameters'."""
 

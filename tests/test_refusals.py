@@ -435,6 +435,26 @@ def test_a_layer_that_is_called_with_other_weights_is_refused() -> None:
     assert_trains(module, lambda: fit(module))
 
 
+class AsksForGradients(Net):
+    """Looks at gradients of parameters within the step: they used to be told as not used."""
+
+    bad = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.bad:
+            torch.autograd.grad(loss, list(self.parameters()), retain_graph=True, allow_unused=True)
+        return loss
+
+
+def test_gradients_of_parameters_that_the_step_asks_for_are_refused() -> None:
+    module = AsksForGradients(nets.Language())
+    words = ["torch.autograd.grad", "on_after_backward", "automatic_optimization"]
+    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
+    module.bad = False
+    assert_trains(module, lambda: fit(module))
+
+
 class BackwardWithin(Net):
     """Looks for the input that is worst, by a backward of its own: its gradients of parameters were added."""
 

@@ -713,16 +713,21 @@ class Executor:
         what = f"{where} with microbatch {granted.progress.lane.microbatch}{on_device}"
         return self._exceeded(what, self.devices[granted.device], error)
 
-    def _exceeded(self, what: str, device: Device, error: BaseException) -> CapacityError:
+    def _exceeded(
+        self,
+        what: str,
+        device: Device,
+        error: BaseException,
+        smaller: str = "microbatches with HarmonyStrategy(num_microbatches=...)",
+    ) -> CapacityError:
         capacity = device.capacity_bytes
         limit = "the device" if capacity is None else f"the capacity of {format_bytes(capacity)}"
         short = getattr(error, "short_bytes", None)
         missing = "" if short is None else f" by {format_bytes(short)}"
         return CapacityError(
             f"{what} exceeds {limit}{missing}: weights, gradients and work space together do not fit. Use smaller "
-            "microbatches with HarmonyStrategy(num_microbatches=...), more "
-            "memory with HarmonyStrategy(device_memory=...), or smaller layers with HarmonyStrategy(layers=...). "
-            f"({error}){self._planner.discard_record()}"
+            f"{smaller}, more memory with HarmonyStrategy(device_memory=...), or smaller layers with "
+            f"HarmonyStrategy(layers=...). ({error}){self._planner.discard_record()}"
         )
 
     # ---- memory --------------------------------------------------------------------------------------------------------
@@ -903,7 +908,7 @@ class Executor:
                 yield pack.residency
         except torch.OutOfMemoryError as error:
             what = f"layer {pack.name!r}, called outside of a step or in manual optimization,"
-            raise self._exceeded(what, residents.device, error) from error
+            raise self._exceeded(what, residents.device, error, smaller="batches") from error
         finally:
             self.recorder.leave()
             residents.swapper.park_gradients(pack)

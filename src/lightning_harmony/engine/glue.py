@@ -86,6 +86,8 @@ class StandIn(Tensor):
                 return func(*args, **kwargs)
         if func in _DETACHING:
             return args[0].detached()
+        if func is torch.autograd.grad:
+            raise UnsupportedModelError(_ASKED)
         name = getattr(func, "__name__", "")
         if func in _REFUSED or (name.endswith("_") and not name.endswith("__")):
             raise UnsupportedModelError(_refusal(next(leaf for leaf in tree_leaves(args) if isinstance(leaf, StandIn))))
@@ -134,6 +136,12 @@ def _refusal(stand_in: StandIn) -> str:
         "do that in a hook such as on_train_batch_start or on_train_batch_end, or optimize manually "
         "(self.automatic_optimization = False), where the step may"
     )
+
+
+_ASKED = (
+    "torch.autograd.grad asks for gradients of parameters within the step, which come to p.grad alone, at its end: read them "
+    "in on_after_backward, or optimize manually (self.automatic_optimization = False), call backward() and read p.grad"
+)
 
 
 def _compiled_glue(stand_in: StandIn) -> str:
