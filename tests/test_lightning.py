@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
 from lightning_harmony.engine.residents import Place, Residents
+from lightning_harmony.precision import precision_class
 from lightning_harmony.strategy import strategy_class
 
 pytestmark = [
@@ -578,6 +579,19 @@ def test_a_compiled_module_is_not_refused() -> None:
 
 
 @pytest.mark.devices(1, 2)
+@pytest.mark.parametrize("tree", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-compute"])
+def test_a_trainer_can_be_pickled(tree: str, precision: Any) -> None:
+    """Of the two strategies of this name, pickle found that of `lightning`, and the precisions not at all."""
+    strategy = strategy_class(tree)(device_memory=CAPACITY)
+    plugin = precision_class(tree)(precision)
+    trainer = import_module(tree).Trainer(strategy=strategy, plugins=[plugin], accelerator="cpu", logger=False)
+    found = pickle.loads(pickle.dumps(trainer)).strategy
+    assert type(found) is type(strategy)
+    assert (type(found.precision_plugin), found.precision_plugin.precision) == (type(plugin), precision)
+    assert copy.deepcopy(found.precision_plugin).compute_dtype is plugin.compute_dtype
+
+
 def test_the_module_can_be_copied_and_pickled_during_and_after_a_fit() -> None:
     copies: list[Any] = []
 

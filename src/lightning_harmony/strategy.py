@@ -133,6 +133,10 @@ class HarmonyStrategyMixin(_Base):
             precision_plugin=precision_plugin,
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By the tree: of the two classes of this name, pickle would find one."""
+        return _without_init, (self.tree,), self.__dict__
+
     # ---- what Lightning asks when it is set up -------------------------------------------------------------------------
 
     @classmethod
@@ -509,6 +513,11 @@ def strategy_class(tree: str) -> Any:
     # Lightning compiles models only for strategies that it knows: this one, too, has one logical device.
     strategies.SingleDeviceStrategy.register(cls)
     return cls
+
+
+def _without_init(tree: str) -> Any:
+    cls = strategy_class(tree)
+    return cls.__new__(cls)
 
 
 def __getattr__(name: str) -> Any:
