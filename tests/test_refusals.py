@@ -480,6 +480,25 @@ def test_a_backward_within_the_step_is_refused() -> None:
     assert_trains(module, lambda: fit(module))
 
 
+class Twice(Net):
+    """Differentiates the loss of the batch twice. The second time used to do nothing."""
+
+    bad = True
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=self.bad)
+        if self.bad:
+            (loss * 0.5).backward()
+
+
+def test_a_second_backward_of_the_loss_is_refused() -> None:
+    module = Twice(nets.Language())
+    words = ["second time", "backward once", "automatic_optimization"]
+    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
+    module.bad = False
+    assert_trains(module, lambda: fit(module))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_hooks_of_parameters_that_would_see_other_gradients_are_refused(tied: bool) -> None:
     module = Net(nets.Tied() if tied else nets.Language())

@@ -197,7 +197,7 @@ class _DeferredBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, run: Callable[[Tensor], None]) -> Tensor:
-        ctx.run = run
+        ctx.run, ctx.has_run = run, False
         return loss.clone()
 
     @staticmethod
@@ -207,5 +207,11 @@ class _DeferredBackward(torch.autograd.Function):
                 "double backward (create_graph=True) through the loss is not possible while layers are swapped: no graph "
                 "of the backward is kept; use Trainer(strategy='auto')"
             )
+        if ctx.has_run:
+            raise UnsupportedModelError(
+                "the loss of a batch is differentiated a second time, but the graphs of its microbatches are used up: sum the "
+                "losses and call backward once, or optimize manually (self.automatic_optimization = False)"
+            )
+        ctx.has_run = True
         ctx.run(gradient)
         return None, None, None
