@@ -579,6 +579,19 @@ def test_a_compiled_module_is_not_refused() -> None:
 
 
 @pytest.mark.devices(1, 2)
+class Snapshot(Model):
+    """Copies itself in the step, as for a teacher. It used to fail."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        teacher = copy.deepcopy(self.net).requires_grad_(False)
+        assert all(type(parameter) is nn.Parameter for parameter in teacher.parameters())
+        return super().training_step(batch, batch_idx) + teacher(batch)
+
+
+def test_a_step_may_copy_what_is_swapped() -> None:
+    assert_same(fit_plain(Snapshot()), fit_harmony(Snapshot(), harmony(device_memory="512KiB")))
+
+
 @pytest.mark.parametrize("tree", ["lightning.pytorch", "pytorch_lightning"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-compute"])
 def test_a_trainer_can_be_pickled(tree: str, precision: Any) -> None:

@@ -86,6 +86,8 @@ class StandIn(Tensor):
                 return func(*args, **kwargs)
         if func in _DETACHING:
             return args[0].detached()
+        if func is Tensor.__deepcopy__:
+            return args[0].copied(args[1])
         if func is torch.autograd.grad:
             raise UnsupportedModelError(_ASKED)
         name = getattr(func, "__name__", "")
@@ -101,6 +103,11 @@ class StandIn(Tensor):
     def detached(self) -> StandIn:
         """A stand-in for the same parameter without gradients."""
         return StandIn.of(self._parameter, self.device, self.dtype, self._runtime, requires_grad=False)
+
+    def copied(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter with the same value that is the copier's own."""
+        copy = memo[id(self)] = nn.Parameter(self.detached().use(), self.requires_grad)
+        return copy
 
     @property
     def parameter(self) -> nn.Parameter:
