@@ -20,6 +20,8 @@ CONTENDERS: dict[str, list[str]] = {
     "harmony, 16 GiB": ["--device-memory", "16GiB"],
     "harmony, 8 GiB": ["--device-memory", "8GiB"],
     "harmony, the whole GPU": [],
+    "in memory, recompute, bf16 parameters": ["--strategy", "recompute", "--precision", "bf16-true"],
+    "harmony, 16 GiB, bf16-compute": ["--device-memory", "16GiB", "--precision", "bf16-compute"],
     "in memory, recompute, gradients clipped": ["--strategy", "recompute", "--clip", "1.0"],
     "harmony, 16 GiB, gradients clipped": ["--device-memory", "16GiB", "--clip", "1.0"],
     "harmony, 16 GiB, a quarter of the tokens": ["--device-memory", "16GiB", "--num-microbatches", "2"],

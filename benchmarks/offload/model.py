@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -49,12 +52,15 @@ class GPT(pl.LightningModule):
     Args:
         shape: its size.
         recompute: whether each block is recomputed in backward, as training in memory does to save activations.
+        fused: for AdamW.
+        has_masters: whether parameters are narrow, and AdamW updates float32 copies of them.
     """
 
-    def __init__(self, shape: Shape, *, recompute: bool, fused: bool | None) -> None:
+    def __init__(self, shape: Shape, *, recompute: bool, fused: bool | None, has_masters: bool = False) -> None:
         super().__init__()
         self.recompute = recompute
         self.fused = fused
+        self.has_masters = has_masters
         self.losses: list[Tensor] = []
         self.embed = nn.Embedding(shape.vocabulary, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -71,14 +77,52 @@ class GPT(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.fused)
+        optimizer = AdamWOfMasters if self.has_masters else torch.optim.AdamW
+        return optimizer(self.parameters(), lr=1e-4, fused=self.fused)
 
 
-def build(shape: Shape, *, recompute: bool, fused: bool | None, device: str = "cuda") -> GPT:
-    """A model on the host, its numbers drawn on the GPU: on the host that would take a minute."""
+class AdamWOfMasters(torch.optim.AdamW):
+    """AdamW on float32 copies of narrow parameters, whose gradients are summed in float32: what FSDP2's mixed precision does.
+
+    The parameters are where they will train when it is made.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], **options: Any) -> None:
+        self._parameters = list(parameters)
+        self._masters = [nn.Parameter(parameter.detach().float()) for parameter in self._parameters]
+        super().__init__(self._masters, **options)
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            parameter.register_post_accumulate_grad_hook(partial(_add_to, master))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update the masters, and the parameters from them."""
+        loss = super().step(closure)
+        torch._foreach_copy_(self._parameters, self._masters)
+        return loss
+
+
+def _add_to(master: nn.Parameter, parameter: nn.Parameter) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    if master.grad is None:
+        master.grad = gradient.float() if gradient is not None else None
+    elif gradient is not None:
+        master.grad.add_(gradient)
+
+
+def build(
+    shape: Shape,
+    *,
+    recompute: bool,
+    fused: bool | None,
+    has_masters: bool = False,
+    device: str = "cuda",
+    on_host: bool = True,
+) -> GPT:
+    """A model, its numbers drawn on the GPU: on the host that would take a minute."""
     with torch.device("meta"):
-        model = GPT(shape, recompute=recompute, fused=fused)
-    model.to_empty(device="cpu")
+        model = GPT(shape, recompute=recompute, fused=fused, has_masters=has_masters)
+    model.to_empty(device="cpu" if on_host else device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

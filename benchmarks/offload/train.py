@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -53,11 +54,33 @@ class Clock:
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
+class PrintAndLeave(pl.Callback):
+    """Prints a line of JSON when all steps are done, and ends the process.
+
+    To bring the weights back to the host, as a fit does when it ends, would take longer than the steps did.
+
+    Args:
+        report: makes the line.
+    """
+
+    def __init__(self, report: Callable[[Any], dict[str, Any]]) -> None:
+        self._report = report
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        """Print."""
+        print(json.dumps(self._report(trainer)), flush=True)
+        os._exit(0)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", choices=("plain", "recompute", "harmony"), default="harmony")
-    parser.add_argument("--precision", default="bf16-mixed", help="of Lightning, or bf16-compute under harmony")
+    parser.add_argument(
+        "--precision",
+        default="bf16-mixed",
+        help="of Lightning; bf16-compute under harmony, to which bf16-true with float32 masters compares in memory",
+    )
     parser.add_argument("--compile", action="store_true", help="compile the blocks, or under harmony all layers")
     parser.add_argument("--device-memory", help="the capacity under harmony; all of the GPU if not given")
     parser.add_argument("--num-microbatches", type=int, default=8)
@@ -78,7 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(parse_bytes(options.gpu_memory) / total)
     start = time.perf_counter()
-    model = build(shape, recompute=options.strategy == "recompute", fused=None if harmony or options.clip else True)
+    has_masters = not harmony and options.precision == "bf16-true"
+    fused = None if harmony or options.clip else True
+    recompute = options.strategy == "recompute"
+    # Where it trains in memory it can be made there.
+    model = build(shape, recompute=recompute, fused=fused, has_masters=has_masters, on_host=harmony)
     built = time.perf_counter() - start
     batch_size = options.num_microbatches * options.microbatch_size
     samples = Tokens(options.steps * batch_size, shape)
@@ -96,8 +123,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for block in model.blocks:
             block.compile()
     is_plugin = options.precision == "bf16-compute"
+
+    def report(trainer: Any) -> dict[str, Any]:
+        seconds = clock.seconds()
+        group = options.num_microbatches
+        each = [float(loss) for loss in model.losses]
+        losses = [statistics.mean(each[i : i + group]) for i in range(0, len(each), group)]
+        gpus = range(options.devices)
+        row: dict[str, Any] = {
+            "strategy": options.strategy,
+            "precision": options.precision,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "tokens": batch_size * shape.length,
+            "step": round(statistics.median(seconds[3:]), 3),
+            "devices": options.devices,
+            "device memory": options.device_memory,
+            "steps": [round(second, 3) for second in seconds],
+            "first step": round(clock.times[1] - start, 1),
+            "model built": round(built, 1),
+            "device GiB": max(round(torch.cuda.max_memory_allocated(gpu) / 2**30, 2) for gpu in gpus),
+            "reserved GiB": max(round(torch.cuda.max_memory_reserved(gpu) / 2**30, 2) for gpu in gpus),
+            "host GiB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
+            "losses": [round(loss, 5) for loss in losses],
+            "allocator retries": torch.cuda.memory_stats()["num_alloc_retries"],
+            "gpu": torch.cuda.get_device_name(),
+        }
+        if harmony:
+            row["report"] = asdict(trainer.strategy.step_report)
+        return row
+
     trainer = pl.Trainer(
         strategy=strategy,
+        callbacks=PrintAndLeave(report),
         accelerator="gpu",
         devices=options.devices,
         precision=None if is_plugin else options.precision,
@@ -114,37 +171,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start = time.perf_counter()
     size = batch_size if harmony else options.microbatch_size
     trainer.fit(model, DataLoader(samples, batch_size=size, collate_fn=clock))
-    clock.note()
-    # The last one ends with the fit.
-    seconds = clock.seconds()[:-1]
-    group = options.num_microbatches
-    each = [float(loss) for loss in model.losses]
-    losses = [statistics.mean(each[i : i + group]) for i in range(0, len(each), group)]
-    row: dict[str, Any] = {
-        "strategy": options.strategy,
-        "precision": options.precision,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "tokens": batch_size * shape.length,
-        "step": round(statistics.median(seconds[3:]), 3),
-        "devices": options.devices,
-        "device memory": options.device_memory,
-        "steps": [round(second, 3) for second in seconds],
-        "first step": round(clock.times[1] - start, 1),
-        "model built": round(built, 1),
-        "device GiB": max(
-            round(torch.cuda.max_memory_allocated(number) / 2**30, 2) for number in range(options.devices)
-        ),
-        "reserved GiB": max(
-            round(torch.cuda.max_memory_reserved(number) / 2**30, 2) for number in range(options.devices)
-        ),
-        "host GiB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
-        "losses": [round(loss, 5) for loss in losses],
-        "allocator retries": torch.cuda.memory_stats()["num_alloc_retries"],
-        "gpu": torch.cuda.get_device_name(),
-    }
-    if harmony:
-        row["report"] = asdict(trainer.strategy.step_report)
-    print(json.dumps(row))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_harmony.engine.asked import anchored, is_asked_for
@@ -16,6 +17,7 @@ from lightning_harmony.engine.compiled import compiled_whole, is_compiled
 from lightning_harmony.engine.containers import Containers
 from lightning_harmony.engine.derived import derives_weights
 from lightning_harmony.engine.glue import StandIn
+from lightning_harmony.engine.hollow_graph import HollowGraph, end_of, given, keep
 from lightning_harmony.engine.host_store import lies_in
 from lightning_harmony.engine.lane import CastingState, current_lane
 from lightning_harmony.engine.layer import GRAPH_ESCAPES, BufferKey, SwappedLayer, refuse_accumulation
@@ -160,12 +162,29 @@ def _bound_forward(module: nn.Module) -> Any:
     return types.MethodType(type(module).forward, module)
 
 
+class CallGraph(NamedTuple):
+    """What a call's backward runs through.
+
+    Attributes:
+        inputs: where it ends: the inputs that need gradients.
+        outputs: where it begins: the tensors that the call returned, None for those without gradients.
+        hidden: tensors in objects and attributes, of which no gradient must come.
+        leaves: the parameters that need gradients.
+    """
+
+    inputs: Sequence[Tensor | GradientEdge]
+    outputs: Sequence[Tensor | GradientEdge | None]
+    hidden: Sequence[Tensor]
+    leaves: Mapping[nn.Parameter, Tensor | GradientEdge]
+
+
 class LayerCall:
     """One call of a layer: what it takes to run it, and to run it again in backward."""
 
     residency: Residency
     _buffers_before: dict[BufferKey, Tensor]
-    _graph: tuple[list[Tensor], list[Any], list[Tensor]] | None = None
+    _graph: CallGraph | None = None
+    _hollow: tuple[HollowGraph, Mapping[nn.Parameter, GradientEdge]] | None = None
     _distinct: list[int] | None = None
 
     def __init__(
@@ -261,13 +280,15 @@ class LayerCall:
         buffers = self.residency.buffers
         before = {key: tensor.clone() for key, tensor in buffers.items()}
         keeps = self._runtime.keep_graph(self._layer, self)
-        hooks = (_keep, _keep) if keeps else (_drop, _dropped)
-        inputs = [tensor.detach() for tensor in self.tensors]
+        hollow = HollowGraph() if not keeps and self._may_be_hollow(hidden) else None
+        inputs = self._as_given([tensor.detach() for tensor in self.tensors])
+        for tensor in inputs:
+            refuse_accumulation(tensor)
         # With grad enabled, even if nothing is kept: under no_grad other kernels would run.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*hooks):
-            args, kwargs = self._arguments(inputs, self._leaves)
-            for tensor in inputs:
-                refuse_accumulation(tensor)
+        with torch.enable_grad(), self._saving(hollow, keeps=keeps):
+            if hollow is not None:
+                inputs = [hollow.passed(tensor) for tensor in inputs]
+            args, kwargs = tree_unflatten(self._with_tensors(inputs, self._leaves), self._spec)
             contents = self._containers.watched(args, kwargs, inputs)
             watch = self._runtime.watch(self._layer, self.residency)
             with self._bound(buffers) as left, self._explaining(), self._watching(watch):
@@ -275,11 +296,26 @@ class LayerCall:
         self._buffers_before = {key: before[key] for key in self._keep_buffers(left, before)}
         self._refuse_changed([t._version == version for t, version in zip(checked, versions, strict=True)])
         flat, self._unflatten = self._flatten(result)
-        self._graph = (inputs, flat, [*self._attributes.needing_gradients(), *hidden]) if keeps else None
+        self._graph = self._graph_between(inputs, flat, self._hidden(hidden)) if keeps else None
+        if hollow is not None and hollow.close([leaf for leaf in flat if isinstance(leaf, Tensor)]):
+            self._hollow = hollow, self.residency.edges(self._trained())
         if watch is not None:
             self._try_narrow(watch, [tensor.detach() for tensor in self.tensors], flat)
         self._leaves = []
         return tuple(flat)
+
+    def _may_be_hollow(self, hidden: Sequence[Tensor]) -> bool:
+        """Whether the graph without what it saves holds nothing of the device, and leads to nothing but known leaves."""
+        return not (self._is_compiled or self._layer.holds_tensors or self._hidden(hidden))
+
+    def _hidden(self, in_objects: Sequence[Tensor]) -> list[Tensor]:
+        return [*self._attributes.needing_gradients(), *in_objects]
+
+    def _saving(self, hollow: HollowGraph | None, *, keeps: bool) -> AbstractContextManager[Any]:
+        """What becomes of the tensors that autograd saves in the forward."""
+        if hollow is not None:
+            return hollow.saving()
+        return torch.autograd.graph.saved_tensors_hooks(*((keep, given) if keeps else (_drop, _dropped)))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_compiled:
@@ -356,37 +392,50 @@ class LayerCall:
     def _recompute_and_differentiate(
         self, gradients: Sequence[Tensor | None], *, sum_parameters: bool
     ) -> list[Tensor | None]:
-        inputs, flat, hidden = self._graph_of_forward()
-        outputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        leaves = {p: self.residency.leaves[p] for p in self._layer.parameters if p.requires_grad}
-        known = [*wanted, *hidden, *leaves.values()]
-        self._runtime.verify(self._layer, outputs, known)
+        graph = self._graph_of_forward()
         # A checkpoint within the layer runs a part of it again now, and must find the weights here, too;
         # what it does to buffers has been done.
         buffers = {key: self.residency.buffers[key].clone() for key in self._layer.buffers}
         with self._layer.bound(self.residency.leaves, buffers):
-            found = _gradients(outputs, gradients, known)
-        of_inputs = iter(found[: len(wanted)])
-        self._refuse_hidden(found[len(wanted) : len(wanted) + len(hidden)])
+            found = _gradients(graph.outputs, gradients, [*graph.inputs, *graph.hidden, *graph.leaves.values()])
+        of_inputs = iter(found[: len(graph.inputs)])
+        self._refuse_hidden(found[len(graph.inputs) : len(graph.inputs) + len(graph.hidden)])
         if sum_parameters:
-            of_parameters = zip(leaves, found[len(wanted) + len(hidden) :], strict=True)
+            of_parameters = zip(graph.leaves, found[len(graph.inputs) + len(graph.hidden) :], strict=True)
             summed = [(parameter, gradient) for parameter, gradient in of_parameters if gradient is not None]
             self._runtime.accumulate(self._layer, self._use, summed)
         if self._runtime.is_last_backward():
             # The node lives as long as its graph; what it kept need not.
             self._inputs, self._objects = [], []
             del self._attributes
-        return [next(of_inputs) if tensor.requires_grad else None for tensor in inputs]
+        return [next(of_inputs) if requires_grad else None for requires_grad in self._requires_grad]
 
-    def _graph_of_forward(self) -> tuple[list[Tensor], list[Any], list[Tensor]]:
-        """Inputs, flat result and hidden tensors with the graph between them: kept, or recomputed."""
+    def _graph_of_forward(self) -> CallGraph:
+        """The graph of the forward: kept, or filled in again; or that of another run."""
         kept, self._graph = self._graph, None
+        hollow, self._hollow = self._hollow, None
         if kept is not None:
             return kept
         with self._runtime.measuring_graph(self._layer):
             inputs = [(value.load() if isinstance(value, Stashed) else value).detach() for value in self._inputs]
-            return inputs, *self._recompute(inputs)
+            # The first graph of a layer is looked at: it has to be a whole one.
+            if hollow is None or self._layer.holds_tensors is not False:
+                return self._graph_between(inputs, *self._recompute(inputs))
+            graph, leaves = hollow
+            run = graph.fill(lambda: self._recompute(inputs))
+            if run is not None:
+                return self._graph_between(inputs, *run)
+            return CallGraph(graph.inputs, graph.outputs, [], leaves)
+
+    def _graph_between(self, inputs: Sequence[Tensor], flat: Sequence[Any], hidden: Sequence[Tensor]) -> CallGraph:
+        outputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        leaves = {parameter: self.residency.leaves[parameter] for parameter in self._trained()}
+        self._runtime.verify(self._layer, outputs, [*wanted, *hidden, *leaves.values()])
+        return CallGraph(wanted, [end_of(output) for output in outputs], hidden, leaves)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._layer.parameters if parameter.requires_grad]
 
     def _recompute(self, inputs: list[Tensor], run: Callable[..., Any] | None = None) -> tuple[list[Any], list[Tensor]]:
         """Run the forward again as it ran; return its flat result, and the tensors hidden in objects."""
@@ -397,7 +446,7 @@ class LayerCall:
         self._random.restore(self._cuda_device())
         try:
             with torch.enable_grad(), self._casting.applied():
-                args, kwargs = self._arguments(inputs, leaves)
+                args, kwargs = tree_unflatten(self._with_tensors(self._as_given(inputs), leaves), self._spec)
                 contents = self._containers.watched(args, kwargs, inputs)
                 with self._layer.attributes.as_they_were(self._attributes), self._bound(buffers):
                     result = (run or self._run)(*args, **kwargs), contents()
@@ -422,10 +471,10 @@ class LayerCall:
 
         return [leaves[place] for place in distinct], unflatten_all
 
-    def _arguments(self, tensors: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+    def _as_given(self, tensors: list[Tensor]) -> list[Tensor]:
         for tensor, requires_grad in zip(tensors, self._requires_grad, strict=True):
             tensor.requires_grad_(requires_grad)
-        return tree_unflatten(self._with_tensors(tensors, leaves), self._spec)
+        return tensors
 
     def _with_tensors(self, tensors: Sequence[Tensor], leaves: Sequence[Any]) -> list[Any]:
         """The flat arguments, tensors in their places."""
@@ -541,9 +590,14 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _gradients(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Sequence[Tensor]
+    outputs: Sequence[Tensor | GradientEdge | None],
+    gradients: Sequence[Tensor | None],
+    wanted: Sequence[Any],
 ) -> Sequence[Tensor | None]:
-    pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad and g is not None]
+    # Torch takes tensors and edges side by side, though it is typed for the one or the other.
+    pairs: list[tuple[Any, Tensor]] = [
+        (o, g) for o, g in zip(outputs, gradients, strict=True) if o is not None and g is not None
+    ]
     if not pairs or not wanted:
         return [None] * len(wanted)
     return torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
@@ -575,10 +629,6 @@ class _LayerFunction(torch.autograd.Function):
         wanted = is_asked_for(ctx.next_functions[0][0], call.name)
         of_tensors = [g for g, is_tensor in zip(gradients, ctx.is_tensor, strict=True) if is_tensor]
         return None, None, *call.backward(of_tensors, sum_parameters=wanted)
-
-
-def _keep(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _drop(tensor: Tensor) -> None:

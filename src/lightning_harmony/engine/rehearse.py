@@ -299,6 +299,7 @@ class _CallProfile:
     gradients: list[_Shape | None]
     forward: Work
     backward: Work
+    recompute: Work
     forward_bytes: int
     backward_bytes: int
     graph_bytes: int
@@ -422,6 +423,7 @@ class _RehearsedCall(LayerCall):
             [None if gradient is None else _Shape.of(gradient) for gradient in found],
             forward,
             backward,
+            measured.recompute,
             forward_bytes,
             backward_bytes,
             measured.graph_bytes,
@@ -452,6 +454,7 @@ class _Measured:
 
     stash: LaneStash
     graph_bytes: int = 0
+    recompute: Work = field(default_factory=Work)
     narrow: set[nn.Parameter] = field(default_factory=set)
     watch: _Watch | None = None
 
@@ -467,6 +470,8 @@ class _Rehearsal:
             for index, layer in enumerate(layers)
         ]
         for layer in self._layers:
+            # As in all steps after the first.
+            layer.holds_tensors = False
             # Fake tensors have no contents to compare.
             layer.num_compared_calls = COMPARED_CALLS
         self._num_layers = len(self._layers)
@@ -707,10 +712,13 @@ class _Rehearsal:
     @contextmanager
     def measuring_graph(self, layer: SwappedLayer) -> Iterator[None]:
         """Around the recompute."""
-        before = self.device.allocated_bytes()
+        before, done = self.device.allocated_bytes(), self.stock.take()
         yield
+        recompute = self.stock.take()
         if self._measured is not None:
-            self._measured.graph_bytes = self.device.allocated_bytes() - before
+            self._measured.graph_bytes, self._measured.recompute = self.device.allocated_bytes() - before, recompute
+        self.stock.add(done)
+        self.stock.add(recompute)
 
     def is_last_backward(self) -> bool:
         """There is one."""
@@ -784,7 +792,7 @@ class _Rehearsal:
     def redo_backward(self, layer: SwappedLayer, call: _CallProfile) -> None:
         """Leave the marks of a backward."""
         self._work.note_graph(layer, call.graph_bytes)
-        self._totals[layer.index].recompute += call.forward
+        self._totals[layer.index].recompute += call.recompute
         self.redo(call.backward, call.backward_bytes)
 
     # ---- the result ----------------------------------------------------------------------------------------------------

@@ -8,8 +8,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.hollow_graph import edge_of, empty
 from lightning_harmony.engine.host_store import HostPool, HostStore, Slot, lay_out
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer, refuse_accumulation
 from lightning_harmony.engine.postponed import PostponedUpdate
@@ -75,6 +77,19 @@ class Residency:
     as_of: int = 0
     last_use: Event | None = None
     dirty_buffers: set[BufferKey] = field(default_factory=set)
+    _edges: dict[nn.Parameter, GradientEdge] = field(default_factory=dict)
+
+    def edges(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, GradientEdge]:
+        """Where the gradients of parameters leave the graphs that are made here, even when the weights have gone."""
+        for parameter in parameters:
+            if parameter not in self._edges:
+                self._edges[parameter] = edge_of(self.leaves[parameter])
+        return {parameter: self._edges[parameter] for parameter in parameters}
+
+    def empty_leaves(self) -> None:
+        """Let no graph keep the weights."""
+        for parameter in self._edges:
+            empty(self.leaves[parameter])
 
 
 @dataclass
@@ -299,6 +314,7 @@ class Swapper:
         self._device.free(residency.weights, uses)
         for buffer in residency.buffers.values():
             self._device.free(buffer, uses)
+        residency.empty_leaves()
 
     def write_back(self, pack: SwappedPack, residency: Residency) -> None:
         """Copy the buffers that layers changed to the host's, which are the user's own tensors."""

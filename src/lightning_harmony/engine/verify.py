@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.swap import Residency
@@ -15,7 +16,7 @@ from lightning_harmony.errors import UnsupportedModelError
 
 
 def verify_layer(layer: SwappedLayer, residency: Residency, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
-    """Check a recomputed layer.
+    """Check a recomputed layer, and see what its graph holds.
 
     Args:
         layer: the layer.
@@ -27,13 +28,15 @@ def verify_layer(layer: SwappedLayer, residency: Residency, outputs: Sequence[Te
         UnsupportedModelError: if gradients would be lost, or a change of the weights.
     """
     ours = {id(tensor) for tensor in known}
-    if any(id(variable) not in ours for variable in _leaves(outputs)):
+    nodes = _nodes(outputs)
+    if any(id(variable) not in ours for variable in _leaves(outputs, nodes)):
         raise UnsupportedModelError(
             f"layer {layer.name!r} uses a tensor that needs gradients but is neither its parameter nor an argument of "
             "its call, such as a weight that a forward pre-hook computes (old-style weight_norm: use "
             "torch.nn.utils.parametrizations.weight_norm), or a parameter that it holds outside of its module; "
             "pass it as an argument, or make a larger module the layer with HarmonyStrategy(layers=...)"
         )
+    layer.holds_tensors = any(_holds_tensors(node) for node in nodes)
     for parameter in layer.parameters:
         if _differ(residency.leaves[parameter], parameter):
             raise UnsupportedModelError(
@@ -74,15 +77,30 @@ def _references_of_graph() -> int:
 _REFERENCES_OF_GRAPH = _references_of_graph()
 
 
-def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+def _leaves(outputs: Sequence[Tensor], nodes: Iterable[Any]) -> Iterator[Tensor]:
     """The leaf tensors that the graph of some outputs leads to, and whose gradients anybody could read."""
     yield from (tensor for tensor in outputs if tensor.is_leaf and tensor.requires_grad)
-    nodes: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
+    for node in nodes:
         if hasattr(node, "variable") and sys.getrefcount(node.variable) > _REFERENCES_OF_GRAPH:
             yield node.variable
+
+
+def _nodes(outputs: Sequence[Tensor]) -> list[Any]:
+    """The nodes of the graph of some outputs."""
+    nodes: list[Any] = list({tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None})
+    seen = set(nodes)
+    for node in nodes:
         following = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= following
         nodes.extend(following)
+    return nodes
+
+
+# What a function may keep of a call without keeping a tensor.
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+
+
+def _holds_tensors(node: Any) -> bool:
+    """Whether a node may keep tensors of which autograd does not know: those of Python's functions have attributes."""
+    kept = vars(node) if isinstance(node, torch._C._FunctionBase) else {}
+    return not all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(dict(kept)))

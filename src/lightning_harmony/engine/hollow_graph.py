@@ -1,0 +1,169 @@
+"""Hollow graphs: what autograd made of a call, without the tensors it saved. To run the call again fills these in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils._mode_utils import no_dispatch
+
+from lightning_harmony.engine.layer import GRAPH_ESCAPES
+from lightning_harmony.errors import UnsupportedModelError
+
+Result = TypeVar("Result")
+
+
+class _Filled(BaseException):
+    """All that the graph saved is there: the rest of the call would only make what it has returned already."""
+
+
+class _Place:
+    """Where a graph saves a tensor."""
+
+    __slots__ = ("_dtype", "_shape", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+        self._tensor: Tensor | None = None
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor looks like the one that was saved."""
+        return tensor.shape == self._shape and tensor.dtype == self._dtype
+
+    def fill(self, tensor: Tensor) -> None:
+        """Here it is again."""
+        self._tensor, self._version = tensor, tensor._version
+
+    def load(self) -> Tensor:
+        """The tensor, for the backward."""
+        if self._tensor is None:
+            raise UnsupportedModelError(GRAPH_ESCAPES)
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self._shape)} that the backward needs was modified in place after autograd had "
+                "saved it"
+            )
+        return self._tensor
+
+
+class HollowGraph:
+    """The graph of one call.
+
+    It costs no memory of the device. Its backward can follow once the call was run again, and that run ends where the last
+    tensor is saved, as with `torch.utils.checkpoint`: for a block that ends with a product, one product earlier.
+    """
+
+    def __init__(self) -> None:
+        # The graph holds what it is saved with: that must not lead back to the graph.
+        self._places: list[_Place] = []
+        self._leaves: list[Tensor] = []
+        self.inputs: list[GradientEdge] = []
+        self.outputs: Sequence[Tensor | GradientEdge | None] = []
+
+    def passed(self, tensor: Tensor) -> Tensor:
+        """A leaf as the call may have it: user code may keep that, and the leaf itself is emptied."""
+        if not tensor.requires_grad:
+            return tensor
+        self._leaves.append(tensor)
+        passed = tensor.view_as(tensor)
+        self.inputs.append(get_gradient_edge(passed))
+        return passed
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """The context of the call that makes the graph."""
+        return saved_tensors_hooks(partial(_save, self._places), _Place.load)
+
+    def close(self, outputs: Sequence[Tensor]) -> bool:
+        """The call has returned these; whether its graph can be filled later on."""
+        ends = [end_of(output) for output in outputs]
+        if not self._places or any(isinstance(end, Tensor) for end in ends):
+            return False
+        self.outputs = ends
+        for leaf in self._leaves:
+            empty(leaf)
+        self._leaves.clear()
+        return True
+
+    def fill(self, run: Callable[[], Result]) -> Result | None:
+        """Run the call again.
+
+        Args:
+            run: does so.
+
+        Returns:
+            None if the graph is full now. If the call saves other tensors than before, what it returned, with a graph of
+            its own.
+        """
+        filling = _Filling(self._places)
+        try:
+            with saved_tensors_hooks(filling.take, given):
+                result = run()
+        # User code may have caught it, or wrapped it in an error of its own.
+        except (_Filled, Exception):
+            if not filling.is_full:
+                raise
+        # From now on only the graph holds the tensors, and lets go of each as soon as it has no use for it.
+        self._places.clear()
+        return None if filling.is_full else result
+
+
+class _Filling:
+    """A run that fills places in."""
+
+    def __init__(self, places: Sequence[_Place]) -> None:
+        self._remaining = list(reversed(places))
+        self._fits = True
+        self.is_full = False
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """A tensor is saved."""
+        tensor = keep(tensor)
+        self._fits = self._fits and bool(self._remaining) and self._remaining[-1].fits(tensor)
+        if self._fits:
+            self._remaining.pop().fill(tensor)
+            self.is_full = not self._remaining
+        if self.is_full:
+            raise _Filled
+        return tensor
+
+
+def empty(leaf: Tensor) -> None:
+    """Take a leaf's memory away, though a graph leads to it."""
+    with torch.no_grad(), no_dispatch():
+        leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+
+
+def end_of(output: Tensor) -> Tensor | GradientEdge | None:
+    """Where the backward of an output begins: without the tensor, where its graph lives without that."""
+    if not output.requires_grad:
+        return None
+    # A node in Python lives no longer than the tensors that it made.
+    is_bound = output.grad_fn is None or isinstance(output.grad_fn, torch._C._FunctionBase)
+    return output if is_bound else get_gradient_edge(output)
+
+
+def edge_of(leaf: Tensor) -> GradientEdge:
+    """Where the gradient of a leaf leaves graphs."""
+    with no_dispatch():
+        return get_gradient_edge(leaf)
+
+
+def _save(places: list[_Place], tensor: Tensor) -> _Place:
+    place = _Place(tensor)
+    places.append(place)
+    return place
+
+
+def keep(tensor: Tensor) -> Tensor:
+    """What a graph may save of a tensor: without the node that made it, which would hold itself where it saves its result."""
+    return tensor.detach()
+
+
+def given(tensor: Tensor) -> Tensor:
+    """What was kept."""
+    return tensor
