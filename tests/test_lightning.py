@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
 from lightning_harmony.engine.residents import Place, Residents
+from lightning_harmony.precision import precision_class
 from lightning_harmony.strategy import strategy_class
 
 pytestmark = [
@@ -457,6 +458,49 @@ def test_logged_values_are_those_of_the_whole_batch() -> None:
     assert swapped.callback_metrics["num_samples"] == NUM_STEPS * BATCH_SIZE
 
 
+def test_a_short_last_batch_has_fewer_microbatches_than_were_asked_for() -> None:
+    """It used to be refused, at the end of the first epoch."""
+    short = DataLoader(nets.tokens(BATCH_SIZE + 3), batch_size=BATCH_SIZE)
+    trainers = []
+    for options in ({"num_microbatches": BATCH_SIZE}, {"microbatch_size": 1}):
+        trainers.append(trainer_for(HarmonyStrategy(device_memory=CAPACITY, **options)))
+        trainers[-1].fit(Model(), short)
+        assert trainers[-1].strategy.step_report.num_microbatches == 3
+    assert_same(*trainers)
+
+
+def test_more_microbatches_than_a_batch_has_samples_are_warned_of_once() -> None:
+    def fit_with(number: int) -> Any:
+        return fit_harmony(Model(), HarmonyStrategy(num_microbatches=number))
+
+    with pytest.warns(UserWarning, match=f"{BATCH_SIZE} samples makes {BATCH_SIZE} microbatches, not the 16") as warned:
+        swapped = fit_with(16)
+    assert sum("not the 16" in str(each.message) for each in warned) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*samples makes")
+        assert_same(fit_with(BATCH_SIZE), swapped)
+
+
+class Normalized(Model):
+    """Normalizes with the statistics of the batch, which a single sample does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(nets.VOCABULARY)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.norm(self(batch).mean(1)).sigmoid().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*normalize with the statistics of microbatches")
+@pytest.mark.parametrize(("batch_size", "microbatches"), [(2, 1), (5, 2), (8, 4)])
+def test_by_default_no_microbatch_has_too_few_samples_for_batch_norm(batch_size: int, microbatches: int) -> None:
+    """Batches of less than 8 samples used to be split into single ones, at which torch fails."""
+    trainer = trainer_for(HarmonyStrategy())
+    trainer.fit(Normalized(), loader(batch_size))
+    assert trainer.strategy.step_report.num_microbatches == microbatches
+
+
 # --- Ways to optimize.
 
 
@@ -488,6 +532,20 @@ def test_manual_optimization_gives_equal_bits(memory: str | None) -> None:
     raw = raw_bytes(swapped)
     assert report.swapped_in_bytes["weights"] >= 2 * raw
     assert report.swapped_out_bytes["gradients"] >= raw
+
+
+class WithoutOptimizer(Model):
+    def configure_optimizers(self) -> None:
+        """Nothing is trained, as where somebody looks at a model."""
+
+
+@pytest.mark.filterwarnings("ignore:.*will run with no optimizer")
+def test_a_module_without_optimizer_runs_and_is_saved(tmp_path: Path) -> None:
+    module = WithoutOptimizer()
+    before = values(module)
+    trainer = fit_harmony(module)
+    assert_equal(before, values(module))
+    trainer.save_checkpoint(tmp_path / "module.ckpt")
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
@@ -533,6 +591,32 @@ def test_a_compiled_module_is_not_refused() -> None:
 
 
 @pytest.mark.devices(1, 2)
+class Snapshot(Model):
+    """Copies itself in the step, as for a teacher. It used to fail."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        teacher = copy.deepcopy(self.net).requires_grad_(False)
+        assert all(type(parameter) is nn.Parameter for parameter in teacher.parameters())
+        return super().training_step(batch, batch_idx) + teacher(batch)
+
+
+def test_a_step_may_copy_what_is_swapped() -> None:
+    assert_same(fit_plain(Snapshot()), fit_harmony(Snapshot(), harmony(device_memory="512KiB")))
+
+
+@pytest.mark.parametrize("tree", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-compute"])
+def test_a_trainer_can_be_pickled(tree: str, precision: Any) -> None:
+    """Of the two strategies of this name, pickle found that of `lightning`, and the precisions not at all."""
+    strategy = strategy_class(tree)(device_memory=CAPACITY)
+    plugin = precision_class(tree)(precision)
+    trainer = import_module(tree).Trainer(strategy=strategy, plugins=[plugin], accelerator="cpu", logger=False)
+    found = pickle.loads(pickle.dumps(trainer)).strategy
+    assert type(found) is type(strategy)
+    assert (type(found.precision_plugin), found.precision_plugin.precision) == (type(plugin), precision)
+    assert copy.deepcopy(found.precision_plugin).compute_dtype is plugin.compute_dtype
+
+
 def test_the_module_can_be_copied_and_pickled_during_and_after_a_fit() -> None:
     copies: list[Any] = []
 

@@ -70,6 +70,11 @@ def images_with_text() -> list[tuple[Tensor, Tensor]]:
     return [(image, row) for (image, _), row in zip(images(), tokens(), strict=True)]
 
 
+def waves_with_text() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(200, generator=generator), row.clamp(min=3)) for row in tokens()]
+
+
 def graphs() -> list[tuple[Tensor, Tensor, Tensor]]:
     """One graph, the same in every step: features of its nodes, its edges, the classes of its nodes."""
     generator = torch.Generator().manual_seed(1)
@@ -155,6 +160,31 @@ def vit() -> nn.Module:
     import transformers as hf
 
     return Classifier(hf.ViTForImageClassification(hf.ViTConfig(**VISION, num_labels=NUM_CLASSES)))
+
+
+class Recognizer(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        waves, text = batch
+        return self.model(input_values=waves, labels=text[:, :3]).loss
+
+
+def wav2vec2() -> nn.Module:
+    import transformers as hf
+
+    convolutions = {"conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_feat_extract_layers": 2}
+    config = hf.Wav2Vec2Config(
+        **{**VISION, "vocab_size": VOCABULARY},
+        **convolutions,
+        num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2,
+        apply_spec_augment=False,
+        ctc_loss_reduction="mean",
+    )
+    return Recognizer(hf.Wav2Vec2ForCTC(config))
 
 
 def convnext() -> nn.Module:
@@ -691,6 +721,7 @@ CASES = {
     "gemma2": Case(gemma2, tokens, "80KiB"),
     "mamba": Case(mamba, tokens, "144KiB"),
     "clip": Case(clip, images_with_text, "80KiB"),
+    "wav2vec2": Case(wav2vec2, waves_with_text, "160KiB"),
     "checkpointed-llama": Case(checkpointed, tokens, "80KiB"),
     "resnet": Case(ResNet, images, "108KiB"),
     "unet": Case(UNet, images, "80KiB"),

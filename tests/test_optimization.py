@@ -124,6 +124,64 @@ def test_gradients_that_are_summed_by_hand_give_equal_bits() -> None:
     assert_same_fits(Accumulating, num_microbatches=1, max_epochs=2)
 
 
+class Plainly(Manual):
+    """Calls `backward` as in plain PyTorch. Its gradients used to stay on the device, and the optimizer had none to step."""
+
+    def backward_of(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for part in batch.chunk(2):
+            self.backward_of(self.loss(part))
+            self.norms.append(torch.stack([p.grad.norm() for p in self.parameters()]).norm())
+        optimizer.step()
+
+
+class Listening(Plainly):
+    """Looks at gradients in the hook that follows each backward: they used to come after it."""
+
+    def backward_of(self, loss: Tensor) -> None:
+        self.manual_backward(loss)
+
+    def on_after_backward(self) -> None:
+        self.norms.append(torch.stack([p.grad.norm() for p in self.parameters()]).norm())
+
+
+@pytest.mark.parametrize("kind", [Plainly, Listening])
+def test_gradients_are_there_as_soon_as_a_backward_by_hand_returns(kind: type[Plainly]) -> None:
+    plain, swapped = assert_same_fits(kind, num_microbatches=1, max_epochs=2)
+    assert_equal(plain.lightning_module.norms, swapped.lightning_module.norms)
+
+
+class ForSome(Plainly):
+    """Asks for the gradients of some layers: nothing used to come."""
+
+    def backward_of(self, loss: Tensor) -> None:
+        loss.backward(inputs=[self.scale, *self.net.parameters()] if self.norms else list(self.parameters()))
+
+
+def test_a_backward_by_hand_for_some_parameters_gives_equal_bits() -> None:
+    plain, swapped = assert_same_fits(ForSome, num_microbatches=1)
+    assert_equal(plain.lightning_module.norms, swapped.lightning_module.norms)
+
+
+class Attacking(Plainly):
+    """Asks for gradients of inputs between its backwards: those add nothing to the parameters'."""
+
+    def backward_of(self, loss: Tensor) -> None:
+        x = self.net.embed(torch.arange(nets.WIDTH)[None]).detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.net.body(x).square().mean(), x)
+        self.norms.append(gradient.norm())
+        super().backward_of(loss)
+
+
+def test_gradients_of_inputs_by_hand_add_nothing_to_those_of_parameters() -> None:
+    plain, swapped = assert_same_fits(Attacking, num_microbatches=1)
+    assert_equal(plain.lightning_module.norms, swapped.lightning_module.norms)
+
+
 class ManualClosure(Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizer = self.optimizers()

@@ -145,13 +145,6 @@ def test_layers_that_are_no_classes_are_refused(layers: Any) -> None:
 # --- The batch.
 
 
-def test_more_microbatches_than_samples_are_refused() -> None:
-    module = Net(nets.Language())
-    words = ["batch of 8 samples", "16 microbatches", "HarmonyStrategy(num_microbatches=...)"]
-    assert_refused(module, ValueError, words, lambda: fit(module, HarmonyStrategy(num_microbatches=16)))
-    assert_trains(module, lambda: fit(module, HarmonyStrategy(num_microbatches=8)))
-
-
 class Graph:
     """A batch that nobody but its owner can take apart."""
 
@@ -435,6 +428,26 @@ def test_a_layer_that_is_called_with_other_weights_is_refused() -> None:
     assert_trains(module, lambda: fit(module))
 
 
+class AsksForGradients(Net):
+    """Looks at gradients of parameters within the step: they used to be told as not used."""
+
+    bad = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.bad:
+            torch.autograd.grad(loss, list(self.parameters()), retain_graph=True, allow_unused=True)
+        return loss
+
+
+def test_gradients_of_parameters_that_the_step_asks_for_are_refused() -> None:
+    module = AsksForGradients(nets.Language())
+    words = ["torch.autograd.grad", "on_after_backward", "automatic_optimization"]
+    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
+    module.bad = False
+    assert_trains(module, lambda: fit(module))
+
+
 class BackwardWithin(Net):
     """Looks for the input that is worst, by a backward of its own: its gradients of parameters were added."""
 
@@ -455,6 +468,25 @@ class BackwardWithin(Net):
 def test_a_backward_within_the_step_is_refused() -> None:
     module = BackwardWithin(nets.Language())
     words = ["backward of its own", "torch.autograd.grad", "automatic_optimization"]
+    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
+    module.bad = False
+    assert_trains(module, lambda: fit(module))
+
+
+class Twice(Net):
+    """Differentiates the loss of the batch twice. The second time used to do nothing."""
+
+    bad = True
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=self.bad)
+        if self.bad:
+            (loss * 0.5).backward()
+
+
+def test_a_second_backward_of_the_loss_is_refused() -> None:
+    module = Twice(nets.Language())
+    words = ["second time", "backward once", "automatic_optimization"]
     assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
     module.bad = False
     assert_trains(module, lambda: fit(module))
@@ -567,7 +599,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_a_parameter_changed_within_the_step_is_refused(change: str) -> None:
     module = Glue()
     module.change = CHANGES[change]
-    words = ["parameter '", "changed inside the step", "on_train_batch_start"]
+    words = ["parameter '", "changed inside the step", "on_train_batch_start", "optimize manually"]
     assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
     module.change = None
     assert_trains(module, lambda: fit(module))

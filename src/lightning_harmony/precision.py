@@ -66,6 +66,10 @@ class HarmonyPrecisionMixin(_Base):
             self.precision: Any = precision
             self.compute_dtype = torch.bfloat16
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By tree and precision: pickle would look for the class, which is made as it is asked for."""
+        return _without_init, (self.tree, self.precision), self.__dict__
+
     def convert_module(self, module: Any) -> Any:
         """Refuse what "bf16-compute" could not train as it says; else what Lightning's plugin does.
 
@@ -112,6 +116,10 @@ def _kind(tree: str, precision: str) -> Any:
     # Lightning saves the state of a plugin, its scaler, under this name: other strategies are to find it there.
     names = {"__qualname__": base.__qualname__, "__module__": __name__}
     return type("HarmonyPrecision", (precision_class(tree), base), names)
+
+
+def _without_init(tree: str, precision: str) -> Any:
+    return object.__new__(_kind(tree, precision))
 
 
 def keep_scale_on_host(scaler: Any) -> None:

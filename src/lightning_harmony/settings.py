@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_harmony import profile_cache
-from lightning_harmony.engine.batch import microbatch_sizes
+from lightning_harmony.engine.batch import DEFAULT_NUM_MICROBATCHES, microbatch_sizes
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.given import read_plan
 from lightning_harmony.plan.memory_size import parse_bytes
@@ -121,26 +121,24 @@ class Settings:
             return self.profile_cache
         return profile_cache.default_folder() if self.profile_cache else None
 
-    def sizes(self, batch_size: int, chosen: int | None = None) -> tuple[int, ...]:
+    def sizes(self, batch_size: int, chosen: int | None = None, least: int = 1) -> tuple[int, ...]:
         """The samples of each microbatch of a batch.
 
         Args:
             batch_size: samples of the batch.
-            chosen: the number of microbatches where nobody gave one.
+            chosen: the number of microbatches that is predicted to be fastest, where nobody gave one.
+            least: how many samples each needs, where nobody gave a number.
         """
-        if chosen is not None:
-            return microbatch_sizes(batch_size, num_microbatches=min(chosen, max(batch_size, 1)), microbatch_size=None)
-        number = self.num_microbatches
-        planned = None if self.plan is None else self.plan.num_microbatches
-        if number is None and self.microbatch_size is None and planned is not None:
-            # As with the default, a short last batch is split into fewer.
-            number = min(planned, max(batch_size, 1))
+        number, planned = self.num_microbatches, None if self.plan is None else self.plan.num_microbatches
+        if number is None and self.microbatch_size is None:
+            number = planned or min(chosen or DEFAULT_NUM_MICROBATCHES, max(batch_size // least, 1))
         return microbatch_sizes(batch_size, num_microbatches=number, microbatch_size=self.microbatch_size)
 
     def evaluation_sizes(self, batch_size: int) -> tuple[int, ...]:
-        """The samples of each microbatch of a batch that is too large to be evaluated whole: as many as it has at most."""
-        number = None if self.num_microbatches is None else min(self.num_microbatches, max(batch_size, 1))
-        return microbatch_sizes(batch_size, num_microbatches=number, microbatch_size=self.microbatch_size)
+        """The samples of each microbatch of a batch that is too large to be evaluated whole."""
+        return microbatch_sizes(
+            batch_size, num_microbatches=self.num_microbatches, microbatch_size=self.microbatch_size
+        )
 
     def weights(self, sizes: Sequence[int]) -> list[float]:
         """What each microbatch's loss counts in that of the batch."""

@@ -24,7 +24,7 @@ from lightning_harmony.snapshot import Snapshot
 
 @dataclass
 class SplitCheck:
-    """Looks at the first batch that is split, and at its loss once its backward is over."""
+    """Looks at the first batch, and at its loss once its backward is over."""
 
     tree: LightningTree
     trainer: Any
@@ -36,11 +36,12 @@ class SplitCheck:
 
     def note(self, batch: Any, rest: Sequence[Any], kwargs: dict[str, Any], sizes: Sequence[int]) -> None:
         """Remember a step that is about to run on microbatches of these sizes."""
-        if len(sizes) == 1:
-            return
         if not self._has_seen:
             self._has_seen = True
+            self._warn_of_few_samples(sizes)
             self._warn_of_batch_statistics(sizes)
+        if len(sizes) == 1:
+            return
         if self.settings.checks_reduction and not self._is_over:
             self._step = batch, rest, kwargs, sizes
 
@@ -51,14 +52,20 @@ class SplitCheck:
             self._is_over = True
             self._compare(*step)
 
+    def _warn_of_few_samples(self, sizes: Sequence[int]) -> None:
+        """Say that not so many microbatches are possible as were asked for, unless it is in a short last batch only."""
+        wanted = self.settings.num_microbatches
+        if wanted is not None and len(sizes) < wanted:
+            self.tree.warn(
+                f"a batch of {sum(sizes)} samples makes {len(sizes)} microbatches, not the {wanted} of "
+                "HarmonyStrategy(num_microbatches=...): give fewer, or larger batches"
+            )
+
     def _warn_of_batch_statistics(self, sizes: Sequence[int]) -> None:
         """Say what a split batch changes: it is what accumulation over microbatches gives, not one whole batch."""
-        names = [
-            name
-            for name, child in self.trainer.lightning_module.named_modules()
-            if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training
-        ]
-        if names:
+        norms = batch_norms(self.trainer.lightning_module)
+        names = [name for name, child in norms.items() if child.training]
+        if names and len(sizes) > 1:
             self.tree.warn(
                 f"{names[0]!r}{f' and {len(names) - 1} more' if len(names) > 1 else ''} normalize with the statistics of "
                 f"microbatches of {sizes[0]} samples, not with those of the batch of {sum(sizes)}, as they do under "
@@ -104,6 +111,11 @@ class SplitCheck:
         found = explain_difference(whole, losses, halves, reduction=self.settings.reduction, is_narrow=is_narrow)
         if found is not None and not has_drawn and math.isfinite(whole + sum(losses)):
             self.tree.warn(found)
+
+
+def batch_norms(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules that normalize with statistics of their batch, by name: these need two samples at least."""
+    return {name: each for name, each in module.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)}
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -66,7 +66,8 @@ class HarmonyStrategyMixin(_Base):
             of those that divide the first batch. It is chosen from what an earlier fit measured, or else after the first step,
             which has the default's, and stays for the fit. As it depends on measured times, so does what depends on it.
         microbatch_size: how many samples a microbatch has. Give at most one of the two; with neither, a batch is split
-            into 4 microbatches, or as many as it has samples.
+            into 4 microbatches, of 2 samples at least where the model has BatchNorm. A batch with fewer samples is split
+            into as many as it has.
         layers: the classes of the modules to schedule as layers, or a predicate on name and module; None to find them.
         update: when parameters are updated: "just-in-time", pack by pack in the backward; "deferred", after it, under the
             forward of the next batch unless something looks at parameters before; or "auto", just in time unless something
@@ -133,6 +134,10 @@ class HarmonyStrategyMixin(_Base):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By the tree: of the two classes of this name, pickle would find one."""
+        return _without_init, (self.tree,), self.__dict__
 
     # ---- what Lightning asks when it is set up -------------------------------------------------------------------------
 
@@ -512,6 +517,11 @@ def strategy_class(tree: str) -> Any:
     # Lightning compiles models only for strategies that it knows: this one, too, has one logical device.
     strategies.SingleDeviceStrategy.register(cls)
     return cls
+
+
+def _without_init(tree: str) -> Any:
+    cls = strategy_class(tree)
+    return cls.__new__(cls)
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,7 @@ from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.microbatches import TrainingStep, merging_logs, num_elements
 from lightning_harmony.settings import Settings
-from lightning_harmony.split_check import SplitCheck
+from lightning_harmony.split_check import SplitCheck, batch_norms
 from lightning_harmony.step_reports import StepReports
 
 
@@ -49,6 +49,7 @@ class Training:
     def __post_init__(self) -> None:
         self._attributes = LaneAttributes(self._module)
         self._chosen: int | None = None
+        self._least_samples = 2 if batch_norms(self._module) else 1
 
     def show_start(self) -> None:
         """Say what is known before the first step."""
@@ -94,10 +95,8 @@ class Training:
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def after_backward(self) -> None:
-        """Where layers run alone, bring the gradients of this backward to the host; once, check that the batch splits."""
-        if self._runs_alone():
-            self.engine.flush_gradients()
-        else:
+        """Once, show the plan, and check that the batch splits."""
+        if not self._runs_alone():
             self.summary.show_plan(self.deferred.policy.choose)
         self.split_check.after_backward()
 
@@ -117,7 +116,7 @@ class Training:
             ) from error
         if self.settings.chooses_number and self._chosen is None:
             self._chosen = self.engine.choose_number(batch_size, num_elements(batch), DEFAULT_NUM_MICROBATCHES)
-        return self.settings.sizes(batch_size, self._chosen)
+        return self.settings.sizes(batch_size, self._chosen, self._least_samples)
 
     def _forward(self, steps: Sequence[TrainingStep], weights: Sequence[float], sizes: Sequence[int]) -> None:
         batch_number = self.trainer.fit_loop.epoch_loop.total_batch_idx
@@ -198,7 +197,7 @@ class _DeferredBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, run: Callable[[Tensor], None]) -> Tensor:
-        ctx.run = run
+        ctx.run, ctx.has_run = run, False
         return loss.clone()
 
     @staticmethod
@@ -208,5 +207,11 @@ class _DeferredBackward(torch.autograd.Function):
                 "double backward (create_graph=True) through the loss is not possible while layers are swapped: no graph "
                 "of the backward is kept; use Trainer(strategy='auto')"
             )
+        if ctx.has_run:
+            raise UnsupportedModelError(
+                "the loss of a batch is differentiated a second time, but the graphs of its microbatches are used up: sum the "
+                "losses and call backward once, or optimize manually (self.automatic_optimization = False)"
+            )
+        ctx.has_run = True
         ctx.run(gradient)
         return None, None, None

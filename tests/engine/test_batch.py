@@ -81,11 +81,9 @@ class TestMicrobatchSizes:
     def test_an_empty_batch_is_one_empty_microbatch_of_any_size(self):
         assert microbatch_sizes(0, num_microbatches=None, microbatch_size=2) == (0,)
 
-    def test_too_few_samples_are_refused_with_both_numbers_and_a_way_out(self):
-        with pytest.raises(
-            ValueError, match=r"batch of 3 .* into 5 .*HarmonyStrategy\(num_microbatches=.*larger batch"
-        ):
-            microbatch_sizes(3, num_microbatches=5, microbatch_size=None)
+    def test_a_batch_with_fewer_samples_than_microbatches_is_split_into_its_samples(self):
+        assert microbatch_sizes(3, num_microbatches=5, microbatch_size=None) == (1, 1, 1)
+        assert microbatch_sizes(0, num_microbatches=5, microbatch_size=None) == (0,)
 
     def test_both_options_at_once_are_refused(self):
         with pytest.raises(ValueError, match="not both"):
@@ -101,7 +99,7 @@ class TestMicrobatchSizes:
 class TestSplitBatch:
     @given(batch_size=st.integers(2, 40), num_microbatches=st.integers(2, 40))
     def test_concatenating_the_parts_gives_the_batch(self, batch_size, num_microbatches):
-        sizes = microbatch_sizes(batch_size, num_microbatches=min(num_microbatches, batch_size), microbatch_size=None)
+        sizes = microbatch_sizes(batch_size, num_microbatches=num_microbatches, microbatch_size=None)
         batch = {"x": rows(batch_size), "nested": [rows(batch_size, 1), {"names": [str(i) for i in range(batch_size)]}]}
         parts = split_batch(batch, batch_size, sizes)
         assert [len(part["x"]) for part in parts] == list(sizes)

@@ -53,6 +53,13 @@ def without_gradients(inner: nn.Linear, x: Tensor) -> Tensor:
         return inner(x) * OUTSIDE
 
 
+def make_a_leaf(inner: nn.Linear, x: Tensor) -> Tensor:
+    """As Hugging Face's models of speech do, for the sake of reentrant checkpoints. It used to be refused."""
+    leaf = x.detach()[:, None]
+    leaf.requires_grad = True
+    return inner(x) + inner(leaf)[:, 0]
+
+
 def change_data(inner: nn.Linear, x: Tensor) -> Tensor:
     inner.weight.data.mul_(0.5)
     return inner(x)
@@ -71,9 +78,10 @@ def change_the_sign_of_zero(inner: nn.Linear, x: Tensor) -> Tensor:
         lambda inner, x: inner(x) * OUTSIDE.detach(),
         lambda inner, x: x.detach(),
         without_gradients,
+        make_a_leaf,
         many_paths,
     ],
-    ids=["usual", "returns_its_own", "detached", "constant", "no_grad", "many_paths"],
+    ids=["usual", "returns_its_own", "detached", "constant", "no_grad", "leaf", "many_paths"],
 )
 def test_layers_that_use_only_their_own_pass(function: Callable[[nn.Linear, Tensor], Tensor]) -> None:
     run(Calls(function))
@@ -116,6 +124,13 @@ def test_a_parameter_hidden_from_the_module_is_refused() -> None:
     module = Calls(lambda inner, x: inner(x) * module.hidden[0][0])
     module.hidden = [[nn.Parameter(torch.ones(3))]]
     with pytest.raises(UnsupportedModelError, match="a parameter that it holds outside of its module"):
+        run(module)
+
+
+def test_a_leaf_that_a_layer_makes_and_keeps_is_refused() -> None:
+    module = Calls(lambda inner, x: inner(x) * module.hidden[-1])
+    module.hidden = [torch.ones(3).requires_grad_()]
+    with pytest.raises(UnsupportedModelError, match="neither its parameter nor an argument"):
         run(module)
 
 

@@ -22,28 +22,23 @@ def microbatch_sizes(batch_size: int, *, num_microbatches: int | None, microbatc
 
     Args:
         batch_size: Samples in the batch.
-        num_microbatches: How many microbatches; they are as equal as possible, the larger ones first.
+        num_microbatches: How many microbatches, or as many as the batch has samples; they are as equal as possible, the
+            larger ones first.
         microbatch_size: Samples in each microbatch; the last one takes the rest.
 
     Returns:
         The sizes in order. They add up to ``batch_size``, and there is at least one.
 
     Raises:
-        ValueError: If both are given, either is less than one, or the batch has too few samples.
+        ValueError: If both are given, or either is less than one.
     """
     if num_microbatches is not None and microbatch_size is not None:
         raise ValueError("Give `num_microbatches` or `microbatch_size`, not both.")
     if microbatch_size is not None:
         return _sizes_of(batch_size, microbatch_size)
-    if num_microbatches is None:
-        return _equal_sizes(batch_size, min(DEFAULT_NUM_MICROBATCHES, max(batch_size, 1)))
-    if num_microbatches > batch_size:
-        raise ValueError(
-            f"A batch of {batch_size} samples cannot be split into {num_microbatches} microbatches. Pass a smaller "
-            "`HarmonyStrategy(num_microbatches=...)` or use a larger batch (`drop_last=True` in the DataLoader, "
-            "if this is the short last batch of an epoch)."
-        )
-    return _equal_sizes(batch_size, num_microbatches)
+    number = DEFAULT_NUM_MICROBATCHES if num_microbatches is None else num_microbatches
+    # The short last batch of an epoch may have fewer.
+    return _equal_sizes(batch_size, min(number, max(batch_size, 1)))
 
 
 def split_batch(batch: Any, batch_size: int, sizes: Sequence[int]) -> list[Any]:

@@ -128,6 +128,8 @@ class Executor:
         PlanError: if the plan is for another model, for other devices or for a larger capacity.
     """
 
+    _flushed_backward: int | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -711,16 +713,21 @@ class Executor:
         what = f"{where} with microbatch {granted.progress.lane.microbatch}{on_device}"
         return self._exceeded(what, self.devices[granted.device], error)
 
-    def _exceeded(self, what: str, device: Device, error: BaseException) -> CapacityError:
+    def _exceeded(
+        self,
+        what: str,
+        device: Device,
+        error: BaseException,
+        smaller: str = "microbatches with HarmonyStrategy(num_microbatches=...)",
+    ) -> CapacityError:
         capacity = device.capacity_bytes
         limit = "the device" if capacity is None else f"the capacity of {format_bytes(capacity)}"
         short = getattr(error, "short_bytes", None)
         missing = "" if short is None else f" by {format_bytes(short)}"
         return CapacityError(
             f"{what} exceeds {limit}{missing}: weights, gradients and work space together do not fit. Use smaller "
-            "microbatches with HarmonyStrategy(num_microbatches=...), more "
-            "memory with HarmonyStrategy(device_memory=...), or smaller layers with HarmonyStrategy(layers=...). "
-            f"({error}){self._planner.discard_record()}"
+            f"{smaller}, more memory with HarmonyStrategy(device_memory=...), or smaller layers with "
+            f"HarmonyStrategy(layers=...). ({error}){self._planner.discard_record()}"
         )
 
     # ---- memory --------------------------------------------------------------------------------------------------------
@@ -901,7 +908,7 @@ class Executor:
                 yield pack.residency
         except torch.OutOfMemoryError as error:
             what = f"layer {pack.name!r}, called outside of a step or in manual optimization,"
-            raise self._exceeded(what, residents.device, error) from error
+            raise self._exceeded(what, residents.device, error, smaller="batches") from error
         finally:
             self.recorder.leave()
             residents.swapper.park_gradients(pack)
@@ -1074,6 +1081,8 @@ class Executor:
                     "(self.automatic_optimization = False)"
                 )
             self._progress[lane].pending[index] -= 1
+        elif gradients:
+            self._flush_after_this_backward()
         if gradients:
             if any(parameter._backward_hooks for parameter, _ in gradients):
                 gradients = [(p, self._after_hooks(p, gradient, use)) for p, gradient in gradients]
@@ -1117,7 +1126,14 @@ class Executor:
 
     # ---- ends ----------------------------------------------------------------------------------------------------------
 
-    def flush_gradients(self) -> None:
+    def _flush_after_this_backward(self) -> None:
+        """Whoever calls a backward outside of a step, or in manual optimization, finds its gradients as soon as it returns."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._flushed_backward:
+            self._flushed_backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._flush_gradients)
+
+    def _flush_gradients(self) -> None:
         """Bring gradients that calls outside of a step left on the device into the parameters' ``grad``."""
         self.updater.begin(None, [pack.parameters for pack in self._packs])
         for pack in self._packs:

@@ -51,9 +51,9 @@ class FusedGroups:
 
     def unmark(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         """Make the saved state of an optimizer what it would be without the choice."""
-        for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for number, group in enumerate(optimizer.param_groups):
             if id(group) in self._written:
-                saved_group["fused"] = self._written[id(group)]
+                saved["param_groups"][number]["fused"] = self._written[id(group)]
 
 
 def _is_in_16_bits(group: dict[str, Any]) -> bool:

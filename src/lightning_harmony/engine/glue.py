@@ -86,6 +86,10 @@ class StandIn(Tensor):
                 return func(*args, **kwargs)
         if func in _DETACHING:
             return args[0].detached()
+        if func is Tensor.__deepcopy__:
+            return args[0].copied(args[1])
+        if func is torch.autograd.grad:
+            raise UnsupportedModelError(_ASKED)
         name = getattr(func, "__name__", "")
         if func in _REFUSED or (name.endswith("_") and not name.endswith("__")):
             raise UnsupportedModelError(_refusal(next(leaf for leaf in tree_leaves(args) if isinstance(leaf, StandIn))))
@@ -99,6 +103,11 @@ class StandIn(Tensor):
     def detached(self) -> StandIn:
         """A stand-in for the same parameter without gradients."""
         return StandIn.of(self._parameter, self.device, self.dtype, self._runtime, requires_grad=False)
+
+    def copied(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter with the same value that is the copier's own."""
+        copy = memo[id(self)] = nn.Parameter(self.detached().use(), self.requires_grad)
+        return copy
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -131,8 +140,15 @@ def _refusal(stand_in: StandIn) -> str:
     name = stand_in._runtime.glue_layer(stand_in.parameter).name
     return (
         f"parameter {name!r} is changed inside the step, while it is swapped out and lanes at different places use it; "
-        "do that in a hook such as on_train_batch_start or on_train_batch_end"
+        "do that in a hook such as on_train_batch_start or on_train_batch_end, or optimize manually "
+        "(self.automatic_optimization = False), where the step may"
     )
+
+
+_ASKED = (
+    "torch.autograd.grad asks for gradients of parameters within the step, which come to p.grad alone, at its end: read them "
+    "in on_after_backward, or optimize manually (self.automatic_optimization = False), call backward() and read p.grad"
+)
 
 
 def _compiled_glue(stand_in: StandIn) -> str:

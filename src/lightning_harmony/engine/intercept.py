@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_harmony.engine.asked import anchored, is_asked_for
 from lightning_harmony.engine.compiled import compiled_whole, is_compiled
 from lightning_harmony.engine.containers import Containers
 from lightning_harmony.engine.derived import derives_weights
 from lightning_harmony.engine.glue import StandIn
 from lightning_harmony.engine.hollow_graph import HollowGraph, end_of, given, keep
 from lightning_harmony.engine.host_store import lies_in
-from lightning_harmony.engine.lane import CastingState
+from lightning_harmony.engine.lane import CastingState, current_lane
 from lightning_harmony.engine.layer import GRAPH_ESCAPES, BufferKey, SwappedLayer, refuse_accumulation
 from lightning_harmony.engine.narrow import CastWatch
 from lightning_harmony.engine.opaque import ObjectSnapshot, is_opaque
@@ -131,7 +132,9 @@ class InterceptedForward:
             if not call.needs_gradients():
                 return call.run_without_gradients()
             with call.visit(Phase.FORWARD):
-                outputs = _LayerFunction.apply(call, self._anchor, *call.tensors)
+                # In a lane, user's code sees stand-ins for parameters.
+                anchor = anchored(self._anchor, self.layer) if current_lane() is None else self._anchor
+                outputs = _LayerFunction.apply(call, anchor, *call.tensors)
             call.tensors = []
             return call.unflatten_outputs(outputs)
 
@@ -205,6 +208,11 @@ class LayerCall:
         if not self._containers.are_none:
             of_caller = {n: leaf for n, leaf in zip(self._numbers, leaves, strict=True) if n is not None}
             self._given = [of_caller[n] for n in range(len(of_caller))]
+
+    @property
+    def name(self) -> str:
+        """The layer's."""
+        return self._layer.name
 
     def needs_gradients(self) -> bool:
         """Whether a backward can come of it."""
@@ -618,8 +626,7 @@ class _LayerFunction(torch.autograd.Function):
                 "train with another strategy, or leave the layers concerned out with HarmonyStrategy(layers=...)"
             )
         # torch.autograd.grad with respect to activations runs this node, but wants no gradients of parameters.
-        anchor = ctx.next_functions[0][0]
-        wanted = anchor is not None and torch._C._will_engine_execute_node(anchor)
+        wanted = is_asked_for(ctx.next_functions[0][0], call.name)
         of_tensors = [g for g, is_tensor in zip(gradients, ctx.is_tensor, strict=True) if is_tensor]
         return None, None, *call.backward(of_tensors, sum_parameters=wanted)
 

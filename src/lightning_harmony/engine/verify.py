@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -67,10 +68,21 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
 
 
+def _references_of_graph() -> int:
+    """How many references a leaf has that nobody but a graph knows, such as one that a layer makes on its way."""
+    graph = torch.ones((), requires_grad=True).neg()
+    return sys.getrefcount(graph.grad_fn.next_functions[0][0].variable)  # type: ignore[union-attr]
+
+
+_REFERENCES_OF_GRAPH = _references_of_graph()
+
+
 def _leaves(outputs: Sequence[Tensor], nodes: Iterable[Any]) -> Iterator[Tensor]:
-    """The leaf tensors that the graph of some outputs leads to."""
+    """The leaf tensors that the graph of some outputs leads to, and whose gradients anybody could read."""
     yield from (tensor for tensor in outputs if tensor.is_leaf and tensor.requires_grad)
-    yield from (node.variable for node in nodes if hasattr(node, "variable"))
+    for node in nodes:
+        if hasattr(node, "variable") and sys.getrefcount(node.variable) > _REFERENCES_OF_GRAPH:
+            yield node.variable
 
 
 def _nodes(outputs: Sequence[Tensor]) -> list[Any]:
