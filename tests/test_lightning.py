@@ -469,18 +469,6 @@ def test_a_short_last_batch_has_fewer_microbatches_than_were_asked_for() -> None
     assert_same(*trainers)
 
 
-def test_more_microbatches_than_a_batch_has_samples_are_warned_of_once() -> None:
-    def fit_with(number: int) -> Any:
-        return fit_harmony(Model(), HarmonyStrategy(num_microbatches=number))
-
-    with pytest.warns(UserWarning, match=f"{BATCH_SIZE} samples makes {BATCH_SIZE} microbatches, not the 16") as warned:
-        swapped = fit_with(16)
-    assert sum("not the 16" in str(each.message) for each in warned) == 1
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*samples makes")
-        assert_same(fit_with(BATCH_SIZE), swapped)
-
-
 class Normalized(Model):
     """Normalizes with the statistics of the batch, which a single sample does not have."""
 

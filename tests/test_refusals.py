@@ -145,6 +145,13 @@ def test_layers_that_are_no_classes_are_refused(layers: Any) -> None:
 # --- The batch.
 
 
+def test_more_microbatches_than_samples_are_refused() -> None:
+    module = Net(nets.Language())
+    words = ["batch of 8 samples", "16 microbatches", "HarmonyStrategy(num_microbatches=...)"]
+    assert_refused(module, ValueError, words, lambda: fit(module, HarmonyStrategy(num_microbatches=16)))
+    assert_trains(module, lambda: fit(module, HarmonyStrategy(num_microbatches=8)))
+
+
 class Graph:
     """A batch that nobody but its owner can take apart."""
 

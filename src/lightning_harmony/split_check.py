@@ -35,10 +35,14 @@ class SplitCheck:
     _step: tuple[Any, Sequence[Any], dict[str, Any], Sequence[int]] | None = None
 
     def note(self, batch: Any, rest: Sequence[Any], kwargs: dict[str, Any], sizes: Sequence[int]) -> None:
-        """Remember a step that is about to run on microbatches of these sizes."""
+        """Remember a step that is about to run on microbatches of these sizes.
+
+        Raises:
+            ValueError: if the first batch has fewer samples than microbatches were asked for.
+        """
         if not self._has_seen:
             self._has_seen = True
-            self._warn_of_few_samples(sizes)
+            self._refuse_few_samples(sizes)
             self._warn_of_batch_statistics(sizes)
         if len(sizes) == 1:
             return
@@ -52,13 +56,13 @@ class SplitCheck:
             self._is_over = True
             self._compare(*step)
 
-    def _warn_of_few_samples(self, sizes: Sequence[int]) -> None:
-        """Say that not so many microbatches are possible as were asked for, unless it is in a short last batch only."""
+    def _refuse_few_samples(self, sizes: Sequence[int]) -> None:
+        """A short last batch is split into its samples; that all batches were so short, nobody meant."""
         wanted = self.settings.num_microbatches
         if wanted is not None and len(sizes) < wanted:
-            self.tree.warn(
-                f"a batch of {sum(sizes)} samples makes {len(sizes)} microbatches, not the {wanted} of "
-                "HarmonyStrategy(num_microbatches=...): give fewer, or larger batches"
+            raise ValueError(
+                f"a batch of {sum(sizes)} samples cannot be split into {wanted} microbatches: use a smaller "
+                "HarmonyStrategy(num_microbatches=...), or a DataLoader with larger batches"
             )
 
     def _warn_of_batch_statistics(self, sizes: Sequence[int]) -> None:
