@@ -240,12 +240,20 @@ class Saves(torch.autograd.Function):
         return 2 * x * gradient * ctx.factor, None
 
 
-@pytest.mark.parametrize(("function", "holds"), [(Remembers, True), (Saves, False)])
-def test_functions_that_keep_tensors_by_themselves_are_found(function: Any, holds: bool) -> None:
+def add_own_leaf(x: Tensor, factor: float) -> Tensor:
+    """A leaf that is made on the way, which its graph keeps."""
+    return x * factor + torch.zeros_like(x).requires_grad_()
+
+
+KEEPERS = [(Remembers.apply, True), (Saves.apply, False), (add_own_leaf, True)]
+
+
+@pytest.mark.parametrize(("function", "holds"), KEEPERS, ids=["attribute", "saved", "leaf"])
+def test_graphs_that_keep_tensors_beside_those_saved_are_found(function: Any, holds: bool) -> None:
     module = nn.Linear(16, 16)
     layer = SwappedLayer(0, "layer", module, list(module.parameters()))
     leaves = {parameter: nn.Parameter(parameter.detach().clone()) for parameter in module.parameters()}
     residency = Residency(None, torch.empty(0), Happened(), leaves, {})  # type: ignore[arg-type]
-    output = function.apply(F.linear(samples(), leaves[module.weight], leaves[module.bias]), 2.0)
+    output = function(F.linear(samples(), leaves[module.weight], leaves[module.bias]), 2.0)
     verify_layer(layer, residency, [output], list(leaves.values()))
     assert layer.holds_tensors is holds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def verify_layer(layer: SwappedLayer, residency: Residency, outputs: Sequence[Te
             "torch.nn.utils.parametrizations.weight_norm), or a parameter that it holds outside of its module; "
             "pass it as an argument, or make a larger module the layer with HarmonyStrategy(layers=...)"
         )
-    layer.holds_tensors = any(_holds_tensors(node) for node in nodes)
+    layer.holds_tensors = any(_holds_tensors(node, ours) for node in nodes)
     for parameter in layer.parameters:
         if _differ(residency.leaves[parameter], parameter):
             raise UnsupportedModelError(
@@ -100,7 +100,12 @@ def _nodes(outputs: Sequence[Tensor]) -> list[Any]:
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
-def _holds_tensors(node: Any) -> bool:
-    """Whether a node may keep tensors of which autograd does not know: those of Python's functions have attributes."""
+def _holds_tensors(node: Any, ours: Collection[int]) -> bool:
+    """Whether a node may keep tensors beside those that autograd saves.
+
+    Nodes of Python's functions have attributes, and those of leaves keep them: all but ours, which are emptied.
+    """
+    if hasattr(node, "variable"):
+        return id(node.variable) not in ours
     kept = vars(node) if isinstance(node, torch._C._FunctionBase) else {}
     return not all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(dict(kept)))
