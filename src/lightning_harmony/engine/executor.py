@@ -40,6 +40,7 @@ from lightning_harmony.engine.update import Updater
 from lightning_harmony.engine.verify import verify_layer
 from lightning_harmony.engine.workspace import WorkSpace
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
+from lightning_harmony.plan.lowering import weight_moves
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Parallel, Plan, merge_calls
 from lightning_harmony.plan.task import Errand, Phase, Task
@@ -251,9 +252,9 @@ class Executor:
         by_name = {layer.name: layer for layer in self._layers}
         packs = [[by_name[name] for name in pack] for pack in plan.packs]
         # Anew even where they are the same: their weights may be narrow by now.
-        for residents in self._residents:
+        for residents, moves in zip(self._residents, weight_moves(plan), strict=True):
             residents.packs = [SwappedPack(index, layers, self.store) for index, layers in enumerate(packs)]
-            residents.plan = plan
+            residents.plan, residents.moves = plan, moves
         self._pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
 
     def _find_glue_layer(self, name: str) -> SwappedLayer | None:
@@ -730,16 +731,18 @@ class Executor:
         return self._predicted is not None and phase is Phase.FORWARD and pack.index in self.plan.fused
 
     def _needed_bytes(self, pack: SwappedPack, phase: Phase, layers: Sequence[SwappedLayer] | None = None) -> int:
-        """What a pack's gradients, work and kept graphs will allocate; of its work and graphs, only those of some layers."""
+        """What a pack will allocate in a phase: work, kept graphs, and sums of gradients; of the former, for some layers."""
         layers = layers or pack.layers
         fused = self._is_fused(pack, phase)
-        gradients = pack.gradient_layout()[1] if (phase is Phase.BACKWARD or fused) and not pack.accumulators else 0
         work = self._work.bytes(layers, phase)
-        if phase is Phase.FORWARD and (fused or pack.index in self.plan.kept):
-            work += self._work.graph_bytes(layers)
+        if phase is Phase.BACKWARD:
+            return work + (0 if pack.accumulators else pack.gradient_layout()[1])
         if fused and pack.index == self.plan.visits[-1]:
-            work += self._work.bytes(layers, Phase.BACKWARD)
-        return gradients + work
+            # A fused lane comes to its backward by itself, but the loss's is a part of this turn.
+            work = max(work, self._work.bytes(layers, Phase.BACKWARD))
+        if fused or pack.index in self.plan.kept:
+            work += self._work.graph_bytes(layers)
+        return work
 
     # ---- gradients -----------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,10 @@
 """Lowering: from a plan to the tasks of each device, with the copies that bring what they need.
 
-It foresees what the executor does on demand: packs come in the order of the visits, some are fetched ahead, and what is
-needed last makes way.
+Packs come in the order of the visits, some are fetched ahead, and what is needed last makes way. The executor does as told
+here: what it finds on a device in the middle of a step depends on how fast copies are, and what it swaps must not.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -64,6 +64,25 @@ def stays(plan: Plan) -> Iterator[Stay]:
         yield Stay(Phase.BACKWARD, num_visits - 1 - position, runs)
 
 
+# What comes and goes before lanes run through a place in the order of a phase: swap-ins and evictions, in order.
+Moves = Mapping[tuple[Phase, int], Sequence[Task]]
+
+
+def weight_moves(plan: Plan) -> tuple[Moves, ...]:
+    """The swap-ins and evictions of weights on each device.
+
+    There are none where a plan doesn't know what its layers cost, and none where nothing is left to be decided, as each visit
+    brings its pack and takes it away.
+
+    Args:
+        plan: the plan.
+    """
+    if plan.profile is None or not plan.just_in_time:
+        return ({},) * plan.num_devices
+    packs = plan.profile.pack_costs(plan.packs)
+    return tuple(each.moves for each in _lowerings(plan, packs, plan.profile.machine.capacity_bytes))
+
+
 def owner(plan: Plan, pack: int) -> int:
     """The device that sends a pack's gradients to the host."""
     if plan.parallel == "pipeline":
@@ -91,12 +110,16 @@ def lower(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None, *, is_d
     Raises:
         PlanError: if the plan doesn't know its number of microbatches.
     """
-    order, footprint = tuple(stays(plan)), footprints(plan, packs)
-    devices = [_Lowering(plan, packs, footprint, capacity_bytes, d, order).tasks() for d in range(plan.num_devices)]
+    devices = [tuple(each.tasks) for each in _lowerings(plan, packs, capacity_bytes)]
     if is_deferred:
         # Sorting keeps the order of all others.
         devices = [tuple(sorted(tasks, key=lambda task: task.kind is Errand.UPDATE)) for tasks in devices]
     return Schedule(tuple(devices))
+
+
+def _lowerings(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None) -> "list[_Lowering]":
+    order, footprint = tuple(stays(plan)), footprints(plan, packs)
+    return [_Lowering(plan, packs, footprint, capacity_bytes, device, order) for device in range(plan.num_devices)]
 
 
 def _num_microbatches(plan: Plan) -> int:
@@ -125,7 +148,12 @@ class _Held:
 
 
 class _Lowering:
-    """Of the tasks of one device."""
+    """The tasks of one device.
+
+    Attributes:
+        tasks: all of them, in order.
+        moves: those that swap weights in and evict them, by the place before which they come.
+    """
 
     def __init__(
         self,
@@ -142,11 +170,13 @@ class _Lowering:
         # Each visit that is computed here, and whether it is the last backward of its pack.
         self._last = {run_pack: number for number, stay in enumerate(self._stays) for run_pack in self._summed(stay)}
         self._first_visit = {pack: place for place, pack in reversed(list(enumerate(plan.visits)))}
-        self._tasks: list[Task] = []
+        self.tasks: list[Task] = []
+        self.moves: dict[tuple[Phase, int], tuple[Task, ...]] = {}
         self._resident: set[int] = set()
         self._resident_bytes = 0
         self._held = _Held()
         self._parked: set[tuple[int, int]] = set()
+        self._lower()
 
     def _here(self, runs: Sequence[Run]) -> tuple[Run, ...]:
         plan = self._plan
@@ -159,7 +189,8 @@ class _Lowering:
         visits = self._plan.visits
         return sorted({visits[run.position] for run in stay.runs if run.phase is Phase.BACKWARD})
 
-    def tasks(self) -> tuple[Task, ...]:
+    def _lower(self) -> None:
+        num_before = 0
         for number, stay in enumerate(self._stays):
             computing, held = self._compute(stay)
             if self._plan.just_in_time:
@@ -167,7 +198,10 @@ class _Lowering:
             else:
                 self._evict_all()
             self._bring(number, held.most_bytes, held.leaving_bytes + self._held.leaving_bytes)
-            self._tasks += computing
+            moves = [task for task in self.tasks[num_before:] if task.kind in (Errand.SWAP_IN, Errand.EVICT)]
+            self.moves[self._place(stay.runs[0])] = tuple(moves)
+            self.tasks += computing
+            num_before = len(self.tasks)
             self._held = held
             held.most_bytes = held.num_bytes
             for pack in self._summed(stay):
@@ -178,7 +212,12 @@ class _Lowering:
         self._evict_all()
         if not self._plan.just_in_time:
             self._update_all()
-        return tuple(self._tasks)
+
+    def _place(self, run: Run) -> tuple[Phase, int]:
+        """Where a run is in the plan's order of its phase."""
+        if run.phase is Phase.FORWARD:
+            return run.phase, run.position
+        return run.phase, len(self._plan.visits) - 1 - run.position
 
     def _compute(self, stay: Stay) -> tuple[list[Task], _Held]:
         """The tasks of a stay besides those of weights, and what the device holds behind them."""
@@ -304,7 +343,7 @@ class _Lowering:
         return len(self._plan.visits) - 1 - first > stay.place
 
     def _swap_in(self, pack: int) -> None:
-        self._tasks.append(Task(pack, Errand.SWAP_IN))
+        self.tasks.append(Task(pack, Errand.SWAP_IN))
         self._resident.add(pack)
         self._resident_bytes += self._packs[pack].weight_bytes
 
@@ -313,7 +352,7 @@ class _Lowering:
             self._evict(pack)
 
     def _evict(self, pack: int) -> None:
-        self._tasks.append(Task(pack, Errand.EVICT))
+        self.tasks.append(Task(pack, Errand.EVICT))
         self._resident.remove(pack)
         self._resident_bytes -= self._packs[pack].weight_bytes
 
@@ -323,7 +362,7 @@ class _Lowering:
         if not num_bytes:
             return
         if not self._plan.just_in_time:
-            self._tasks.append(Task(pack, Errand.SWAP_OUT))
+            self.tasks.append(Task(pack, Errand.SWAP_OUT))
             self._let_go_of_sums(pack)
             return
         sums = {key for key in self._held.sums if key[0] == pack}
@@ -331,8 +370,8 @@ class _Lowering:
             others = [device for device in summing_devices(self._plan, pack) if device != self._device]
             if others:
                 self._make_room(self._held.num_bytes + num_bytes * len(sums), stay, frozenset())
-            self._tasks += [Task(pack, Errand.REDUCE, device) for device in others]
-            self._tasks += [Task(pack, Errand.SWAP_OUT), Task(pack, Errand.UPDATE)]
+            self.tasks += [Task(pack, Errand.REDUCE, device) for device in others]
+            self.tasks += [Task(pack, Errand.SWAP_OUT), Task(pack, Errand.UPDATE)]
         self._let_go_of_sums(pack)
 
     def _let_go_of_sums(self, pack: int) -> set[tuple[int, int]]:
@@ -347,10 +386,10 @@ class _Lowering:
     def _park(self, pack: int) -> None:
         """What was summed so far makes way, until a microbatch comes back."""
         if self._packs[pack].gradient_bytes:
-            self._tasks.append(Task(pack, Errand.PARK))
+            self.tasks.append(Task(pack, Errand.PARK))
             self._parked |= self._let_go_of_sums(pack)
 
     def _update_all(self) -> None:
         """The update after the whole backward."""
         updated = [pack for pack in self._last if self._packs[pack].gradient_bytes]
-        self._tasks += [Task(pack, Errand.UPDATE) for pack in updated if owner(self._plan, pack) == self._device]
+        self.tasks += [Task(pack, Errand.UPDATE) for pack in updated if owner(self._plan, pack) == self._device]
