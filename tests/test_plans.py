@@ -138,7 +138,7 @@ class TestPrediction:
         monkeypatch.setattr(Executor, "forward", begin)
         plan = planned(capacity)
         assert plan.profile is not None
-        (tasks,) = lower(plan, plan.profile.pack_costs(plan.packs), plan.profile.machine.capacity_bytes).devices
+        (tasks,) = lower(plan, plan.profile.pack_costs(plan.packs), plan.profile.machine.free_bytes).devices
         assert entered == [task for task in tasks if isinstance(task.kind, Phase)]
 
 

@@ -694,6 +694,10 @@ class Executor:
         if pack is None and granted.phase is Phase.BACKWARD and self.plan.visits:
             # From the loss back to the last layer: glue counts to the layer before it.
             pack = self._packs[self.plan.visits[-1]]
+            left = self.devices[granted.device].allocated_bytes() - observation.bytes_before
+            self._work.loss_bytes = max(self._work.loss_bytes, left)
+        elif pack is not None and granted.phase is Phase.BACKWARD and (pack.index,) == self.plan.visits[-1:]:
+            num_bytes += self._work.loss_bytes
         has_watched, self._has_watched = self._has_watched, False
         if pack is None or (has_watched and len(self._turns.running) > 1):
             return
@@ -734,14 +738,17 @@ class Executor:
         """What a pack will allocate in a phase: work, kept graphs, and sums of gradients; of the former, for some layers."""
         layers = layers or pack.layers
         fused = self._is_fused(pack, phase)
-        work = self._work.bytes(layers, phase)
+        work, graphs = self._work.bytes(layers, phase), self._work.graph_bytes(layers)
         if phase is Phase.BACKWARD:
-            return work + (0 if pack.accumulators else pack.gradient_layout()[1])
+            residents = self._residents[self._device_of(pack.index)]
+            gradients = 0 if pack.accumulators else pack.gradient_layout()[1]
+            # What was measured made the graph anew.
+            return gradients + (max(work - graphs, 0) if residents.has_graphs(pack) else work)
+        if fused or pack.index in self.plan.kept:
+            work += graphs
         if fused and pack.index == self.plan.visits[-1]:
             # A fused lane comes to its backward by itself, but the loss's is a part of this turn.
             work = max(work, self._work.bytes(layers, Phase.BACKWARD))
-        if fused or pack.index in self.plan.kept:
-            work += self._work.graph_bytes(layers)
         return work
 
     # ---- gradients -----------------------------------------------------------------------------------------------------

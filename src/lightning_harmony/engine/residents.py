@@ -237,6 +237,10 @@ class Residents:
         """A call of a layer of this pack keeps its graph, until the pack is evicted."""
         self._graphs.setdefault(pack.index, weakref.WeakSet()).add(call)
 
+    def has_graphs(self, pack: SwappedPack) -> bool:
+        """Whether calls of a pack's layers keep their graphs."""
+        return bool(self._graphs.get(pack.index))
+
     def evict(self, pack: SwappedPack) -> None:
         """Take a pack off the device."""
         self._forget_graphs(pack)

@@ -13,12 +13,17 @@ from lightning_harmony.plan.task import Phase
 
 
 class WorkSpace:
-    """The most that each layer was seen to allocate for one microbatch, in each phase, and for its graph."""
+    """The most that each layer was seen to allocate for one microbatch, in each phase, and for its graph.
+
+    Attributes:
+        loss_bytes: what the backward of a loss was seen to leave for that of the last layer.
+    """
 
     def __init__(self) -> None:
         self._work: dict[Phase, Counter[int]] = {phase: Counter() for phase in Phase}
         self._graphs: Counter[int] = Counter()
         self._uses: Counter[int] = Counter()
+        self.loss_bytes = 0
 
     def note(self, layers: Iterable[SwappedLayer], phase: Phase, num_bytes: int) -> None:
         """A phase of some layers, one after the other, was seen to allocate so much."""
@@ -64,3 +69,4 @@ class WorkSpace:
             work.clear()
         self._graphs.clear()
         self._uses.clear()
+        self.loss_bytes = 0

@@ -80,7 +80,7 @@ def weight_moves(plan: Plan) -> tuple[Moves, ...]:
     if plan.profile is None or not plan.just_in_time:
         return ({},) * plan.num_devices
     packs = plan.profile.pack_costs(plan.packs)
-    return tuple(each.moves for each in _lowerings(plan, packs, plan.profile.machine.capacity_bytes))
+    return tuple(each.moves for each in _lowerings(plan, packs, plan.profile.machine.free_bytes))
 
 
 def owner(plan: Plan, pack: int) -> int:
@@ -104,7 +104,7 @@ def lower(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None, *, is_d
     Args:
         plan: the plan.
         packs: what each pack costs.
-        capacity_bytes: what a device may hold; None for no limit.
+        capacity_bytes: what a step may take of a device; None for no limit.
         is_deferred: whether updates come last, and not each behind its pack's gradients.
 
     Raises:
@@ -253,13 +253,13 @@ class _Lowering:
 
     def _forward(self, run: Run, pack: int, tasks: list[Task], held: _Held) -> None:
         footprint = self._footprint[run.position]
-        held.take(footprint.forward_bytes, footprint.forward_left_bytes - footprint.input_bytes)
-        held.outputs[run.microbatch] = footprint.output_bytes
+        held.take(footprint.forward_bytes, footprint.forward_left_bytes - footprint.there_bytes)
+        held.outputs[run.microbatch] = footprint.passed_bytes
         tasks.append(Task(pack, Phase.FORWARD, run.microbatch))
         if footprint.stash_bytes:
             tasks.append(Task(pack, Errand.STASH_OUT, run.microbatch))
-            held.num_bytes -= footprint.stash_bytes
-            held.leaving_bytes += footprint.stash_bytes
+            held.num_bytes -= footprint.stashed_bytes
+            held.leaving_bytes += footprint.stashed_bytes
 
     def _backward(self, run: Run, pack: int, tasks: list[Task], held: _Held) -> None:
         footprint = self._footprint[run.position]
@@ -270,8 +270,8 @@ class _Lowering:
                 tasks.append(Task(pack, Errand.UNPARK, run.microbatch))
         if footprint.stash_bytes:
             tasks.append(Task(pack, Errand.STASH_IN, run.microbatch))
-            held.take(footprint.stash_bytes, footprint.stash_bytes)
-        gone = footprint.output_bytes + footprint.stash_bytes + footprint.graph_bytes
+            held.take(footprint.loaded_bytes, footprint.loaded_bytes)
+        gone = footprint.output_bytes + footprint.loaded_bytes + footprint.graph_bytes
         held.take(footprint.backward_bytes, footprint.backward_left_bytes - gone)
         held.outputs[run.microbatch] = footprint.backward_left_bytes
         tasks.append(Task(pack, Phase.BACKWARD, run.microbatch))
