@@ -60,8 +60,15 @@ class WorkSpace:
         pack = SwappedPack(-1, [layer], store)
         pack.is_narrow = True
         forward, backward = (self.bytes([layer], phase) for phase in Phase)
-        gradient_bytes = pack.gradient_layout()[1]
-        return Cost(layer.name, pack.swap_in_bytes, gradient_bytes, forward, backward, self.graph_bytes([layer]))
+        return Cost(
+            layer.name,
+            pack.layout.num_bytes + pack.buffer_bytes,
+            pack.gradient_layout()[1],
+            forward,
+            backward,
+            self.graph_bytes([layer]),
+            staging_bytes=pack.layout.staging_bytes,
+        )
 
     def clear(self) -> None:
         """Forget all."""

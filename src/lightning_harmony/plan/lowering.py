@@ -293,12 +293,14 @@ class _Lowering:
         wanted = list(dict.fromkeys(self._plan.visits[run.position] for run in stay.runs))
         missing = [pack for pack in wanted if pack not in self._resident]
         missing_bytes = sum(self._packs[pack].weight_bytes for pack in missing)
+        missing_bytes += max((self._packs[pack].staging_bytes for pack in missing), default=0)
         self._make_room(work_bytes + missing_bytes, stay, frozenset(wanted))
         for pack in missing:
             self._swap_in(pack)
         for pack in self._following(number, wanted):
             # Nothing waits for what leaves because of what is fetched ahead.
-            needed = work_bytes + leaving_bytes + self._packs[pack].weight_bytes
+            cost = self._packs[pack]
+            needed = work_bytes + leaving_bytes + cost.weight_bytes + cost.staging_bytes
             if not self._make_room(needed, stay, frozenset(wanted), before=pack):
                 break
             self._swap_in(pack)

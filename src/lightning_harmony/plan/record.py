@@ -123,7 +123,13 @@ class Record:
 
 def _scaled(cost: Cost, factor: float) -> Cost:
     """What a layer costs where all that depends on the microbatch grows by a factor."""
-    nothing = Cost(cost.name, cost.weight_bytes, cost.gradient_bytes, copied_bytes=cost.copied_bytes)
+    nothing = Cost(
+        cost.name,
+        cost.weight_bytes,
+        cost.gradient_bytes,
+        copied_bytes=cost.copied_bytes,
+        staging_bytes=cost.staging_bytes,
+    )
     return on_line(nothing, cost, factor)
 
 

@@ -465,9 +465,11 @@ class _Replay:
         cost = self._packs[pack]
         seconds = self._seconds(cost.copied_bytes, self._machine.swap_in_bytes_per_second)
         after = 0.0 if self._plan.lookahead else device.streams[COMPUTE]
-        run = self._begin(device, cost.weight_bytes, after, seconds)
+        num_bytes = cost.weight_bytes + cost.staging_bytes
+        run = self._begin(device, num_bytes, after, seconds)
         if run is None:
-            return self._no_room(device, cost.weight_bytes)
+            return self._no_room(device, num_bytes)
+        device.memory.give(cost.staging_bytes, run[1], lingers=True)
         device.weights[pack] = device.last_use[pack] = run[1]
         device.swapped_in["weights"] += cost.copied_bytes
         return ""
