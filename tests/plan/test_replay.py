@@ -115,6 +115,14 @@ class TestTimes:
         # It is waited for where there is no room.
         assert replay(TWO, grid(tasks), packs, MachineLimits(9)).peak_bytes == (9,)
 
+    def test_what_casting_takes_is_there_while_weights_come(self) -> None:
+        packs = [Cost("pack", 10, 0, copied_bytes=20, forward_seconds=1.0, staging_bytes=7)] * 2
+        tasks = "0SWAP_IN 0F0 1SWAP_IN 1F0 1B0 0B0 1EVICT 0EVICT"
+        (device,) = replay(TWO, grid(tasks), packs, MachineLimits(27, swap_in_bytes_per_second=1.0)).devices
+        assert device.memory[:4] == ((0.0, 17), (20.0, 27), (40.0, 20), (41.0, 0))
+        with pytest.raises(PlanError, match="1 B short"):
+            replay(TWO, grid(tasks), packs, MachineLimits(26))
+
     def test_devices_of_a_pipeline_work_at_the_same_time(self) -> None:
         packs = [replace(PACK, gradient_bytes=0)] * 2
         alone = chain(2, 1, 8)

@@ -478,6 +478,8 @@ class Executor:
         is_cast = self._is_watching and bool(self._watched)
         seen = SeenStep(calls, num_microbatches, self._num_elements, is_measured=self._measuring, is_cast=is_cast)
         self._reset()
+        if self._is_profiling:
+            self._work.occupied_bytes = max(device.allocated_bytes() for device in self.devices)
         self.pool.trim()
         self.has_succeeded = True
         plan = self._planner.after_step(seen)
@@ -625,6 +627,7 @@ class Executor:
         work_bytes = self._needed_bytes(place.pack, place.phase)
         if self._is_profiling and place.pack.residency is None and len(place.pack.layers) == 1:
             self._time_swap_in(residents, place, work_bytes)
+            self._note_found(residents, place)
         else:
             residents.enter(place, work_bytes, alone=self._measuring)
         if place.pack.buffers and place.phase is Phase.FORWARD and len(self.devices) > 1:
@@ -647,6 +650,15 @@ class Executor:
             residents.enter(place, work_bytes, alone=True)
             assert pack.residency is not None
             pack.residency.ready.synchronize()
+
+    def _note_found(self, residents: Residents, place: Place) -> None:
+        """Keep what all lanes have on the device when the first comes to a layer; on several devices each may be anywhere."""
+        pack = place.pack
+        if len(self.devices) > 1 or (place.phase is Phase.BACKWARD and (pack.index,) == self.plan.visits[-1:]):
+            return
+        state = pack.layout.num_bytes + pack.buffer_bytes + sum(a.buffer.numel() for a in pack.accumulators.values())
+        num_bytes = residents.device.allocated_bytes() - state
+        self._work.note_found(pack.layers, place.phase, num_bytes, len(self._turns.running))
 
     def _pinned(self) -> frozenset[int]:
         """The fused packs, until all lanes came through them."""

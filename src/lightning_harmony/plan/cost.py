@@ -22,6 +22,8 @@ class Cost:
         forward_seconds: of its forward, for one microbatch.
         backward_seconds: of its recompute and backward, for one microbatch.
         staging_bytes: what its weights take besides while they come, where they are cast on their way.
+        arriving_bytes: what a microbatch has on the device when it comes to its forward: the input, and what else code keeps.
+        returning_bytes: the same when it comes to its backward.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Cost:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     staging_bytes: int = 0
+    arriving_bytes: int = 0
+    returning_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -69,4 +73,6 @@ def pack_cost(costs: Sequence[Cost]) -> Cost:
         sum(cost.forward_seconds for cost in costs),
         sum(cost.backward_seconds for cost in costs),
         max(cost.staging_bytes for cost in costs),
+        costs[0].arriving_bytes,
+        costs[-1].returning_bytes,
     )

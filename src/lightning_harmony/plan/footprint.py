@@ -17,14 +17,16 @@ class Footprint:
     """Bytes and seconds of one visit of a pack, for one microbatch.
 
     Attributes:
-        there_bytes: what the microbatch has on the device when its forward begins: the input, unless a graph there holds it.
+        there_bytes: what the microbatch has on the device when its forward begins: the input, unless a graph there holds it,
+            and what else its code keeps.
         forward_bytes: what a forward takes when it begins, beside that.
         forward_left_bytes: what of both is there when it ends: its graph, or its stash and its output.
+        returning_bytes: what the microbatch has there when its backward begins, beside its graph or stash.
         backward_bytes: what a backward takes when it begins, beside gradients, and beside its stash or its graph.
-        backward_left_bytes: what of it stays: the gradient of its input.
+        backward_left_bytes: what is there when it ends: the gradient of its input, and what else its code keeps.
         input_bytes: the input of the forward, which is as large as the gradient that the backward leaves.
         output_bytes: the output, as large as the gradient that the backward begins with.
-        passed_bytes: what goes when the output has gone to another device: all of it, unless the graph holds it.
+        passed_bytes: what goes when the output has gone to another device: all, unless the graph holds it.
         stash_bytes: what the forward leaves for the backward, and goes to the host.
         stashed_bytes: what goes from the device then: what a graph holds stays.
         loaded_bytes: what comes back at once. Each layer of a pack loads its own.
@@ -37,6 +39,7 @@ class Footprint:
     there_bytes: int
     forward_bytes: int
     forward_left_bytes: int
+    returning_bytes: int
     backward_bytes: int
     backward_left_bytes: int
     input_bytes: int
@@ -59,34 +62,43 @@ def footprints(plan: Plan, packs: Sequence[Cost]) -> list[Footprint]:
         packs: what each pack costs.
     """
     num_visits = Counter(plan.visits)
-    inputs = [packs[pack].input_bytes if position else 0 for position, pack in enumerate(plan.visits)]
-    found: list[Footprint] = []
-    for position, pack in enumerate(plan.visits):
-        cost, entering = packs[pack], inputs[position]
-        leaving = inputs[position + 1] if position + 1 < len(inputs) else 0
+    costs = [packs[pack] for pack in plan.visits]
+    inputs = [cost.input_bytes if position else 0 for position, cost in enumerate(costs)]
+    outputs = [*inputs[1:], 0]
+    # What else a microbatch has: for skip connections, masks, what is too small for the stash. The step begins without.
+    arriving = [max(c.arriving_bytes - c.input_bytes, 0) if position else 0 for position, c in enumerate(costs)]
+    returning = [max(c.returning_bytes - out, 0) for c, out in zip(costs[:-1], outputs, strict=False)] + arriving[-1:]
+    found = []
+    for position, cost in enumerate(costs):
+        entering, leaving = inputs[position], outputs[position]
         keeps = plan.keeps_graph(position)
-        there = found[-1].passed_bytes if found and _stays(plan, position) else entering
-        held = entering - there
-        of_layers = cost.graph_bytes // num_visits[pack]
+        # The graph before has its output.
+        held = entering if position and plan.keeps_graph(position - 1) and _stays(plan, position) else 0
+        of_layers = cost.graph_bytes // num_visits[plan.visits[position]]
         if keeps:
             # The code behind the layers keeps on the device what it would stash.
             behind = max(cost.stash_bytes - entering, 0)
-            graph, stash = max(of_layers + behind - held, there + leaving), 0
+            graph, stash = max(of_layers + behind - held, entering - held + leaving), 0
             left, work = graph, max(cost.forward_work_bytes - leaving, 0)
         else:
             graph, stash = 0, cost.stash_bytes
             left, work = leaving + max(stash - held, 0), 0
         loaded = min(stash, cost.backward_work_bytes)
+        beside = [*arriving, returning[-1]][position + 1]
+        there = entering - held + arriving[position]
+        back = entering + (returning[position - 1] if position else 0)
+        work_back = cost.backward_work_bytes - (of_layers if keeps else loaded)
         found.append(
             Footprint(
                 there_bytes=there,
-                forward_bytes=max(left - there + work, cost.forward_work_bytes),
-                forward_left_bytes=left,
-                backward_bytes=max(cost.backward_work_bytes - (of_layers if keeps else loaded), entering),
-                backward_left_bytes=entering,
+                forward_bytes=max(left + beside - there + work, cost.forward_work_bytes),
+                forward_left_bytes=left + beside,
+                returning_bytes=leaving + returning[position],
+                backward_bytes=max(work_back, entering, back - returning[position]),
+                backward_left_bytes=back,
                 input_bytes=entering,
                 output_bytes=leaving,
-                passed_bytes=0 if keeps else leaving,
+                passed_bytes=(0 if keeps else leaving) + beside,
                 stash_bytes=stash,
                 stashed_bytes=max(stash - held, 0),
                 loaded_bytes=loaded,

@@ -243,9 +243,9 @@ class _Lowering:
 
     def _transfer(self, run: Run, tasks: list[Task], held: _Held) -> None:
         kind, footprint = Errand.TRANSFER_FORWARD, self._footprint[run.position]
-        num_bytes = footprint.input_bytes
+        num_bytes = footprint.there_bytes
         if run.phase is Phase.BACKWARD:
-            kind, num_bytes = Errand.TRANSFER_BACKWARD, footprint.output_bytes
+            kind, num_bytes = Errand.TRANSFER_BACKWARD, footprint.returning_bytes
         # What the lane left here when it went elsewhere has been fetched, or it could not come back.
         held.num_bytes -= held.outputs.pop(run.microbatch, 0)
         held.take(num_bytes, num_bytes)
@@ -271,7 +271,7 @@ class _Lowering:
         if footprint.stash_bytes:
             tasks.append(Task(pack, Errand.STASH_IN, run.microbatch))
             held.take(footprint.loaded_bytes, footprint.loaded_bytes)
-        gone = footprint.output_bytes + footprint.loaded_bytes + footprint.graph_bytes
+        gone = footprint.returning_bytes + footprint.loaded_bytes + footprint.graph_bytes
         held.take(footprint.backward_bytes, footprint.backward_left_bytes - gone)
         held.outputs[run.microbatch] = footprint.backward_left_bytes
         tasks.append(Task(pack, Phase.BACKWARD, run.microbatch))

@@ -538,7 +538,7 @@ class _Replay:
         if run is None:
             return self._no_room(device, num_bytes)
         end = device.last_use[pack] = lane.ready = run[1]
-        gone = footprint.output_bytes + footprint.graph_bytes
+        gone = footprint.returning_bytes + footprint.graph_bytes
         if stashed is not None:
             gone += footprint.stashed_bytes if stashed.where == "on the device" else footprint.loaded_bytes
         device.memory.give(footprint.backward_bytes - footprint.backward_left_bytes + gone, end)
@@ -611,12 +611,16 @@ class _Replay:
         if lane.device in (None, device.number):
             raise _BrokenError(f"the tensors of microbatch {microbatch} are there already")
         footprint = self._footprints[lane.position]
-        num_bytes = footprint.input_bytes if phase is Phase.FORWARD else footprint.output_bytes
+        if phase is Phase.FORWARD:
+            num_bytes, there = footprint.input_bytes, footprint.there_bytes
+            gone = self._footprints[lane.position - 1].passed_bytes
+        else:
+            num_bytes, there = footprint.output_bytes, footprint.returning_bytes
+            gone = there
         seconds = self._seconds(num_bytes, self._machine.transfer_bytes_per_second)
-        run = self._begin(device, num_bytes, lane.ready, seconds)
+        run = self._begin(device, there, lane.ready, seconds)
         if run is None:
-            return self._no_room(device, num_bytes)
-        gone = num_bytes if phase is Phase.BACKWARD else self._footprints[lane.position - 1].passed_bytes
+            return self._no_room(device, there)
         self._devices[lane.device or 0].memory.give(gone, run[1])
         lane.device, lane.ready = device.number, run[1]
         device.transferred_bytes += num_bytes
