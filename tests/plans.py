@@ -47,7 +47,7 @@ def names(num_packs: int) -> tuple[tuple[str, ...], ...]:
 @st.composite
 def costs(draw: st.DrawFn, name: str = "layer") -> Cost:
     sizes = [draw(small) for _ in range(8)]
-    return Cost(name, *sizes, draw(seconds), draw(seconds))
+    return Cost(name, *sizes, draw(seconds), draw(seconds), *(draw(small) for _ in range(3)))
 
 
 @st.composite

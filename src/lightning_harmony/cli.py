@@ -101,7 +101,7 @@ def show_plan(plan: Plan, *, grid: bool, png: Path | None, html: Path | None, tr
     prediction = predict(plan)
     print("\n".join(summary(plan, prediction)))
     if grid and plan.profile is not None:
-        print(lower(plan, plan.profile.pack_costs(plan.packs), plan.profile.machine.capacity_bytes))
+        print(lower(plan, plan.profile.pack_costs(plan.packs), plan.profile.machine.free_bytes))
     _write(plan, {"predicted": prediction}, "Plan of a step", png=png, html=html, trace=trace)
 
 

@@ -19,7 +19,7 @@ from lightning_harmony.engine.stream import Happened, HostStream
 from lightning_harmony.engine.swap import SwappedPack, Swapper
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.task import Phase
+from lightning_harmony.plan.task import Phase, Task
 
 NUM_PACKS = 5
 PACK_BYTES = 4096
@@ -33,6 +33,18 @@ class Call:
 
     def forget(self) -> None:
         self.has_graph = False
+
+
+class Leaving(Happened):
+    """A copy that ends when it is waited for."""
+
+    was_waited_for = False
+
+    def synchronize(self) -> None:
+        self.was_waited_for = True
+
+    def done(self) -> bool:
+        return False
 
 
 class Model:
@@ -137,6 +149,71 @@ def test_a_pack_that_does_not_fit_at_all_is_named(model: Model) -> None:
     with pytest.raises(CapacityError, match="pack 2"):
         model.residents.bring(model.forward(2), 0)
     del kept
+
+
+def test_to_wait_for_what_leaves_comes_before_another_swap(model: Model) -> None:
+    """Which packs were evicted depended on how fast copies were: a step swapped more than was foreseen, or less."""
+    for index in (0, 1):
+        model.residents.bring(model.forward(index), 0)
+    leaves = Leaving()
+    model.device.keep_until(leaves, model.device.scratch(PACK_BYTES))
+    model.residents.bring(model.forward(2), 0)
+    assert leaves.was_waited_for
+    assert model.resident() == {0, 1, 2}
+
+
+class TestMoves:
+    """A plan that knows what its layers cost tells what comes and what goes."""
+
+    def follow(self, model: Model, *moves: str, lookahead: int = 2) -> Place:
+        place = model.forward(1)
+        model.residents.plan = replace(model.residents.plan, lookahead=lookahead)
+        model.residents.moves = {(place.phase, place.position): [Task.parse(move) for move in moves]}
+        return place
+
+    def test_what_it_tells_comes_and_goes(self, model: Model) -> None:
+        model.residents.bring(model.forward(0), 0)
+        place = self.follow(model, "0EVICT", "1SWAP_IN", "4SWAP_IN")
+        model.residents.enter(place, 0, alone=False)
+        assert model.resident() == {1, 4}
+
+    def test_it_tells_so_once_a_step(self, model: Model) -> None:
+        model.residents.bring(model.forward(0), 0)
+        place = self.follow(model, "0EVICT", "1SWAP_IN")
+        for _ in range(2):
+            model.residents.enter(place, 0, alone=False)
+            model.residents.enter(model.forward(0), 0, alone=False)
+            assert model.resident() == {0, 1}
+        model.residents.reset()
+        model.residents.bring(model.forward(0), 0)
+        model.residents.enter(place, 0, alone=False)
+        assert model.resident() == {1}
+
+    def test_what_comes_ahead_waits_for_room_and_takes_nobody_elses(self, model: Model) -> None:
+        """Packs that were fetched ahead took each other's room, and came again and again."""
+        model.residents.bring(model.forward(0), 0)
+        place = self.follow(model, "1SWAP_IN", "2SWAP_IN", "3SWAP_IN")
+        for _ in range(2):
+            model.residents.enter(place, 0, alone=False)
+            assert model.resident() == {0, 1, 2}
+        model.residents.evict(model.residents.packs[0])
+        model.residents.enter(place, PACK_BYTES, alone=False)
+        assert model.resident() == {1, 2}
+        model.residents.enter(place, 0, alone=False)
+        assert model.resident() == {1, 2, 3}
+        model.residents.evict(model.residents.packs[2])
+        model.residents.enter(place, 0, alone=False)
+        assert model.resident() == {1, 3}
+
+    def test_what_did_not_come_before_it_was_to_go_does_not_come(self, model: Model) -> None:
+        place = self.follow(model, "1SWAP_IN", "4SWAP_IN", "4EVICT")
+        model.residents.enter(place, 0, alone=False)
+        assert model.resident() == {1}
+
+    def test_nothing_comes_before_its_use_where_the_plan_says_so(self, model: Model) -> None:
+        place = self.follow(model, "1SWAP_IN", "2SWAP_IN", lookahead=0)
+        model.residents.enter(place, 0, alone=False)
+        assert model.resident() == {1}
 
 
 class TestLessReuse:

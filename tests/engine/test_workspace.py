@@ -62,5 +62,24 @@ def test_a_layer_costs_its_weights_as_they_are_swapped_in() -> None:
     assert (cost.forward_work_bytes, cost.backward_work_bytes, cost.graph_bytes) == (5, 7, 3)
     layer.narrow = {weight: torch.bfloat16}
     # Narrow weights need staging on their way in.
-    assert work.cost(layer, store).weight_bytes == ALIGNMENT + weight.numel() * 4
+    cost = work.cost(layer, store)
+    assert (cost.weight_bytes, cost.staging_bytes) == (ALIGNMENT, weight.numel() * 4)
     device.close()
+
+
+def test_what_lanes_come_with_is_what_was_there_beside_what_a_step_finds_taken() -> None:
+    (layer,) = layers(1)
+    store = HostStore(layer.parameters, VirtualDevice(None))
+    work = WorkSpace()
+    work.note_found([layer], Phase.FORWARD, 10 + 4 * 7, 4)
+    # It is called once more, by fewer.
+    work.note_found([layer], Phase.FORWARD, 10 + 7, 1)
+    work.note_found([layer], Phase.BACKWARD, 10 + 4 * 9, 4)
+    work.occupied_bytes = 10
+    cost = work.cost(layer, store)
+    assert (cost.arriving_bytes, cost.returning_bytes) == (7, 9)
+    again = WorkSpace()
+    again.recall(layer, cost, 1)
+    assert again.cost(layer, store) == cost
+    again.clear()
+    assert again.cost(layer, store).arriving_bytes == 0

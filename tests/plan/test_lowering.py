@@ -1,5 +1,7 @@
 """From a plan to tasks."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,8 +9,9 @@ from plans import compute, names, plans
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
-from lightning_harmony.plan.lowering import lower, stays
+from lightning_harmony.plan.lowering import lower, stays, weight_moves
 from lightning_harmony.plan.plan import LOOKAHEAD, Plan
+from lightning_harmony.plan.profile import MachineLimits, Profile
 from lightning_harmony.plan.task import Errand, Phase, Task
 
 PACK = Cost("pack", 10, 10, 2, 3, 4, 10, 1, 1)
@@ -128,6 +131,41 @@ def test_capacity_changes_swaps_and_nothing_else(planned: tuple[Plan, tuple[Cost
     for some, all_ in zip(tight.devices, ample.devices, strict=True):
         assert [t for t in some if t.kind not in moves] == [t for t in all_ if t.kind not in moves]
     assert compute(plan, packs, tight) == compute(plan, packs, ample)
+
+
+def with_profile(plan: Plan, packs: tuple[Cost, ...], capacity: int | None) -> Plan:
+    layers = tuple(replace(cost, name=name) for (name,), cost in zip(plan.packs, packs, strict=True))
+    return replace(plan, profile=Profile(layers, MachineLimits(capacity)))
+
+
+@given(plans(), st.none() | st.integers(10, 200))
+def test_what_the_executor_is_told_is_what_the_schedule_tells(
+    planned: tuple[Plan, tuple[Cost, ...]], capacity: int | None
+) -> None:
+    plan, packs = planned
+    all_moves = weight_moves(with_profile(plan, packs, capacity))
+    assert weight_moves(plan) == ({},) * plan.num_devices
+    if not plan.just_in_time:
+        assert all_moves == ({},) * plan.num_devices
+        return
+    for tasks, moves in zip(lower(plan, packs, capacity).devices, all_moves, strict=True):
+        told = [task for each in moves.values() for task in each]
+        of_weights = [task for task in tasks if task.kind in (Errand.SWAP_IN, Errand.EVICT)]
+        # What is left at the end goes with the step.
+        assert of_weights[: len(told)] == told
+        assert all(task.kind is Errand.EVICT for task in of_weights[len(told) :])
+
+
+def test_moves_are_made_where_lanes_come_to_a_pack() -> None:
+    plan = with_profile(plan_of(3, 2, num_microbatches=2, lookahead=1), (Cost("pack", 10, 10),) * 3, 30)
+    (moves,) = weight_moves(plan)
+    assert {(phase.value, place): " ".join(map(str, each)) for (phase, place), each in moves.items()} == {
+        ("F", 0): "0SWAP_IN 1SWAP_IN",
+        ("F", 1): "2SWAP_IN",
+        ("F", 2): "0EVICT",
+        ("B", 1): "2EVICT",
+        ("B", 2): "0SWAP_IN",
+    }
 
 
 def test_a_plan_without_a_number_of_microbatches_is_refused() -> None:

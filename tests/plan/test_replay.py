@@ -73,23 +73,55 @@ class TestTimes:
 
     def test_a_task_waits_for_room_that_an_earlier_one_leaves(self) -> None:
         machine = MachineLimits(None, 1.0, 1.0, None, None)
-        # Both packs (20), the gradients of one (8), its work (5) and graph (6): the stash of the other (4) has to be gone.
+        # Both packs (20), the gradients of one (8), its graph (6) and what the code behind it keeps (2), and the gradient
+        # that it makes (2): the stash of the other (4) has to be gone.
         machine = replace(machine, swap_out_bytes_per_second=0.1)
-        tight = replay(TWO, grid(TWO_TASKS), [PACK] * 2, replace(machine, capacity_bytes=39))
-        assert tight.peak_bytes == (39,)
+        tight = replay(TWO, grid(TWO_TASKS), [PACK] * 2, replace(machine, capacity_bytes=38))
+        assert tight.peak_bytes == (38,)
         starts = {str(span.task): span.start_seconds for span in tight.devices[0].spans}
         # The stash began to leave at 21.
         assert starts["1B0"] == 61
-        with pytest.raises(PlanError, match=r"1B0 on device 0: it takes 13 B, for which the capacity is 1 B short"):
-            replay(TWO, grid(TWO_TASKS), [PACK] * 2, MachineLimits(38))
+        with pytest.raises(PlanError, match=r"1B0 on device 0: it takes 10 B, for which the capacity is 1 B short"):
+            replay(TWO, grid(TWO_TASKS), [PACK] * 2, MachineLimits(37))
 
     def test_memory_is_told_for_every_moment(self) -> None:
         machine = MachineLimits(None, 1.0, 1.0, None, None)
         (device,) = replay(TWO, grid(TWO_TASKS), [PACK] * 2, machine).devices
-        # From the top: weights; work and stash; output and stash, and more weights from the same moment on; ...
-        assert device.memory[:5] == ((0.0, 10), (20.0, 27), (21.0, 26), (25.0, 22), (40.0, 31))
+        # Weights; more of them, and what becomes output and stash; the output alone; what becomes the graph with it; ...
+        assert device.memory[:4] == ((0.0, 10), (20.0, 26), (25.0, 22), (40.0, 31))
         assert device.memory[-1] == (58.0, 0)
         assert device.peak_bytes == max(num_bytes for _, num_bytes in device.memory)
+
+    def test_what_a_step_finds_taken_counts(self) -> None:
+        machine = MachineLimits(48, 1.0, 1.0, None, None)
+        free, taken = (
+            replay(TWO, grid(TWO_TASKS), [PACK] * 2, replace(machine, occupied_bytes=occupied)).devices[0]
+            for occupied in (0, 5)
+        )
+        assert taken.peak_bytes == free.peak_bytes + 5
+        assert taken.memory[0] == (0.0, 15)
+        assert taken.memory[-1] == (58.0, 5)
+        assert replace(machine, occupied_bytes=5).free_bytes == 43
+        with pytest.raises(PlanError, match="short"):
+            replay(TWO, grid(TWO_TASKS), [PACK] * 2, replace(machine, occupied_bytes=11))
+
+    def test_what_is_copied_away_counts_until_the_turn_after_it_has_ended(self) -> None:
+        """A copy takes longer where the machine has more to do: what was predicted was then less than what was there."""
+        tasks = "0SWAP_IN 0F0 1SWAP_IN 1F0 1B0 1SWAP_OUT 1U 0B0 0SWAP_OUT 0U 1EVICT 0EVICT"
+        packs = [Cost("pack", 0, 8, forward_seconds=1.0, backward_seconds=1.0)] * 2
+        (device,) = replay(TWO, grid(tasks), packs, FREE).devices
+        assert max(num_bytes for _, num_bytes in device.memory) == 8
+        assert device.peak_bytes == 8 + 8
+        # It is waited for where there is no room.
+        assert replay(TWO, grid(tasks), packs, MachineLimits(9)).peak_bytes == (9,)
+
+    def test_what_casting_takes_is_there_while_weights_come(self) -> None:
+        packs = [Cost("pack", 10, 0, copied_bytes=20, forward_seconds=1.0, staging_bytes=7)] * 2
+        tasks = "0SWAP_IN 0F0 1SWAP_IN 1F0 1B0 0B0 1EVICT 0EVICT"
+        (device,) = replay(TWO, grid(tasks), packs, MachineLimits(27, swap_in_bytes_per_second=1.0)).devices
+        assert device.memory[:4] == ((0.0, 17), (20.0, 27), (40.0, 20), (41.0, 0))
+        with pytest.raises(PlanError, match="1 B short"):
+            replay(TWO, grid(tasks), packs, MachineLimits(26))
 
     def test_devices_of_a_pipeline_work_at_the_same_time(self) -> None:
         packs = [replace(PACK, gradient_bytes=0)] * 2

@@ -40,6 +40,7 @@ from lightning_harmony.engine.update import Updater
 from lightning_harmony.engine.verify import verify_layer
 from lightning_harmony.engine.workspace import WorkSpace
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
+from lightning_harmony.plan.lowering import weight_moves
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Parallel, Plan, merge_calls
 from lightning_harmony.plan.task import Errand, Phase, Task
@@ -253,9 +254,9 @@ class Executor:
         by_name = {layer.name: layer for layer in self._layers}
         packs = [[by_name[name] for name in pack] for pack in plan.packs]
         # Anew even where they are the same: their weights may be narrow by now.
-        for residents in self._residents:
+        for residents, moves in zip(self._residents, weight_moves(plan), strict=True):
             residents.packs = [SwappedPack(index, layers, self.store) for index, layers in enumerate(packs)]
-            residents.plan = plan
+            residents.plan, residents.moves = plan, moves
         self._pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
 
     def _find_glue_layer(self, name: str) -> SwappedLayer | None:
@@ -479,6 +480,8 @@ class Executor:
         is_cast = self._is_watching and bool(self._watched)
         seen = SeenStep(calls, num_microbatches, self._num_elements, is_measured=self._measuring, is_cast=is_cast)
         self._reset()
+        if self._is_profiling:
+            self._work.occupied_bytes = max(device.allocated_bytes() for device in self.devices)
         self.pool.trim()
         self.has_succeeded = True
         plan = self._planner.after_step(seen)
@@ -626,6 +629,7 @@ class Executor:
         work_bytes = self._needed_bytes(place.pack, place.phase)
         if self._is_profiling and place.pack.residency is None and len(place.pack.layers) == 1:
             self._time_swap_in(residents, place, work_bytes)
+            self._note_found(residents, place)
         else:
             residents.enter(place, work_bytes, alone=self._measuring)
         if place.pack.buffers and place.phase is Phase.FORWARD and len(self.devices) > 1:
@@ -648,6 +652,15 @@ class Executor:
             residents.enter(place, work_bytes, alone=True)
             assert pack.residency is not None
             pack.residency.ready.synchronize()
+
+    def _note_found(self, residents: Residents, place: Place) -> None:
+        """Keep what all lanes have on the device when the first comes to a layer; on several devices each may be anywhere."""
+        pack = place.pack
+        if len(self.devices) > 1 or (place.phase is Phase.BACKWARD and (pack.index,) == self.plan.visits[-1:]):
+            return
+        state = pack.layout.num_bytes + pack.buffer_bytes + sum(a.buffer.numel() for a in pack.accumulators.values())
+        num_bytes = residents.device.allocated_bytes() - state
+        self._work.note_found(pack.layers, place.phase, num_bytes, len(self._turns.running))
 
     def _pinned(self) -> frozenset[int]:
         """The fused packs, until all lanes came through them."""
@@ -695,6 +708,10 @@ class Executor:
         if pack is None and granted.phase is Phase.BACKWARD and self.plan.visits:
             # From the loss back to the last layer: glue counts to the layer before it.
             pack = self._packs[self.plan.visits[-1]]
+            left = self.devices[granted.device].allocated_bytes() - observation.bytes_before
+            self._work.loss_bytes = max(self._work.loss_bytes, left)
+        elif pack is not None and granted.phase is Phase.BACKWARD and (pack.index,) == self.plan.visits[-1:]:
+            num_bytes += self._work.loss_bytes
         has_watched, self._has_watched = self._has_watched, False
         if pack is None or (has_watched and len(self._turns.running) > 1):
             return
@@ -737,16 +754,21 @@ class Executor:
         return self._predicted is not None and phase is Phase.FORWARD and pack.index in self.plan.fused
 
     def _needed_bytes(self, pack: SwappedPack, phase: Phase, layers: Sequence[SwappedLayer] | None = None) -> int:
-        """What a pack's gradients, work and kept graphs will allocate; of its work and graphs, only those of some layers."""
+        """What a pack will allocate in a phase: work, kept graphs, and sums of gradients; of the former, for some layers."""
         layers = layers or pack.layers
         fused = self._is_fused(pack, phase)
-        gradients = pack.gradient_layout()[1] if (phase is Phase.BACKWARD or fused) and not pack.accumulators else 0
-        work = self._work.bytes(layers, phase)
-        if phase is Phase.FORWARD and (fused or pack.index in self.plan.kept):
-            work += self._work.graph_bytes(layers)
+        work, graphs = self._work.bytes(layers, phase), self._work.graph_bytes(layers)
+        if phase is Phase.BACKWARD:
+            residents = self._residents[self._device_of(pack.index)]
+            gradients = 0 if pack.accumulators else pack.gradient_layout()[1]
+            # What was measured made the graph anew.
+            return gradients + (max(work - graphs, 0) if residents.has_graphs(pack) else work)
+        if fused or pack.index in self.plan.kept:
+            work += graphs
         if fused and pack.index == self.plan.visits[-1]:
-            work += self._work.bytes(layers, Phase.BACKWARD)
-        return gradients + work
+            # A fused lane comes to its backward by itself, but the loss's is a part of this turn.
+            work = max(work, self._work.bytes(layers, Phase.BACKWARD))
+        return work
 
     # ---- gradients -----------------------------------------------------------------------------------------------------
 

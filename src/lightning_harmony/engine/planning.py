@@ -356,7 +356,7 @@ class Planner:
     def _write(self, record: Record | None) -> None:
         if record is None:
             return
-        self._record = replace(record, machine=replace(self._machine(), capacity_bytes=None))
+        self._record = replace(record, machine=replace(self._machine(), capacity_bytes=None, occupied_bytes=0))
         if self._records is not None:
             self._records.write(self._record)
 
@@ -400,7 +400,7 @@ class Planner:
         given, costs = self._given, self._costs()
         if given is not None:
             plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead)
-        plan = with_graphs(plan, costs, num_microbatches, _capacities(self._devices))
+        plan = with_graphs(plan, costs, num_microbatches, [self._machine().free_bytes] * len(self._devices))
         if given is not None:
             plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead)
             # A step that differs from what a given plan foresees goes by its packs, but decides on graphs anew.
@@ -448,6 +448,8 @@ class Planner:
     def _machine(self) -> MachineLimits:
         return MachineLimits(
             smallest(_capacities(self._devices)),
+            # Between steps, when nothing of a step is there.
+            occupied_bytes=max(device.allocated_bytes() for device in self._devices),
             swap_in_bytes_per_second=self._profiler.swap_in.bytes_per_second,
             swap_out_bytes_per_second=self._profiler.swap_out.bytes_per_second,
             update_bytes_per_second=self._update_speed.bytes_per_second,

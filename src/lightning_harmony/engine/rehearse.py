@@ -496,6 +496,7 @@ class _Rehearsal:
         self._totals: defaultdict[int, _Totals] = defaultdict(_Totals)
         self._calls: list[int] = []
         self._turn: _Turn | None = None
+        self._loss_layer: SwappedLayer | None = None
         self._measured: _Measured | None = None
         self._resident_bytes = 0
         self._buffer_bytes = 0
@@ -627,6 +628,11 @@ class _Rehearsal:
         if turn.layer is None:
             self._start_bytes = max(self._start_bytes, num_bytes)
             return
+        if turn.phase is Phase.BACKWARD and not turn.is_visit:
+            self._loss_layer = turn.layer
+            self._work.loss_bytes = self.device.allocated_bytes() - turn.before
+        elif turn.phase is Phase.BACKWARD and turn.layer is self._loss_layer:
+            num_bytes += self._work.loss_bytes
         self._work.note([turn.layer], turn.phase, num_bytes)
         totals = self._totals[turn.layer.index]
         totals.stash_bytes += stashed

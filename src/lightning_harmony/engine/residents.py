@@ -14,8 +14,9 @@ from lightning_harmony.engine.device import Device, VirtualDevice
 from lightning_harmony.engine.stash import Stash
 from lightning_harmony.engine.swap import SwappedPack, Swapper
 from lightning_harmony.errors import CapacityError
+from lightning_harmony.plan.lowering import Moves
 from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.task import Phase
+from lightning_harmony.plan.task import Errand, Phase
 
 
 class Place(NamedTuple):
@@ -49,7 +50,10 @@ class HasGraph(Protocol):
 
 
 class Residents:
-    """Swaps packs in and out within the capacity of one device, as a plan foresees their use.
+    """Swaps packs in and out within the capacity of one device, as a plan tells, or else as it foresees their use.
+
+    What a device has room for at one moment depends on how fast copies are. So a plan that knows what its layers cost tells
+    what comes and what goes, and room is waited for; other packs make way only where it is wrong.
 
     Args:
         device: where they reside.
@@ -60,6 +64,7 @@ class Residents:
 
     Attributes:
         plan: what is needed when.
+        moves: what comes and goes before which visit; empty where the plan doesn't tell.
         packs: those of the plan, by their indices, and those that it doesn't know, as they are on this device.
         pinned: the packs that lanes behind the running one will come through, wherever that is.
         visit: where lanes are on this device.
@@ -67,6 +72,7 @@ class Residents:
 
     def __init__(self, device: Device, swapper: Swapper, stash: Stash, number: int = 0) -> None:
         self.plan = Plan((), (), 0)
+        self.moves: Moves = {}
         self.packs: list[SwappedPack] = []
         self.pinned: frozenset[int] = frozenset()
         self.visit: Visit | None = None
@@ -75,6 +81,9 @@ class Residents:
         self.stash = stash
         self._number = number
         self._graphs: dict[int, weakref.WeakSet[HasGraph]] = {}
+        # The visits of this step that moves were made for, and the packs that were to come with them, and are not yet there.
+        self._visited: set[tuple[Phase, int]] = set()
+        self._due: dict[int, None] = {}
 
     def enter(self, place: Place, work_bytes: int, *, alone: bool) -> None:
         """Bring the pack of a place, with room for its work, and start to fetch what comes after it.
@@ -103,6 +112,8 @@ class Residents:
             self.evict_all_but(place.pack)
         elif not self.plan.just_in_time:
             self._take_away()
+        else:
+            self._move(place)
         if isinstance(self.device, VirtualDevice):
             # First, as what is fetched now may need room already: the one for the pack before could evict this one.
             self.device.relieve = partial(self.make_room, place)
@@ -120,6 +131,8 @@ class Residents:
         if isinstance(self.device, VirtualDevice):
             self.device.relieve = lambda: False
         self.visit = None
+        self._visited.clear()
+        self._due.clear()
         self.stash.drain()
         for pack in self.packs:
             pack.accumulators, pack.parked = {}, {}
@@ -155,14 +168,14 @@ class Residents:
     def make_room(self, place: Place) -> bool:
         """Free something that isn't needed now, cheapest first; False if there is nothing left.
 
-        To wait for a copy stops the host, which then has no work ready for the device: what can go at once goes first.
+        To wait for a copy stops the host, which then has no work ready for the device: what nobody needs any more goes
+        first. But a pack that is needed again would have to come again, which takes longer than to wait.
         """
         if self.device.retire() or self.stash.retire():
             return True
-        soon = [pack.index for pack in self._following(place)]
         others = self._evictable(place)
-        if later := [index for index in others if index not in soon]:
-            self._evict_one_of(later, place)
+        if over := [index for index in others if self.plan.is_over(index, place.phase, place.position)]:
+            self._evict_one_of(over, place)
             return True
         if self.stash.retire(wait=True) or self.device.retire(wait=True):
             return True
@@ -175,7 +188,7 @@ class Residents:
         return bool(summing) or self._forget_graphs(place.pack)
 
     def prefetch(self, place: Place, reserved_bytes: int) -> bool:
-        """Start to swap in the packs that come next, as far as there is room; what is needed later makes way.
+        """Start to swap in the packs that come next, as far as there is room.
 
         Args:
             place: where the running lane is.
@@ -186,21 +199,47 @@ class Residents:
         """
         for following in self._following(place):
             if following.residency is not None:
+                self._due.pop(following.index, None)
                 continue
             if not self.swapper.is_current(following):
                 # The host has better to do than to wait for its update.
                 return False
-            while not self.device.room_for(following.swap_in_bytes + reserved_bytes):
-                last = self._needed_last([following.index, *self._evictable(place)], place)
-                if last == following.index:
-                    return False
-                self.evict(self.packs[last])
+            if not self._make_room_ahead(following, following.swap_in_bytes + reserved_bytes, place):
+                return False
+            self._due.pop(following.index, None)
             self.swapper.swap_in(following)
         return True
+
+    def _make_room_ahead(self, following: SwappedPack, num_bytes: int, place: Place) -> bool:
+        """Whether there is room to fetch a pack ahead. Where no plan tells what goes, what is needed later makes way."""
+        while not self.device.room_for(num_bytes):
+            last = self._needed_last([following.index, *self._evictable(place)], place)
+            if self.moves or last == following.index:
+                return False
+            self.evict(self.packs[last])
+        return True
+
+    def _move(self, place: Place) -> None:
+        """Evict what the plan tells to evict before a visit, and note what it tells to bring."""
+        key = place.phase, place.position
+        if key in self._visited:
+            return
+        self._visited.add(key)
+        for pack, kind, _ in self.moves.get(key, ()):
+            if kind is Errand.SWAP_IN:
+                self._due[pack] = None
+                continue
+            self._due.pop(pack, None)
+            if self.packs[pack] is not place.pack:
+                self.evict(self.packs[pack])
 
     def keep_graph(self, pack: SwappedPack, call: HasGraph) -> None:
         """A call of a layer of this pack keeps its graph, until the pack is evicted."""
         self._graphs.setdefault(pack.index, weakref.WeakSet()).add(call)
+
+    def has_graphs(self, pack: SwappedPack) -> bool:
+        """Whether calls of a pack's layers keep their graphs."""
+        return bool(self._graphs.get(pack.index))
 
     def evict(self, pack: SwappedPack) -> None:
         """Take a pack off the device."""
@@ -245,7 +284,9 @@ class Residents:
         return [pack.index for pack in self._others(place.pack) if pack.index not in self.pinned]
 
     def _following(self, place: Place) -> list[SwappedPack]:
-        """The next packs after a place, as many as are fetched ahead."""
+        """The packs that are fetched ahead: those that the plan tells to bring, or as many as it looks ahead."""
+        if self.moves:
+            return [self.packs[index] for index in self._due] if self.plan.lookahead else []
         following: list[SwappedPack] = []
         for index in self.plan.upcoming(place.phase, place.position):
             if len(following) == self.plan.lookahead:

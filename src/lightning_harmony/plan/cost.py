@@ -21,6 +21,9 @@ class Cost:
             input that several take is stashed once.
         forward_seconds: of its forward, for one microbatch.
         backward_seconds: of its recompute and backward, for one microbatch.
+        staging_bytes: what its weights take besides while they come, where they are cast on their way.
+        arriving_bytes: what a microbatch has on the device when it comes to its forward: the input, and what else code keeps.
+        returning_bytes: the same when it comes to its backward.
     """
 
     name: str
@@ -34,6 +37,9 @@ class Cost:
     stash_bytes: int = 0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    staging_bytes: int = 0
+    arriving_bytes: int = 0
+    returning_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -52,17 +58,21 @@ class Cost:
 
 
 def pack_cost(costs: Sequence[Cost]) -> Cost:
-    """What a pack of layers costs, of which one works at a time."""
+    """What a pack of layers costs, of which one works at a time. What one hands to the next is in the graphs of both."""
+    between = sum(min(cost.input_bytes, cost.graph_bytes) for cost in costs[1:])
     return Cost(
         costs[0].name if len(costs) == 1 else f"{costs[0].name} … {costs[-1].name}",
         sum(cost.weight_bytes for cost in costs),
         sum(cost.gradient_bytes for cost in costs),
         max(cost.forward_work_bytes for cost in costs),
         max(cost.backward_work_bytes for cost in costs),
-        sum(cost.graph_bytes for cost in costs),
+        sum(cost.graph_bytes for cost in costs) - between,
         sum(cost.copied_bytes for cost in costs),
         costs[0].input_bytes,
         sum(cost.stash_bytes for cost in costs),
         sum(cost.forward_seconds for cost in costs),
         sum(cost.backward_seconds for cost in costs),
+        max(cost.staging_bytes for cost in costs),
+        costs[0].arriving_bytes,
+        costs[-1].returning_bytes,
     )

@@ -1,15 +1,17 @@
 """Lowering: from a plan to the tasks of each device, with the copies that bring what they need.
 
-It foresees what the executor does on demand: packs come in the order of the visits, some are fetched ahead, and what is
-needed last makes way.
+Packs come in the order of the visits, and what is needed last makes way; then those that can come earlier do. The executor
+does as told here: what it finds on a device in the middle of a step depends on how fast copies are; what it swaps must not.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.fetching import Residence, fetch_ahead
 from lightning_harmony.plan.footprint import Footprint, footprints
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.schedule import Schedule
@@ -64,6 +66,25 @@ def stays(plan: Plan) -> Iterator[Stay]:
         yield Stay(Phase.BACKWARD, num_visits - 1 - position, runs)
 
 
+# What comes and goes before lanes run through a place in the order of a phase: swap-ins and evictions, in order.
+Moves = Mapping[tuple[Phase, int], Sequence[Task]]
+
+
+def weight_moves(plan: Plan) -> tuple[Moves, ...]:
+    """The swap-ins and evictions of weights on each device.
+
+    There are none where a plan doesn't know what its layers cost, and none where nothing is left to be decided, as each visit
+    brings its pack and takes it away.
+
+    Args:
+        plan: the plan.
+    """
+    if plan.profile is None or not plan.just_in_time:
+        return ({},) * plan.num_devices
+    packs = plan.profile.pack_costs(plan.packs)
+    return tuple(each.moves for each in _lowerings(plan, packs, plan.profile.machine.free_bytes))
+
+
 def owner(plan: Plan, pack: int) -> int:
     """The device that sends a pack's gradients to the host."""
     if plan.parallel == "pipeline":
@@ -85,18 +106,22 @@ def lower(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None, *, is_d
     Args:
         plan: the plan.
         packs: what each pack costs.
-        capacity_bytes: what a device may hold; None for no limit.
+        capacity_bytes: what a step may take of a device; None for no limit.
         is_deferred: whether updates come last, and not each behind its pack's gradients.
 
     Raises:
         PlanError: if the plan doesn't know its number of microbatches.
     """
-    order, footprint = tuple(stays(plan)), footprints(plan, packs)
-    devices = [_Lowering(plan, packs, footprint, capacity_bytes, d, order).tasks() for d in range(plan.num_devices)]
+    devices = [tuple(each.tasks) for each in _lowerings(plan, packs, capacity_bytes)]
     if is_deferred:
         # Sorting keeps the order of all others.
         devices = [tuple(sorted(tasks, key=lambda task: task.kind is Errand.UPDATE)) for tasks in devices]
     return Schedule(tuple(devices))
+
+
+def _lowerings(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None) -> "list[_Lowering]":
+    order, footprint = tuple(stays(plan)), footprints(plan, packs)
+    return [_Lowering(plan, packs, footprint, capacity_bytes, device, order) for device in range(plan.num_devices)]
 
 
 def _num_microbatches(plan: Plan) -> int:
@@ -125,7 +150,12 @@ class _Held:
 
 
 class _Lowering:
-    """Of the tasks of one device."""
+    """The tasks of one device.
+
+    Attributes:
+        tasks: all of them, in order.
+        moves: those that swap weights in and evict them, by the place before which they come.
+    """
 
     def __init__(
         self,
@@ -142,11 +172,17 @@ class _Lowering:
         # Each visit that is computed here, and whether it is the last backward of its pack.
         self._last = {run_pack: number for number, stay in enumerate(self._stays) for run_pack in self._summed(stay)}
         self._first_visit = {pack: place for place, pack in reversed(list(enumerate(plan.visits)))}
-        self._tasks: list[Task] = []
-        self._resident: set[int] = set()
+        self._resident: dict[int, Residence] = {}
         self._resident_bytes = 0
+        self._residences: list[Residence] = []
         self._held = _Held()
         self._parked: set[tuple[int, int]] = set()
+        # Of the stay that is lowered: what comes behind its computing.
+        self._behind: list[Task] = []
+        self._now = 0
+        self.tasks: list[Task] = []
+        self.moves: dict[tuple[Phase, int], tuple[Task, ...]] = {}
+        self._lower()
 
     def _here(self, runs: Sequence[Run]) -> tuple[Run, ...]:
         plan = self._plan
@@ -159,26 +195,55 @@ class _Lowering:
         visits = self._plan.visits
         return sorted({visits[run.position] for run in stay.runs if run.phase is Phase.BACKWARD})
 
-    def tasks(self) -> tuple[Task, ...]:
-        for number, stay in enumerate(self._stays):
-            computing, held = self._compute(stay)
+    def _lower(self) -> None:
+        """First on demand; then what is fetched ahead comes earlier."""
+        computing, behind, needed = [], [], []
+        for stay in self._stays:
+            tasks, held = self._compute(stay)
             if self._plan.just_in_time:
                 self._drop(stay, held)
             else:
                 self._evict_all()
-            self._bring(number, held.most_bytes, held.leaving_bytes + self._held.leaving_bytes)
-            self._tasks += computing
-            self._held = held
+            self._bring(stay, held.most_bytes)
+            computing.append(tasks)
+            # Nothing waits for what leaves because of what is fetched ahead.
+            needed.append(held.most_bytes + held.leaving_bytes + self._held.leaving_bytes)
+            self._held, self._behind = held, []
             held.most_bytes = held.num_bytes
             for pack in self._summed(stay):
-                if self._last[pack] == number:
+                if self._last[pack] == self._now:
                     self._send_gradients(pack, stay)
                 elif not self._plan.just_in_time:
                     self._park(pack)
+            behind.append(self._behind)
+            self._now += 1
         self._evict_all()
+        following = [self._following(number) for number in range(len(self._stays))]
+        fetch_ahead(self._residences, needed, following, self._capacity_bytes)
+        self._emit(computing, behind)
         if not self._plan.just_in_time:
             self._update_all()
-        return tuple(self._tasks)
+
+    def _emit(self, computing: Sequence[Sequence[Task]], behind: Sequence[Sequence[Task]]) -> None:
+        """The tasks of all stays in order, with those that bring weights and let them go."""
+        coming: defaultdict[int, list[Task]] = defaultdict(list)
+        going: defaultdict[tuple[int, bool], list[Task]] = defaultdict(list)
+        for each in self._residences:
+            coming[each.first].append(Task(each.pack, Errand.SWAP_IN))
+            going[each.end, each.goes_at_once].append(Task(each.pack, Errand.EVICT))
+        moves: list[Task] = []
+        for number, stay in enumerate(self._stays):
+            now = sorted(going[number, False]) + coming[number]
+            self.moves[self._place(stay.runs[0])] = (*moves, *now)
+            moves = sorted(going[number + 1, True])
+            self.tasks += [*now, *computing[number], *moves, *behind[number]]
+        self.tasks += sorted(going[len(self._stays), False])
+
+    def _place(self, run: Run) -> tuple[Phase, int]:
+        """Where a run is in the plan's order of its phase."""
+        if run.phase is Phase.FORWARD:
+            return run.phase, run.position
+        return run.phase, len(self._plan.visits) - 1 - run.position
 
     def _compute(self, stay: Stay) -> tuple[list[Task], _Held]:
         """The tasks of a stay besides those of weights, and what the device holds behind them."""
@@ -204,9 +269,9 @@ class _Lowering:
 
     def _transfer(self, run: Run, tasks: list[Task], held: _Held) -> None:
         kind, footprint = Errand.TRANSFER_FORWARD, self._footprint[run.position]
-        num_bytes = footprint.input_bytes
+        num_bytes = footprint.there_bytes
         if run.phase is Phase.BACKWARD:
-            kind, num_bytes = Errand.TRANSFER_BACKWARD, footprint.output_bytes
+            kind, num_bytes = Errand.TRANSFER_BACKWARD, footprint.returning_bytes
         # What the lane left here when it went elsewhere has been fetched, or it could not come back.
         held.num_bytes -= held.outputs.pop(run.microbatch, 0)
         held.take(num_bytes, num_bytes)
@@ -214,13 +279,13 @@ class _Lowering:
 
     def _forward(self, run: Run, pack: int, tasks: list[Task], held: _Held) -> None:
         footprint = self._footprint[run.position]
-        held.take(footprint.forward_bytes, footprint.forward_left_bytes - footprint.input_bytes)
-        held.outputs[run.microbatch] = footprint.output_bytes
+        held.take(footprint.forward_bytes, footprint.forward_left_bytes - footprint.there_bytes)
+        held.outputs[run.microbatch] = footprint.passed_bytes
         tasks.append(Task(pack, Phase.FORWARD, run.microbatch))
         if footprint.stash_bytes:
             tasks.append(Task(pack, Errand.STASH_OUT, run.microbatch))
-            held.num_bytes -= footprint.stash_bytes
-            held.leaving_bytes += footprint.stash_bytes
+            held.num_bytes -= footprint.stashed_bytes
+            held.leaving_bytes += footprint.stashed_bytes
 
     def _backward(self, run: Run, pack: int, tasks: list[Task], held: _Held) -> None:
         footprint = self._footprint[run.position]
@@ -231,8 +296,8 @@ class _Lowering:
                 tasks.append(Task(pack, Errand.UNPARK, run.microbatch))
         if footprint.stash_bytes:
             tasks.append(Task(pack, Errand.STASH_IN, run.microbatch))
-            held.take(footprint.stash_bytes, footprint.stash_bytes)
-        gone = footprint.output_bytes + footprint.stash_bytes + footprint.graph_bytes
+            held.take(footprint.loaded_bytes, footprint.loaded_bytes)
+        gone = footprint.returning_bytes + footprint.loaded_bytes + footprint.graph_bytes
         held.take(footprint.backward_bytes, footprint.backward_left_bytes - gone)
         held.outputs[run.microbatch] = footprint.backward_left_bytes
         tasks.append(Task(pack, Phase.BACKWARD, run.microbatch))
@@ -241,58 +306,53 @@ class _Lowering:
         """Evict packs that aren't needed any more, before anything waits for what is on its way out."""
         needed = held.most_bytes + held.leaving_bytes + self._held.leaving_bytes
         wanted = {self._plan.visits[run.position] for run in stay.runs}
-        for pack in sorted(self._resident - wanted):
+        for pack in sorted(self._resident.keys() - wanted):
             if self._capacity_bytes is None or self._resident_bytes + needed <= self._capacity_bytes:
                 return
             if self._plan.is_over(pack, stay.phase, stay.place):
                 self._evict(pack)
 
-    def _bring(self, number: int, work_bytes: int, leaving_bytes: int) -> None:
-        """Swap in the packs of a stay, with room for its work, and those that come next as far as there is room."""
-        stay = self._stays[number]
+    def _bring(self, stay: Stay, work_bytes: int) -> None:
+        """Swap in the packs of a stay, with room for its work."""
         # In the order of their first use.
-        wanted = list(dict.fromkeys(self._plan.visits[run.position] for run in stay.runs))
+        wanted = self._wanted(stay)
         missing = [pack for pack in wanted if pack not in self._resident]
         missing_bytes = sum(self._packs[pack].weight_bytes for pack in missing)
+        missing_bytes += max((self._packs[pack].staging_bytes for pack in missing), default=0)
         self._make_room(work_bytes + missing_bytes, stay, frozenset(wanted))
         for pack in missing:
             self._swap_in(pack)
-        for pack in self._following(number, wanted):
-            # Nothing waits for what leaves because of what is fetched ahead.
-            needed = work_bytes + leaving_bytes + self._packs[pack].weight_bytes
-            if not self._make_room(needed, stay, frozenset(wanted), before=pack):
-                break
-            self._swap_in(pack)
+        for pack in wanted:
+            self._resident[pack].last = self._now
 
-    def _following(self, number: int, wanted: Sequence[int]) -> list[int]:
-        """The next packs that this device needs after a stay, as far as they aren't there."""
+    def _wanted(self, stay: Stay) -> list[int]:
+        """The packs of a stay, in the order of their first use."""
+        return list(dict.fromkeys(self._plan.visits[run.position] for run in stay.runs))
+
+    def _following(self, number: int) -> list[int]:
+        """The next packs that this device needs after a stay."""
         following: list[int] = []
+        wanted = self._wanted(self._stays[number])
         for stay in self._stays[number + 1 :]:
             for run in stay.runs:
                 if len(following) == self._plan.lookahead:
-                    return [pack for pack in following if pack not in self._resident]
+                    return following
                 pack = self._plan.visits[run.position]
                 if pack not in following and pack not in wanted:
                     following.append(pack)
                 if stay.phase is Phase.BACKWARD or stay.place < self._plan.first_fused:
                     # All runs of such a stay are of one pack.
                     break
-        return [pack for pack in following if pack not in self._resident]
+        return following
 
-    def _make_room(self, num_bytes: int, stay: Stay, wanted: frozenset[int], before: int | None = None) -> bool:
-        """Evict what is needed last until there is room, but nothing that is needed sooner than ``before``."""
+    def _make_room(self, num_bytes: int, stay: Stay, wanted: frozenset[int], *, at_once: bool = False) -> None:
+        """Evict what is needed last until there is room."""
         capacity = self._capacity_bytes
         while capacity is not None and self._resident_bytes + num_bytes > capacity:
-            others = [pack for pack in sorted(self._resident - wanted) if not self._has_graphs(pack, stay)]
-            if before is not None:
-                others.insert(0, before)
+            others = [pack for pack in sorted(self._resident.keys() - wanted) if not self._has_graphs(pack, stay)]
             if not others:
-                return False
-            last = self._plan.needed_last(others, stay.phase, stay.place)
-            if last == before:
-                return False
-            self._evict(last)
-        return True
+                return
+            self._evict(self._plan.needed_last(others, stay.phase, stay.place), at_once=at_once)
 
     def _has_graphs(self, pack: int, stay: Stay) -> bool:
         """Whether graphs of a pack are on the device when a stay begins: it has been visited, and not yet come back to."""
@@ -304,17 +364,20 @@ class _Lowering:
         return len(self._plan.visits) - 1 - first > stay.place
 
     def _swap_in(self, pack: int) -> None:
-        self._tasks.append(Task(pack, Errand.SWAP_IN))
-        self._resident.add(pack)
-        self._resident_bytes += self._packs[pack].weight_bytes
+        cost = self._packs[pack]
+        residence = Residence(pack, cost.weight_bytes, cost.staging_bytes, self._now, self._now, self._now)
+        self._residences.append(residence)
+        self._resident[pack] = residence
+        self._resident_bytes += cost.weight_bytes
 
     def _evict_all(self) -> None:
-        for pack in sorted(self._resident):
+        for pack in list(self._resident):
             self._evict(pack)
 
-    def _evict(self, pack: int) -> None:
-        self._tasks.append(Task(pack, Errand.EVICT))
-        self._resident.remove(pack)
+    def _evict(self, pack: int, *, at_once: bool = False) -> None:
+        """Let a pack go before the stay at hand; or at once, behind what it computes."""
+        residence = self._resident.pop(pack)
+        residence.end, residence.goes_at_once = self._now + at_once, at_once
         self._resident_bytes -= self._packs[pack].weight_bytes
 
     def _send_gradients(self, pack: int, stay: Stay) -> None:
@@ -323,16 +386,16 @@ class _Lowering:
         if not num_bytes:
             return
         if not self._plan.just_in_time:
-            self._tasks.append(Task(pack, Errand.SWAP_OUT))
+            self._behind.append(Task(pack, Errand.SWAP_OUT))
             self._let_go_of_sums(pack)
             return
         sums = {key for key in self._held.sums if key[0] == pack}
         if owner(self._plan, pack) == self._device:
             others = [device for device in summing_devices(self._plan, pack) if device != self._device]
             if others:
-                self._make_room(self._held.num_bytes + num_bytes * len(sums), stay, frozenset())
-            self._tasks += [Task(pack, Errand.REDUCE, device) for device in others]
-            self._tasks += [Task(pack, Errand.SWAP_OUT), Task(pack, Errand.UPDATE)]
+                self._make_room(self._held.num_bytes + num_bytes * len(sums), stay, frozenset(), at_once=True)
+            self._behind += [Task(pack, Errand.REDUCE, device) for device in others]
+            self._behind += [Task(pack, Errand.SWAP_OUT), Task(pack, Errand.UPDATE)]
         self._let_go_of_sums(pack)
 
     def _let_go_of_sums(self, pack: int) -> set[tuple[int, int]]:
@@ -347,10 +410,10 @@ class _Lowering:
     def _park(self, pack: int) -> None:
         """What was summed so far makes way, until a microbatch comes back."""
         if self._packs[pack].gradient_bytes:
-            self._tasks.append(Task(pack, Errand.PARK))
+            self._behind.append(Task(pack, Errand.PARK))
             self._parked |= self._let_go_of_sums(pack)
 
     def _update_all(self) -> None:
         """The update after the whole backward."""
         updated = [pack for pack in self._last if self._packs[pack].gradient_bytes]
-        self._tasks += [Task(pack, Errand.UPDATE) for pack in updated if owner(self._plan, pack) == self._device]
+        self.tasks += [Task(pack, Errand.UPDATE) for pack in updated if owner(self._plan, pack) == self._device]

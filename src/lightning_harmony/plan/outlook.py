@@ -280,10 +280,11 @@ class _Step:
     def _needs(self, cost: Cost, num_calls: int, live_bytes: int) -> list[Need]:
         """Forward, and backward with a sum of gradients for each call."""
         live, other = self._lanes * live_bytes, self._other_bytes
-        gradients = max(num_calls, 1) * cost.gradient_bytes
+        # Room for its work is made before it comes.
+        weights, gradients = cost.weight_bytes + cost.staging_bytes, max(num_calls, 1) * cost.gradient_bytes
         return [
-            Need(cost.name, cost.weight_bytes, cost.forward_work_bytes, live, other),
-            Need(cost.name, cost.weight_bytes + gradients, cost.backward_work_bytes, live, other),
+            Need(cost.name, weights, cost.forward_work_bytes, live, other),
+            Need(cost.name, weights + gradients, cost.backward_work_bytes, live, other),
         ]
 
     def _live(self) -> dict[int, int]:

@@ -48,7 +48,7 @@ def has_room(pack: Sequence[Cost], capacity_bytes: int | None) -> bool:
     if capacity_bytes is None:
         return True
     needed = BUFFERING * sum(cost.state_bytes for cost in pack) + max(cost.work_bytes for cost in pack)
-    return needed <= capacity_bytes
+    return needed + max(cost.staging_bytes for cost in pack) <= capacity_bytes
 
 
 def balanced(sizes: Sequence[float], num_packs: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ class MachineLimits:
         swap_out_bytes_per_second: device to host.
         transfer_bytes_per_second: device to device.
         update_bytes_per_second: gradients that the host's optimizer works off.
+        occupied_bytes: what of the capacity a step finds taken: by the batch, by buffers of no layer, by what user code keeps.
     """
 
     capacity_bytes: int | None = None
@@ -26,6 +27,12 @@ class MachineLimits:
     swap_out_bytes_per_second: float | None = None
     transfer_bytes_per_second: float | None = None
     update_bytes_per_second: float | None = None
+    occupied_bytes: int = 0
+
+    @property
+    def free_bytes(self) -> int | None:
+        """What a step may take of a device; None for no limit."""
+        return None if self.capacity_bytes is None else max(self.capacity_bytes - self.occupied_bytes, 0)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from lightning_harmony.plan.profile import MachineLimits
 from lightning_harmony.plan.values import decode, encode
 
 # A reader of one version refuses all others: a record is quickly made anew.
-_KIND = DocumentKind("lightning-harmony profile", 1, "profile", "profile")
+_KIND = DocumentKind("lightning-harmony profile", 2, "profile", "profile")
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,13 @@ class Record:
 
 def _scaled(cost: Cost, factor: float) -> Cost:
     """What a layer costs where all that depends on the microbatch grows by a factor."""
-    nothing = Cost(cost.name, cost.weight_bytes, cost.gradient_bytes, copied_bytes=cost.copied_bytes)
+    nothing = Cost(
+        cost.name,
+        cost.weight_bytes,
+        cost.gradient_bytes,
+        copied_bytes=cost.copied_bytes,
+        staging_bytes=cost.staging_bytes,
+    )
     return on_line(nothing, cost, factor)
 
 

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
-from lightning_harmony.plan.footprint import footprints
+from lightning_harmony.plan.footprint import Footprint, footprints
 from lightning_harmony.plan.lowering import lower, owner, summing_devices
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Plan
@@ -74,7 +74,7 @@ class DevicePrediction:
 
     Attributes:
         spans: its tasks but evictions, which take no time, in order.
-        peak_bytes: the most that is on it.
+        peak_bytes: the most that is on it, even if copies take a little longer.
         memory: each moment at which that changes, and what is on it from then on.
         compute_seconds: how long it computes.
         swapped_in_bytes: host to device, by kind: "weights", "gradients", "stash".
@@ -153,7 +153,7 @@ def predict(plan: Plan, machine: MachineLimits | None = None, *, is_deferred: bo
     refuse_invalid(plan)
     machine = machine or plan.profile.machine
     packs = plan.profile.pack_costs(plan.packs)
-    return replay(plan, lower(plan, packs, machine.capacity_bytes, is_deferred=is_deferred), packs, machine)
+    return replay(plan, lower(plan, packs, machine.free_bytes, is_deferred=is_deferred), packs, machine)
 
 
 def replay(plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: MachineLimits) -> Prediction:
@@ -198,10 +198,12 @@ class _Stashed:
     """What a forward left for its backward.
 
     Attributes:
+        footprint: of the visit.
         where: on the device, on the host, or back from there.
         ready: when it is there.
     """
 
+    footprint: Footprint
     where: str
     ready: float
 
@@ -210,21 +212,26 @@ class _Memory:
     """What is on a device, in the order of its tasks.
 
     What leaves counts until a task needs its room, which then begins behind that. So in no order of times is more there.
+
+    Attributes:
+        most_bytes: the most in the order of tasks, what leaves counted until the turn after it has ended: a copy may take that
+            much longer than it should.
     """
 
-    def __init__(self, capacity_bytes: int | None) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.num_bytes = 0
-        self.changes: list[tuple[float, int]] = []
+    def __init__(self, machine: MachineLimits) -> None:
+        self.capacity_bytes = machine.capacity_bytes
+        self.num_bytes = machine.occupied_bytes
+        self.changes: list[tuple[float, int]] = [(0.0, machine.occupied_bytes)] if machine.occupied_bytes else []
+        self.most_bytes = machine.occupied_bytes
         self._leaving: list[tuple[float, int]] = []
+        self._leaving_bytes = self._lingering_bytes = 0
         self._after = 0.0
 
     def short_bytes(self, num_bytes: int) -> int:
         """How much is missing even when all that leaves is gone."""
         if self.capacity_bytes is None:
             return 0
-        staying = self.num_bytes - sum(leaving for _, leaving in self._leaving)
-        return staying + num_bytes - self.capacity_bytes
+        return self.num_bytes - self._leaving_bytes + num_bytes - self.capacity_bytes
 
     def room_at(self, num_bytes: int) -> float | None:
         """When there is room; None if there never is, as far as is known by now."""
@@ -234,6 +241,7 @@ class _Memory:
             while self.num_bytes + num_bytes > self.capacity_bytes:
                 end, leaving = heappop(self._leaving)
                 self.num_bytes -= leaving
+                self._leaving_bytes -= leaving
                 self._after = max(self._after, end)
         return self._after
 
@@ -243,11 +251,19 @@ class _Memory:
             self.num_bytes += num_bytes
             self.changes.append((start, num_bytes))
 
-    def give(self, num_bytes: int, end: float) -> None:
-        """Something is gone from ``end`` on."""
+    def give(self, num_bytes: int, end: float, *, lingers: bool = False) -> None:
+        """Something is gone from ``end`` on; what lingers is copied until then."""
         if num_bytes:
             heappush(self._leaving, (end, num_bytes))
+            self._leaving_bytes += num_bytes
+            self._lingering_bytes += num_bytes if lingers else 0
             self.changes.append((end, -num_bytes))
+
+    def note_turn(self) -> None:
+        """A lane has its turn, and has taken what it takes."""
+        most = self.num_bytes - self._leaving_bytes + self._lingering_bytes
+        self.most_bytes = max(self.most_bytes, most if self.capacity_bytes is None else min(most, self.capacity_bytes))
+        self._lingering_bytes = 0
 
     def curve(self) -> tuple[tuple[float, int], ...]:
         """Each moment at which it changes, and what is there from then on."""
@@ -296,9 +312,7 @@ class _Replay:
         self._plan, self._schedule, self._packs, self._machine = plan, schedule, packs, machine
         self._num_microbatches = plan.num_microbatches
         self._footprints = footprints(plan, packs)
-        self._devices = [
-            _Device(number, tasks, _Memory(machine.capacity_bytes)) for number, tasks in enumerate(schedule.devices)
-        ]
+        self._devices = [_Device(number, tasks, _Memory(machine)) for number, tasks in enumerate(schedule.devices)]
         self._lanes = [_Lane() for _ in range(self._num_microbatches)]
         self._num_visits = Counter(plan.visits)
         # Those that sum gradients on each device, in order.
@@ -401,7 +415,7 @@ class _Replay:
         computing = [span for span in device.spans if span.stream == COMPUTE]
         return DevicePrediction(
             spans=tuple(device.spans),
-            peak_bytes=max((num_bytes for _, num_bytes in memory), default=0),
+            peak_bytes=max([device.memory.most_bytes, *(num_bytes for _, num_bytes in memory)]),
             memory=memory,
             compute_seconds=sum(span.end_seconds - span.start_seconds for span in computing),
             swapped_in_bytes=dict(device.swapped_in),
@@ -427,6 +441,8 @@ class _Replay:
         if stream is COMPUTE:
             device.issued = start
         device.memory.take(num_bytes, start)
+        if stream is COMPUTE:
+            device.memory.note_turn()
         device.spans.append(Span(task, stream, start, end))
         return start, end
 
@@ -449,9 +465,11 @@ class _Replay:
         cost = self._packs[pack]
         seconds = self._seconds(cost.copied_bytes, self._machine.swap_in_bytes_per_second)
         after = 0.0 if self._plan.lookahead else device.streams[COMPUTE]
-        run = self._begin(device, cost.weight_bytes, after, seconds)
+        num_bytes = cost.weight_bytes + cost.staging_bytes
+        run = self._begin(device, num_bytes, after, seconds)
         if run is None:
-            return self._no_room(device, cost.weight_bytes)
+            return self._no_room(device, num_bytes)
+        device.memory.give(cost.staging_bytes, run[1], lingers=True)
         device.weights[pack] = device.last_use[pack] = run[1]
         device.swapped_in["weights"] += cost.copied_bytes
         return ""
@@ -484,11 +502,11 @@ class _Replay:
         if run is None:
             return self._no_room(device, footprint.forward_bytes)
         end = device.last_use[pack] = lane.ready = run[1]
-        device.memory.give(footprint.forward_bytes - footprint.forward_left_bytes + footprint.input_bytes, end)
+        device.memory.give(footprint.there_bytes + footprint.forward_bytes - footprint.forward_left_bytes, end)
         if self._plan.keeps_graph(position):
             device.num_graphs[pack] += 1
         else:
-            device.stash.setdefault((pack, microbatch), []).append(_Stashed("on the device", end))
+            device.stash.setdefault((pack, microbatch), []).append(_Stashed(footprint, "on the device", end))
         lane.device = device.number
         lane.position += 1
         if lane.position == len(self._plan.visits):
@@ -520,7 +538,9 @@ class _Replay:
         if run is None:
             return self._no_room(device, num_bytes)
         end = device.last_use[pack] = lane.ready = run[1]
-        gone = footprint.output_bytes + footprint.stash_bytes + footprint.graph_bytes
+        gone = footprint.returning_bytes + footprint.graph_bytes
+        if stashed is not None:
+            gone += footprint.stashed_bytes if stashed.where == "on the device" else footprint.loaded_bytes
         device.memory.give(footprint.backward_bytes - footprint.backward_left_bytes + gone, end)
         if keeps:
             device.num_graphs[pack] -= 1
@@ -547,22 +567,22 @@ class _Replay:
 
     def _stash_out(self, device: _Device, pack: int, microbatch: int) -> str:
         stashed = self._stashed(device, pack, microbatch, "on the device")
-        num_bytes = self._packs[pack].stash_bytes
+        num_bytes = stashed.footprint.stash_bytes
         seconds = self._seconds(num_bytes, self._machine.swap_out_bytes_per_second)
         run = self._begin(device, 0, stashed.ready, seconds)
         assert run is not None
         stashed.where, stashed.ready = "on the host", run[1]
-        device.memory.give(num_bytes, run[1])
+        device.memory.give(stashed.footprint.stashed_bytes, run[1], lingers=True)
         device.swapped_out["stash"] += num_bytes
         return ""
 
     def _stash_in(self, device: _Device, pack: int, microbatch: int) -> str:
         stashed = self._stashed(device, pack, microbatch, "on the host")
-        num_bytes = self._packs[pack].stash_bytes
+        num_bytes, loaded = stashed.footprint.stash_bytes, stashed.footprint.loaded_bytes
         seconds = self._seconds(num_bytes, self._machine.swap_in_bytes_per_second)
-        run = self._begin(device, num_bytes, stashed.ready, seconds)
+        run = self._begin(device, loaded, stashed.ready, seconds)
         if run is None:
-            return self._no_room(device, num_bytes)
+            return self._no_room(device, loaded)
         stashed.where, stashed.ready = "back on the device", run[1]
         device.swapped_in["stash"] += num_bytes
         return ""
@@ -591,12 +611,17 @@ class _Replay:
         if lane.device in (None, device.number):
             raise _BrokenError(f"the tensors of microbatch {microbatch} are there already")
         footprint = self._footprints[lane.position]
-        num_bytes = footprint.input_bytes if phase is Phase.FORWARD else footprint.output_bytes
+        if phase is Phase.FORWARD:
+            num_bytes, there = footprint.input_bytes, footprint.there_bytes
+            gone = self._footprints[lane.position - 1].passed_bytes
+        else:
+            num_bytes, there = footprint.output_bytes, footprint.returning_bytes
+            gone = there
         seconds = self._seconds(num_bytes, self._machine.transfer_bytes_per_second)
-        run = self._begin(device, num_bytes, lane.ready, seconds)
+        run = self._begin(device, there, lane.ready, seconds)
         if run is None:
-            return self._no_room(device, num_bytes)
-        self._devices[lane.device or 0].memory.give(num_bytes, run[1])
+            return self._no_room(device, there)
+        self._devices[lane.device or 0].memory.give(gone, run[1])
         lane.device, lane.ready = device.number, run[1]
         device.transferred_bytes += num_bytes
         return ""
@@ -659,7 +684,7 @@ class _Replay:
         seconds = self._seconds(num_bytes, self._machine.swap_out_bytes_per_second)
         run = self._begin(device, 0, device.summed_at[pack], seconds)
         assert run is not None
-        device.memory.give(num_bytes, run[1])
+        device.memory.give(num_bytes, run[1], lingers=True)
         device.swapped_out["gradients"] += num_bytes
         return run[1]
 

@@ -178,9 +178,9 @@ def _num_microbatches_of(plan: Plan, device: int) -> int:
 def _swapped_in_bytes(packs: Sequence[Cost], machine: MachineLimits) -> float:
     """What comes to a device: each pack, and again what isn't there any more when its backward begins."""
     once = sum(cost.copied_bytes for cost in packs)
-    if machine.capacity_bytes is None:
+    if machine.free_bytes is None:
         return once
-    gone = sum(cost.weight_bytes for cost in packs) - machine.capacity_bytes
+    gone = sum(cost.weight_bytes for cost in packs) - machine.free_bytes
     rate = min((cost.copied_bytes / cost.weight_bytes for cost in packs if cost.weight_bytes), default=0.0)
     return once + max(gone, 0) * rate
 
@@ -373,11 +373,11 @@ class _Space:
             yield balanced(state, count)
             yield filled(state, sum(state) / count)
             yield filled_from_end(state, sum(state) / count)
-        packs = fill_capacity(self._layers, self._profile.machine.capacity_bytes, around)
+        packs = fill_capacity(self._layers, self._profile.machine.free_bytes, around)
         yield tuple(accumulate((len(pack) for pack in packs[:-1]), initial=0))
 
     def _has_room(self, starts: Sequence[int]) -> bool:
-        capacity = self._profile.machine.capacity_bytes
+        capacity = self._profile.machine.free_bytes
         packs = self._slices(starts)
         return all(len(pack) == 1 or has_room(pack, capacity) for pack in packs)
 
@@ -405,7 +405,7 @@ class _Space:
 
     def _graphs(self, visits: Sequence[int], packs: Sequence[Cost]) -> Iterator[tuple[int, frozenset[int]]]:
         """From where packs are fused, and which of those before keep their graphs."""
-        capacities = [self._profile.machine.capacity_bytes] * self._num_devices
+        capacities = [self._profile.machine.free_bytes] * self._num_devices
         for first in self._firsts(visits, packs):
             kept_of = kept_on_devices(visits, first, packs, self._num_microbatches, capacities, self._parallel)
             # The last one of each device, then the one before that, ...
@@ -416,7 +416,7 @@ class _Space:
     def _firsts(self, visits: Sequence[int], packs: Sequence[Cost]) -> list[int]:
         if self._num_devices > 1 and self._parallel == "pipeline":
             return sorted({len(visits), fused_alone(visits)})
-        fusable = [len(visits), *fusable_from(visits, packs, self._profile.machine.capacity_bytes)]
+        fusable = [len(visits), *fusable_from(visits, packs, self._profile.machine.free_bytes)]
         return [fusable[rung] for rung in self._rungs(len(fusable) - 1)]
 
     def _rungs(self, most: int) -> list[int]:
