@@ -93,6 +93,13 @@ def test_a_speed_is_that_of_all_together() -> None:
     assert speed.bytes_per_second == 6.0
 
 
+def test_of_two_speeds_the_faster_is_kept() -> None:
+    speed = Speed()
+    for num_bytes, seconds, kept in ((0, 0.0, None), (10, 2.0, 5.0), (10, 5.0, 5.0), (30, 3.0, 10.0), (0, 0.0, 10.0)):
+        speed.keep_faster(Speed(num_bytes, seconds))
+        assert speed.bytes_per_second == kept
+
+
 def test_what_is_forgotten_is_measured_anew_but_speeds_stay(
     profiler: Profiler, traffic: Traffic, device: VirtualDevice
 ) -> None:

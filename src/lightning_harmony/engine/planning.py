@@ -29,6 +29,8 @@ from lightning_harmony.plan.search import search_better
 CHECKED_STEPS, WARM_UP_STEPS = 8, 3
 # How many times as long, or as short, as predicted steps may be.
 FAR_OFF = 2.0
+# How many times as fast as before updates have to be for a plan to be looked at again.
+CLEARLY_FASTER = 1.25
 
 
 class Records(Protocol):
@@ -229,11 +231,19 @@ class Planner:
             plan = self._decided(self._packed(self._plan.packs, self._calls), seen.num_microbatches)
             self._plan = self._improved(plan, with_its_packs=True)
             return self._plan
-        if self._update_speed.num_bytes and _lacks_update(self._plan):
+        if self._sees_faster_updates():
             self._plan = self._improved(self._foreseen(self._plan, self._costs()))
             self._write(self._record)
             return self._plan
         return None
+
+    def _sees_faster_updates(self) -> bool:
+        """Whether updates are clearly faster than when the plan was made, or none had been seen by then."""
+        profile, now = self._plan.profile, self._update_speed.bytes_per_second
+        if profile is None or now is None:
+            return False
+        known = profile.machine.update_bytes_per_second
+        return known is None or now > CLEARLY_FASTER * known
 
     def choose_number(self, batch_size: int, num_elements: int, usual: int) -> int | None:
         """The number of microbatches that is predicted to make a step fastest; None as long as nothing is known.
@@ -454,8 +464,3 @@ class Planner:
             swap_out_bytes_per_second=self._profiler.swap_out.bytes_per_second,
             update_bytes_per_second=self._update_speed.bytes_per_second,
         )
-
-
-def _lacks_update(plan: Plan) -> bool:
-    """Whether a plan was made before any update was seen."""
-    return plan.profile is not None and plan.profile.machine.update_bytes_per_second is None

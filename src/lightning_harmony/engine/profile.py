@@ -34,6 +34,12 @@ class Speed:
         if bytes_per_second and not self.num_bytes:
             self.note(int(bytes_per_second), 1.0)
 
+    def keep_faster(self, other: Speed) -> None:
+        """Be that of others, if these were faster: what holds one up says nothing of the next."""
+        ours, theirs = self.bytes_per_second, other.bytes_per_second
+        if theirs is not None and (ours is None or theirs > ours):
+            self.num_bytes, self.seconds = other.num_bytes, other.seconds
+
     @property
     def bytes_per_second(self) -> float | None:
         """What all of them together came to; None if there was nothing to time."""

@@ -68,7 +68,8 @@ class Updater:
 
     Attributes:
         overlap: of all updates.
-        speed: of the updates just in time so far, but for those that were held back.
+        speed: of the updates just in time in the step in which they were fastest. The first ones share the host with its
+            making of buffers.
         norms: of the gradients of this step, where they were asked for.
         postponed: the update of the step before, where it runs under this one's forward.
     """
@@ -80,7 +81,7 @@ class Updater:
         spared_threads: int = 0,
         on_update: UpdateHeard = lambda parameters, start, end: None,
     ) -> None:
-        self.speed = Speed()
+        self.speed, self._speed_of_step = Speed(), Speed()
         self._pool = pool
         self._devices = devices
         # A thread of its own: the update of a pack runs under the backward of the next.
@@ -171,6 +172,8 @@ class Updater:
             self.overlap.wait_for(submitted, self._devices)
         finally:
             self.drain()
+            self.speed.keep_faster(self._speed_of_step)
+            self._speed_of_step = Speed()
             optimizer, self._optimizer = self._optimizer, None
             if optimizer is not None:
                 sort_state(optimizer, self._known)
@@ -202,7 +205,7 @@ class Updater:
             parameter.grad = None
         # The first step of all, the one that is held back, also makes the state.
         if self._reuses:
-            self.speed.note(sum(p.numel() * p.element_size() for p in parameters), time.perf_counter() - start)
+            self._speed_of_step.note(sum(p.numel() * p.element_size() for p in parameters), time.perf_counter() - start)
 
     def _use_up(self, source: HostGradients) -> None:
         self._unused[id(source)] -= 1
