@@ -182,7 +182,7 @@ class Curious(HarmonyMonitor):  # type: ignore[misc]
 def test_only_who_looks_at_weights_holds_up_an_update(kind: Any, waits: bool, tmp_path: Path) -> None:
     reasons = UpdateReasons()
     fit(kind(), reasons, logger=CSVLogger(tmp_path), log_every_n_steps=1, **CLIP)
-    assert any(reason.endswith(UNDER) for reason in reasons.found) != waits
+    assert any(UNDER in reason for reason in reasons.found) != waits
     assert any("callback Curious has on_train_batch_end" in reason for reason in reasons.found) == waits
 
 
@@ -209,6 +209,7 @@ def test_no_step_is_refused(step: Any) -> None:
 # --- The recording.
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     "options",
     [
