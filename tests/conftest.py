@@ -28,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if same_training.accelerator == "gpu":
         # Work space of a fixed and, for these small networks, small size: their sums then have one order.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+        os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "128")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

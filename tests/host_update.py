@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_harmony.engine.fused import FusedGroups
 
@@ -17,27 +17,34 @@ class HostUpdate:
     """Lets an optimizer, of parameters on a GPU, step on the host."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._on_gpu: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self._on_gpu: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
         self._written: list[Any] = []
-        # It calls the model in the middle of its step.
-        if not isinstance(optimizer, LBFGS):
-            optimizer.register_step_pre_hook(self._begin)
-            optimizer.register_step_post_hook(self._end)
+        optimizer.register_step_pre_hook(self._begin)
+        optimizer.register_step_post_hook(self._to_gpu)
 
     def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        result = None if closure is None else closure()
-        for parameter in [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]:
+
+        def compute() -> Any:
+            self._to_gpu(optimizer)
+            result = closure()
+            self._to_host(optimizer)
+            return result
+
+        self._to_host(optimizer)
+        return (optimizer,), {} if closure is None else {"closure": compute}
+
+    def _to_host(self, optimizer: Optimizer) -> None:
+        for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
             data, gradient = parameter.data, parameter.grad
             self._on_gpu.append((parameter, data, gradient))
-            _place(parameter, data.cpu(), gradient.cpu())
-            state = optimizer.state[parameter]
+            _place(parameter, data.cpu(), None if gradient is None else gradient.cpu())
+            state = optimizer.state.get(parameter, {})
             state.update({name: value.cpu() for name, value in state.items() if isinstance(value, Tensor)})
         self._written = [group.get("fused") for group in optimizer.param_groups]
         FusedGroups().fuse(optimizer)
-        return (optimizer,), {} if closure is None else {"closure": lambda: result}
 
-    def _end(self, optimizer: Optimizer, *_: Any) -> None:
+    def _to_gpu(self, optimizer: Optimizer, *_: Any) -> None:
         for group, written in zip(optimizer.param_groups, self._written, strict=True):
             group.update({"fused": written} if "fused" in group else {})
         for parameter, data, gradient in self._on_gpu:
@@ -46,7 +53,7 @@ class HostUpdate:
         self._on_gpu = []
 
 
-def _place(parameter: nn.Parameter, data: Tensor, gradient: Tensor) -> None:
+def _place(parameter: nn.Parameter, data: Tensor, gradient: Tensor | None) -> None:
     parameter.grad = None
     parameter.data = data
     parameter.grad = gradient

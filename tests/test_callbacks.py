@@ -290,7 +290,12 @@ def weights_of_layers(module: Any) -> list[Any]:
     [
         (weights_of_layers, {"pruning_fn": "l1_unstructured", "use_lottery_ticket_hypothesis": False}),
         (inner_weights, {"pruning_fn": "l1_unstructured", "make_pruning_permanent": False}),
-        (lambda module: None, {"pruning_fn": "random_unstructured", "prune_on_train_epoch_end": False}),
+        # Masks are drawn where the weights are, and a GPU draws others than the host.
+        pytest.param(
+            lambda module: None,
+            {"pruning_fn": "random_unstructured", "prune_on_train_epoch_end": False},
+            marks=pytest.mark.cpu,
+        ),
     ],
     ids=["weights", "lottery-and-not-permanent", "all-at-random"],
 )

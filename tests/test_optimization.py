@@ -481,7 +481,10 @@ class Sharpness(Model):
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
         closure()
-        moves = [(p, 0.05 * p.grad / (p.grad.norm() + 1e-12)) for p in self.parameters() if p.grad is not None]
+        trained = [p for p in self.parameters() if p.grad is not None]
+        # A GPU would sum in another order.
+        norms = [p.grad.cpu().norm().to(p.device) for p in trained]
+        moves = [(p, 0.05 * p.grad / (norm + 1e-12)) for p, norm in zip(trained, norms, strict=True)]
         with torch.no_grad():
             for parameter, move in moves:
                 parameter.add_(move)

@@ -10,7 +10,7 @@ from typing import Any
 import nets
 import pytest
 import torch
-from same_training import SEED, Net, Reports, compare, train_harmony, trainer_for
+from same_training import SEED, Net, Reports, compare, room, train_harmony, trainer_for
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, PlanError, StepReport
@@ -250,7 +250,7 @@ class TestReuse:
 class TestSearched:
     def test_a_plan_that_is_found_is_run_by_and_changes_no_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def train() -> Any:
-            strategy = HarmonyStrategy(device_memory="160KiB", num_microbatches=4)
+            strategy = HarmonyStrategy(device_memory=room("160KiB"), num_microbatches=4)
             return train_harmony(build(), nets.tokens(), strategy, 8, with_gradients=False, devices=1)
 
         expected = train()
@@ -268,7 +268,7 @@ class TestSearched:
         assert plan.predicted is not None
         assert calls == list(range(6))
         assert not with_its_packs
-        plan, reports = fit(HarmonyStrategy(device_memory="160KiB", num_microbatches=4))
+        plan, reports = fit(HarmonyStrategy(device_memory=room("160KiB"), num_microbatches=4))
         assert [len(pack) for pack in plan.packs] == [2, 1, 2, 1]
         assert (plan.first_fused, plan.kept) == (2, {1})
         assert plan.predicted is not None

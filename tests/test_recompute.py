@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from same_training import SEED, Net, assert_same_training, placed
+from same_training import SEED, Net, assert_same_training, placed, root
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics import MeanMetric
@@ -230,8 +230,9 @@ def test_kernels_that_a_step_chooses_for_a_while(devices: int, memory: Any) -> N
     module = Net(ChoosesKernels())
     assert_same_training(module, samples(), num_microbatches=2, batch_size=4, devices=devices, device_memory=memory)
     strategy = HarmonyStrategy(num_microbatches=2, device_memory=memory, loss_reduction="mean")
-    options = {**_options(3), "devices": devices}
-    pl.Trainer(strategy=strategy, **options).fit(module, torch.utils.data.DataLoader(samples(), batch_size=4))
+    pl.Trainer(strategy=strategy, **_options(3, devices)).fit(
+        module, torch.utils.data.DataLoader(samples(), batch_size=4)
+    )
     assert set(module.net.seen) == {(False, False), (True, False), (False, True)}
     assert before == (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())
 
@@ -274,9 +275,9 @@ def test_what_a_layer_counts_and_collects_is_counted_once(memory: Any) -> None:
         assert block.by_name == {"calls": [1, 2, 3, 4, 5, 6]}
 
 
-def _options(num_steps: int) -> dict[str, Any]:
+def _options(num_steps: int, devices: int = 1) -> dict[str, Any]:
     return {
-        **placed({}),
+        **placed({"devices": devices}),
         "max_steps": num_steps,
         "logger": False,
         "enable_checkpointing": False,
@@ -312,7 +313,7 @@ def test_what_layers_draw_from_numpy(devices: int, memory: Any) -> None:
     ):
         each = copy.deepcopy(module)
         torch.manual_seed(SEED)
-        options = {**_options(3), "devices": devices if num_batches == 1 else 1, "callbacks": [SeedNumPy()]}
+        options = {**_options(3, devices if num_batches == 1 else 1), "callbacks": [SeedNumPy()]}
         trainer = pl.Trainer(strategy=strategy, accumulate_grad_batches=num_batches, **options)
         trainer.fit(each, torch.utils.data.DataLoader(samples(), batch_size=4 // num_batches))
         trained.append(each.state_dict())
@@ -323,7 +324,7 @@ def test_what_layers_draw_from_numpy(devices: int, memory: Any) -> None:
 class ChangesALargeTensor(nets.Block):
     def __init__(self) -> None:
         super().__init__()
-        self.history = [torch.zeros(1024, nets.WIDTH)]
+        self.history = [torch.zeros(1024, nets.WIDTH, device=root())]
 
     def forward(self, x: Tensor) -> Tensor:
         self.history[0][: len(x)] += x.detach()

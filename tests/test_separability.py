@@ -94,6 +94,8 @@ def said(
 def test_a_loss_that_is_no_mean_over_samples_is_named_once_with_the_difference_and_the_remedy(
     net: Any, num_microbatches: int, devices: int
 ) -> None:
+    # Of some initial weights, microbatches differ less than is told from rounding.
+    torch.manual_seed(0)
     (message,) = said(net(), num_microbatches=num_microbatches, devices=devices)
     assert f"the loss of {max(8 // num_microbatches, 2)} samples is" in message
     assert "num_microbatches=1" in message

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import nets
 import pytest
+import same_training
 import torch
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
@@ -115,7 +116,8 @@ def test_nothing_grows_with_the_number_of_steps(num_steps: int, tmp_path: Path) 
     first, last = usages.seen[WARM_UP], usages.seen[num_steps]
     assert last.threads == first.threads
     assert last.num_handles == first.num_handles
-    assert last.device_bytes == first.device_bytes
+    # A GPU has the last metrics as well, which callbacks keep.
+    assert last.device_bytes - first.device_bytes <= (4096 if same_training.accelerator == "gpu" else 0)
     assert last.pool_bytes == first.pool_bytes
     # Fewer are what tests before this one have left and let go of now.
     assert last.num_tensors <= first.num_tensors
