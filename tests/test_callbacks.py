@@ -289,7 +289,10 @@ def weights_of_layers(module: Any) -> list[Any]:
     ("parameters", "options"),
     [
         (weights_of_layers, {"pruning_fn": "l1_unstructured", "use_lottery_ticket_hypothesis": False}),
-        (inner_weights, {"pruning_fn": "l1_unstructured", "make_pruning_permanent": False}),
+        # Where weights are on the host Lightning goes on to train the very tensors that it kept to go back to.
+        pytest.param(
+            inner_weights, {"pruning_fn": "l1_unstructured", "make_pruning_permanent": False}, marks=pytest.mark.cpu
+        ),
         # Masks are drawn where the weights are, and a GPU draws others than the host.
         pytest.param(
             lambda module: None,

@@ -407,6 +407,7 @@ def test_how_busy_a_gpu_is_lies_between_nothing_and_all(tmp_path: Path) -> None:
     trainer = quiet_trainer(
         harmony(device_memory="64MiB"),
         accelerator="gpu",
+        devices=1,
         callbacks=[HarmonyMonitor()],
         logger=logger,
         log_every_n_steps=1,
