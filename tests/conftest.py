@@ -1,8 +1,10 @@
 """Fixtures that make mistakes visible."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import host_update
 import hypothesis
 import pytest
 import same_training
@@ -23,6 +25,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     same_training.accelerator = config.getoption("--accelerator")
+    if same_training.accelerator == "gpu":
+        # Work space of a fixed and, for these small networks, small size: their sums then have one order.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+        os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "128")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -48,11 +54,18 @@ hypothesis.settings.load_profile("any-machine")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests run where they are asked for: `pytest -m soak`."""
-    if "soak" not in config.option.markexpr:
-        long = [item for item in items if item.get_closest_marker("soak")]
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in long]
+    """Long tests run where they are asked for: `pytest -m soak`. On GPUs those run that have to do with an accelerator."""
+
+    def is_left_out(item: pytest.Item) -> bool:
+        if item.get_closest_marker("soak") and "soak" not in config.option.markexpr:
+            return True
+        # Tests of parts, in the folders, name their devices.
+        is_of_parts = item.path.parent != Path(__file__).parent
+        return same_training.accelerator == "gpu" and bool(is_of_parts or item.get_closest_marker("cpu"))
+
+    left_out = [item for item in items if is_left_out(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +78,17 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         buffer.untyped_storage().fill_(0xFF)
 
     monkeypatch.setattr(VirtualDevice, "free", free)
+
+
+@pytest.fixture(autouse=True)
+def exact_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On GPUs, too, plain Lightning and harmony have the same bits: kernels sum in one order, and both update on the host."""
+    on_gpus = same_training.accelerator == "gpu"
+    for tree in ("lightning.pytorch", "pytorch_lightning") if on_gpus else ():
+        host_update.install(monkeypatch, tree)
+    torch.use_deterministic_algorithms(on_gpus, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)

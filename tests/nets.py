@@ -209,7 +209,7 @@ class ChangesAnInput(Language):
         self.blocks = nn.ModuleList(Gated() for _ in range(4))
 
     def body(self, x: Tensor) -> Tensor:
-        gate = torch.zeros(1)
+        gate = torch.zeros(1, device=x.device)
         for block in self.blocks:
             x = block(x, gate)
             gate += 0.1

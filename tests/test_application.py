@@ -5,6 +5,8 @@ import torch
 
 from lightning_harmony.application import parse_arguments, parse_batch
 
+pytestmark = pytest.mark.cpu
+
 
 def test_a_batch_in_words() -> None:
     alone = parse_batch("int64[8, 128]")

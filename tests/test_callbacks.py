@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import nets
 import pytest
+import same_training
 import torch
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
@@ -288,8 +289,16 @@ def weights_of_layers(module: Any) -> list[Any]:
     ("parameters", "options"),
     [
         (weights_of_layers, {"pruning_fn": "l1_unstructured", "use_lottery_ticket_hypothesis": False}),
-        (inner_weights, {"pruning_fn": "l1_unstructured", "make_pruning_permanent": False}),
-        (lambda module: None, {"pruning_fn": "random_unstructured", "prune_on_train_epoch_end": False}),
+        # Where weights are on the host Lightning goes on to train the very tensors that it kept to go back to.
+        pytest.param(
+            inner_weights, {"pruning_fn": "l1_unstructured", "make_pruning_permanent": False}, marks=pytest.mark.cpu
+        ),
+        # Masks are drawn where the weights are, and a GPU draws others than the host.
+        pytest.param(
+            lambda module: None,
+            {"pruning_fn": "random_unstructured", "prune_on_train_epoch_end": False},
+            marks=pytest.mark.cpu,
+        ),
     ],
     ids=["weights", "lottery-and-not-permanent", "all-at-random"],
 )
@@ -350,6 +359,7 @@ def test_loggers_get_the_same_rows_and_learning_rates(tmp_path: Path) -> None:
     assert len(plain) > NUM_STEPS
 
 
+@pytest.mark.cpu
 def test_device_stats_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # On the CPU they would need psutil, and differ from run to run.
     monkeypatch.setattr("lightning.pytorch.accelerators.CPUAccelerator.get_device_stats", lambda *_: {"stat": 1.0})
@@ -359,6 +369,7 @@ def test_device_stats_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert any("DeviceStatsMonitor" in name for name in plain[0])
 
 
+@pytest.mark.filterwarnings("ignore:FLOPs not found for")
 def test_throughput_counts_the_same_samples(tmp_path: Path) -> None:
     def callback() -> Any:
         return cb.ThroughputMonitor(batch_size_fn=len, length_fn=torch.numel, window_size=2)
@@ -529,7 +540,9 @@ class Late(Model):
     def configure_model(self) -> None:
         if self.net is None:
             torch.manual_seed(0)
-            self.net = nets.Language()
+            # Lightning would draw its weights on the device, harmony does on the host.
+            with torch.device("cpu"):
+                self.net = nets.Language()
 
 
 @pytest.mark.filterwarnings("ignore:The state dict in .* contains parameters that")
@@ -543,7 +556,10 @@ def test_a_model_that_is_built_in_the_trainers_context_gives_equal_bits() -> Non
         trainer = trainer_of(kind)
         with trainer.init_module():
             module = Model()
-        assert {p.device.type for p in module.parameters()} == {"cpu"}
+        assert {p.device.type for p in module.parameters()} == {
+            "cpu" if kind == "harmony" else same_training.root().type
+        }
+        module.load_state_dict(Model().state_dict())
         trainer.fit(module, batches_for(kind))
         return trainer
 
@@ -621,6 +637,7 @@ def test_the_batch_size_finder_finds_the_same_size_and_leaves_the_model_as_it_wa
     assert_equal(*results)
 
 
+@pytest.mark.cpu
 @pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.parametrize("mode", ["power", "binsearch"])
 def test_the_batch_size_finder_goes_back_to_a_size_that_fits_the_capacity(mode: str) -> None:
@@ -677,6 +694,7 @@ def test_the_tensorboard_logger_gets_the_same_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden")
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")
 def test_the_pytorch_profiler_records_the_step_and_its_layers(tmp_path: Path) -> None:
     profiler = pl.profilers.PyTorchProfiler(dirpath=tmp_path, filename="profile", export_to_chrome=False)
     trainer = fit("harmony", profiler=profiler)
@@ -701,7 +719,7 @@ def test_the_command_line_fits_saves_its_config_and_resumes(tmp_path: Path, monk
 
     monkeypatch.setattr("sys.argv", ["train.py"])
     arguments = [
-        "fit", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false",
+        "fit", f"--trainer.accelerator={same_training.accelerator}", "--trainer.devices=1", "--trainer.logger=false",
         "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false",
         f"--trainer.default_root_dir={tmp_path}", "--trainer.strategy=harmony",
     ]  # fmt: skip

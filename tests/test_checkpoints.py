@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import nets
 import pytest
+import same_training
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO, XLACheckpointIO
@@ -212,9 +213,16 @@ def kill() -> None:
 
 def run_until_killed(path: Path, kill_at: str, step: int) -> None:
     call = f"test_checkpoints.train({str(path)!r}, {kill_at!r}, {step})"
-    # Sums of other numbers of threads differ by their order.
-    threads = f"torch.set_num_threads({torch.get_num_threads()})"
-    code = f"import warnings, torch; warnings.simplefilter('ignore'); {threads}; import test_checkpoints; {call}"
+    code = f"""
+import warnings, torch, same_training
+warnings.simplefilter("ignore")
+# Sums of other numbers of threads differ by their order.
+torch.set_num_threads({torch.get_num_threads()})
+torch.use_deterministic_algorithms({torch.are_deterministic_algorithms_enabled()}, warn_only=True)
+same_training.accelerator = {same_training.accelerator!r}
+import test_checkpoints
+{call}
+"""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),

@@ -18,6 +18,8 @@ from lightning_harmony.plan.schedule import Schedule
 from lightning_harmony.plan.task import Task
 from lightning_harmony.plan.trace import to_trace
 
+pytestmark = pytest.mark.cpu
+
 # A step that was slower than it was predicted to be.
 MEASURED = predict(STEP, MachineLimits(None, 1024.0, 1024.0))
 RECORDING = Recording(STEP, MEASURED, "just-in-time: nothing reads all gradients")

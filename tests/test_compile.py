@@ -167,6 +167,24 @@ def test_a_compiled_container_breaks_its_graph_at_layers(monkeypatch: pytest.Mon
     compare(plain, train(module, HarmonyStrategy(num_microbatches=4))[0])
 
 
+@pytest.mark.parametrize("capacity", [None, "96KiB"])
+def test_between_the_layers_of_a_compiled_container_nothing_of_ours_is_compiled(
+    capacity: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the copies of what autograd saves there used to be, and the compiler failed at them."""
+    without_meter(monkeypatch)
+    compiled: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.extend(node.stack_trace for node in graph.graph.nodes if node.stack_trace is not None)
+        return graph
+
+    plain = train_plain(build(nets.Convolutions), nets.images(), 4, 8)
+    strategy = HarmonyStrategy(num_microbatches=4, device_memory=capacity)
+    compare(plain, train(build(nets.Convolutions, backend), strategy, nets.images())[0])
+    assert [trace for trace in compiled if "lightning_harmony" in trace] == []
+
+
 def test_compiled_glue_that_uses_a_parameter_is_refused_and_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     without_meter(monkeypatch)
     module = build(nets.OwnParameters)

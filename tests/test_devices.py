@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import nets
 import pytest
 import torch
-from same_training import Net, Training, assert_same_training, compare, train_harmony, trainer_for
+from same_training import Net, Training, assert_same_training, assert_within, compare, train_harmony, trainer_for
 from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -41,7 +41,7 @@ def test_the_number_of_devices_changes_no_bit(net: str, devices: int) -> None:
     one = train(module, 1, device_memory="96KiB")
     several = train(module, devices, device_memory="96KiB")
     compare(one, several)
-    assert all(max(report.peak_device_bytes) <= 96 * 1024 for report in several.reports)
+    assert_within(several.reports, "96KiB")
     assert all(len(report.peak_device_bytes) == devices for report in several.reports)
 
 
@@ -69,6 +69,7 @@ def test_without_a_limit_the_packs_still_go_round_the_devices() -> None:
     assert all(min(report.peak_device_bytes) > 0 for report in reports)
 
 
+@pytest.mark.cpu
 def test_weights_and_gradients_cross_the_bus_once_however_many_devices_there_are() -> None:
     module = build(lambda: nets.Language(num_blocks=8))
     crossed = []
@@ -94,6 +95,7 @@ def test_microbatches_spread_over_devices_differ_by_the_order_of_sums_only_and_a
     assert report.swapped_out_bytes["gradients"] == one.reports[-1].swapped_out_bytes["gradients"]
 
 
+@pytest.mark.cpu
 def test_devices_may_have_unequal_capacities() -> None:
     module = build(nets.Language)
     several = train(module, 2, device_memory=["64KiB", "128KiB"])
@@ -176,6 +178,7 @@ def test_what_fails_on_one_device_ends_all_lanes_and_names_it(parallel: Any, err
     train(module, 2, parallel=parallel)
 
 
+@pytest.mark.cpu
 def test_a_pack_that_does_not_fit_is_named_with_its_device() -> None:
     with pytest.raises(Exception, match=r"on device \d exceeds the capacity of"):
         train(build(lambda: nets.Language(num_blocks=2)), 2, samples=nets.tokens(24, length=200), device_memory="64KiB")

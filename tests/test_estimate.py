@@ -32,6 +32,7 @@ from lightning_harmony.plan.replay import predict
 from lightning_harmony.subject import casting, on_meta
 
 pytestmark = [
+    pytest.mark.cpu,
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
     # Of jsonargparse, about the way in which LightningCLI calls it; once in a process.
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
+from same_training import assert_within
 from test_lightning import Model, assert_equal, assert_same, harmony, trainer_for, values
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -76,6 +77,7 @@ class Outputs(Callback):
     on_test_batch_end = on_validation_batch_end
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("loop", "inference_mode", "devices"),
     [("validate", True, 1), ("test", False, 1), ("validate", True, 2), ("test", False, 2)],
@@ -139,6 +141,7 @@ def test_a_prediction_writer_sees_one_output_for_each_batch(memory: Any, devices
     assert len(writers[1][0]) == NUM_BATCHES + 1
 
 
+@pytest.mark.cpu
 def test_what_a_failed_attempt_left_is_taken_back_and_there_is_only_one() -> None:
     class Eager(Evaluated):
         """Logs, counts and draws before it runs the network."""
@@ -170,6 +173,7 @@ def test_what_a_failed_attempt_left_is_taken_back_and_there_is_only_one() -> Non
     assert metrics["early"] == metrics["num_samples"] == module.seen == NUM_BATCHES * BATCH_SIZE
 
 
+@pytest.mark.cpu
 def test_that_a_batch_is_split_is_said_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -217,6 +221,7 @@ UNSPLIT: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("name", UNSPLIT)
 @pytest.mark.parametrize("fits", [False, True])
 def test_a_prediction_that_cannot_be_merged_needs_room_for_the_whole_batch(name: str, fits: bool) -> None:
@@ -232,6 +237,7 @@ def test_a_prediction_that_cannot_be_merged_needs_room_for_the_whole_batch(name:
             trainer.predict(Unsplit(), batches())
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("arguments", [{"num_microbatches": 1}, {"num_microbatches": None, "microbatch_size": 64}])
 def test_a_batch_that_may_not_be_split_must_fit(arguments: Any) -> None:
     with pytest.raises(CapacityError, match="HarmonyStrategy"):
@@ -255,7 +261,7 @@ def test_a_fit_with_a_validation_that_is_split_trains_as_one_without_and_after_a
     trainer_for(harmony(**TIGHT)).predict(used, batches())
     assert_equal(values(used), values(Evaluated()))
     assert_same(alone, fit(used, batches()))
-    assert within.strategy.step_report.peak_device_bytes[0] <= 160 * 1024
+    assert_within([within.strategy.step_report], "160KiB")
 
 
 def test_batches_of_several_loaders_are_split_each() -> None:
@@ -270,15 +276,21 @@ def test_batches_of_several_loaders_are_split_each() -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
-def test_an_iterator_over_batches_is_not_split() -> None:
-    class Iterating(Model):
-        def validation_step(self, dataloader_iter: Any) -> None:
-            batch, _, _ = next(dataloader_iter)
-            self.log("val_loss", self.loss(batch), batch_size=len(batch))
+class Iterating(Model):
+    def validation_step(self, dataloader_iter: Any) -> None:
+        batch, _, _ = next(dataloader_iter)
+        self.log("val_loss", self.loss(batch.to(self.device)), batch_size=len(batch))
 
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+def test_an_iterator_over_batches_gives_what_it_gives_in_plain_lightning() -> None:
     loader = DataLoader(nets.tokens(), batch_size=8)
     plain, swapped = (trainer_for(s).validate(Iterating(), loader, verbose=False) for s in ("auto", harmony()))
     assert swapped == plain
+
+
+@pytest.mark.cpu
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+def test_an_iterator_over_batches_is_not_split() -> None:
     with pytest.raises(CapacityError):
         trainer_for(harmony(**TIGHT)).validate(Iterating(), batches(), verbose=False)

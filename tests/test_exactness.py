@@ -83,7 +83,7 @@ class Casting(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(x + self.cast(x))
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             x = x + torch.tanh(self.wide(x.float()))
         x = x + torch.tanh(self.both(x)) * self.both.weight.abs().mean()
         return x + self.twice(torch.tanh(self.twice(x)))
@@ -100,7 +100,7 @@ class Casts(nets.Language):
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
-        with torch.autocast("cpu", enabled=not self.changes or self.num_calls <= 4, dtype=torch.bfloat16):
+        with torch.autocast(x.device.type, enabled=not self.changes or self.num_calls <= 4, dtype=torch.bfloat16):
             x = self.casting(x)
         return super().body(x)
 

@@ -269,6 +269,7 @@ def faulty_stream(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], list[
     return inject
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("number", [1, 4, 8])
 @pytest.mark.parametrize("stream", ["swap-in", "swap-out", "update"])
 def test_an_exception_in_a_helper_thread_surfaces(

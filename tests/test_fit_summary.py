@@ -45,6 +45,7 @@ def cells(text: str) -> dict[str, list[str]]:
     return {head.strip(): [cell.strip() for cell in others] for head, *others in rows}
 
 
+@pytest.mark.cpu
 def test_it_says_what_is_known_and_then_the_plan(said: list[str]) -> None:
     trainer = fit()
     start, planned = said
@@ -86,6 +87,7 @@ def test_it_is_silent_where_lightnings_summary_is(said: list[str], function: str
     assert said == []
 
 
+@pytest.mark.cpu
 def test_several_devices_have_a_line_each(said: list[str]) -> None:
     strategy = harmony(device_memory=["64KiB", "96KiB"])
     trainer = fit(strategy=strategy, devices=2)
@@ -99,6 +101,7 @@ def test_several_devices_have_a_line_each(said: list[str]) -> None:
     assert "2 cpu devices (64 KiB each)" in said[2]
 
 
+@pytest.mark.cpu
 def test_without_a_capacity_there_is_no_limit(said: list[str]) -> None:
     trainer = fit(strategy=harmony(device_memory=None))
     start, planned = said
@@ -109,6 +112,7 @@ def test_without_a_capacity_there_is_no_limit(said: list[str]) -> None:
     assert _packs(trainer.strategy.plan.fused) in planned
 
 
+@pytest.mark.cpu
 def test_of_a_frozen_base_the_trained_part_alone_has_gradients_and_state(said: list[str]) -> None:
     module = Model()
     module.net.blocks.requires_grad_(False)
@@ -121,6 +125,7 @@ def test_of_a_frozen_base_the_trained_part_alone_has_gradients_and_state(said: l
     assert parse_bytes(table["weights"][1]) > parse_bytes(table["gradients"][2])
 
 
+@pytest.mark.cpu
 def test_deferred_gradients_are_all_on_the_host_at_once(said: list[str]) -> None:
     trainer = fit(gradient_clip_val=0.1)
     table = cells(said[1])

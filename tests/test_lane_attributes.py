@@ -9,7 +9,7 @@ import nets
 import pytest
 import torch
 import torch.nn.functional as F
-from same_training import Net, assert_same_training
+from same_training import Net, assert_same_training, placed
 from torch import Tensor, nn
 from torchmetrics import SumMetric
 
@@ -190,7 +190,7 @@ class Late(Blocks):
 def test_what_is_changed_for_the_first_time_after_the_first_step_is_named() -> None:
     strategy = HarmonyStrategy(num_microbatches=2, loss_reduction="mean")
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=3, **options)
+    trainer = pl.Trainer(strategy=strategy, max_steps=3, **placed(options))
     with pytest.warns(UserWarning, match="attributes of 'net' were changed in a step for the first time"):
         trainer.fit(Net(Late()), torch.utils.data.DataLoader(samples(), batch_size=4))
 

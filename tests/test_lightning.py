@@ -91,8 +91,8 @@ def trainer_for(strategy: Any, *, tree: Any = pl, **options: Any) -> Any:
         "enable_model_summary": False,
     }
     devices = 1 if strategy == "auto" else same_training.default_devices
-    where = {"accelerator": same_training.accelerator, "devices": devices}
-    return tree.Trainer(**{**where, "max_epochs": 1, "strategy": strategy, **quiet, **options})
+    where = same_training.placed({"devices": devices, **options})
+    return tree.Trainer(**{"max_epochs": 1, "strategy": strategy, **quiet, **where})
 
 
 def fit_plain(module: Any, *, accumulate: int = 1, **options: Any) -> Any:
@@ -110,7 +110,7 @@ def plainly() -> Any:
 
 def harmony(**arguments: Any) -> Any:
     arguments = {"device_memory": CAPACITY, "num_microbatches": NUM_MICROBATCHES, **arguments}
-    return HarmonyStrategy(**arguments | {"device_memory": same_training.capacity(arguments["device_memory"])})
+    return HarmonyStrategy(**arguments | {"device_memory": same_training.room(arguments["device_memory"])})
 
 
 def fit_harmony(module: Any, strategy: Any = None, **options: Any) -> Any:
@@ -124,8 +124,7 @@ def values(module: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_equal(a: Any, b: Any) -> None:
-    tolerance = same_training.least_tolerance()
-    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, check_device=tolerance == 0)
+    torch.testing.assert_close(a, b, rtol=0, atol=0, check_device=same_training.accelerator == "cpu")
 
 
 def assert_same(plain: Any, other: Any) -> None:
@@ -200,9 +199,10 @@ def test_the_old_tree_clips_averages_validates_saves_resumes_tests_predicts_and_
 def test_the_command_line_builds_the_strategy_from_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py"])
     config = tmp_path / "config.yaml"
-    config.write_text("""
+    config.write_text(
+        """
 trainer:
-  accelerator: cpu
+  accelerator: ACCELERATOR
   devices: 1
   max_epochs: 1
   logger: false
@@ -217,7 +217,8 @@ trainer:
       layers: [nets.Block]
       update: deferred
       loss_reduction: mean
-""")
+""".replace("ACCELERATOR", same_training.accelerator)
+    )
 
     class Plain(Model):
         def __init__(self) -> None:
@@ -230,7 +231,7 @@ trainer:
     cli.trainer.fit(cli.model, loader())
     report = cli.trainer.strategy.step_report
     assert (report.num_microbatches, report.update) == (4, "deferred")
-    assert report.peak_device_bytes[0] <= 64 * 1024
+    same_training.assert_within([report], "64KiB")
     assert_same(plainly(), cli.trainer)
 
 
@@ -240,8 +241,8 @@ trainer:
 class Watch(pl.Callback):
     """Keeps what the parameters are at every batch."""
 
-    def __init__(self, every: int = 1) -> None:
-        self.every = every
+    def __init__(self, device: str = "cpu", every: int = 1) -> None:
+        self.device, self.every = device, every
         self.parameters: list[nn.Parameter] = []
         self.seen: list[dict[str, Tensor]] = []
 
@@ -249,7 +250,7 @@ class Watch(pl.Callback):
         found = list(module.parameters())
         self.parameters = self.parameters or found
         assert all(a is b for a, b in zip(self.parameters, found, strict=True)), "other objects"
-        assert {(type(p), p.device.type) for p in found} == {(nn.Parameter, "cpu")}
+        assert {(type(p), p.device.type) for p in found} == {(nn.Parameter, self.device)}
         self.seen.append(values(module))
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -264,7 +265,7 @@ class Watch(pl.Callback):
 @pytest.mark.parametrize("update", ["just-in-time", "deferred"])
 @pytest.mark.devices(1, 2)
 def test_between_hooks_parameters_are_the_users_own_on_the_host_and_current(update: str) -> None:
-    plain, swapped = Watch(NUM_MICROBATCHES), Watch()
+    plain, swapped = Watch(same_training.root().type, NUM_MICROBATCHES), Watch()
     fit_plain(Model(), callbacks=[plain])
     module = Model()
     own = list(module.parameters())
@@ -568,11 +569,18 @@ def test_a_schedule_that_steps_with_the_batch_gives_equal_bits(update: str) -> N
     assert swapped.optimizers[0].param_groups[0]["lr"] == 0.5 / (1 + NUM_STEPS)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo asks.
 def test_a_compiled_module_is_not_refused() -> None:
-    compiled = torch.compile(Model(), backend="eager")
+    class Unscaled(Model):
+        """Has no parameter outside of layers: on a GPU, compiled code that uses one is refused."""
+
+        def forward(self, batch: Tensor) -> Tensor:
+            return self.net.logits(self.net.body(self.net.embed(batch)))
+
+    compiled = torch.compile(Unscaled(), backend="eager")
     trainer = trainer_for(harmony())
     trainer.fit(compiled, loader())
-    assert_same(plainly(), trainer)
+    assert_same(fit_plain(Unscaled()), trainer)
 
 
 # --- The module afterwards, and again.
@@ -649,7 +657,7 @@ def test_the_modules_forward_works_in_hooks_and_trains_nothing_by_itself() -> No
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
                 with torch.no_grad():
-                    self.seen.append(module(nets.tokens(2)))
+                    self.seen.append(module(nets.tokens(2).to(module.device)))
 
     plain, swapped = Generate(), Generate()
     assert_same(fit_plain(Model(), callbacks=[plain]), fit_harmony(Model(), callbacks=[swapped]))
@@ -668,6 +676,7 @@ def raw_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("num_microbatches", [2, 8])
 def test_weights_come_once_a_phase_and_gradients_go_once_whatever_the_number_of_microbatches(
     num_microbatches: int,
@@ -691,12 +700,13 @@ def test_weights_come_once_a_phase_and_gradients_go_once_whatever_the_number_of_
         assert report.transferred_bytes == 0
         assert report.host_bytes >= 4 * raw
     assert tight.num_packs > roomy.num_packs
-    assert tight.peak_device_bytes[0] <= 56 * 1024
+    same_training.assert_within([tight], "56KiB")
     assert len(tight.peak_device_bytes) == 1
 
 
 def test_what_is_stashed_is_brought_back() -> None:
-    report = fit_harmony(Model()).strategy.step_report
+    strategy = HarmonyStrategy(device_memory=CAPACITY, num_microbatches=NUM_MICROBATCHES)
+    report = fit_harmony(Model(), strategy).strategy.step_report
     assert report.swapped_out_bytes["stash"] > 0
     assert report.swapped_in_bytes["stash"] > 0
 

@@ -15,7 +15,10 @@ from lightning_harmony.plan.machine import H200
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.replay import predict
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*"),
+]
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "paper"
 # Room for all weights beside gradients and work, and for half of them.

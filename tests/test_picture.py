@@ -13,6 +13,8 @@ pytest.importorskip("matplotlib")
 
 from lightning_harmony.picture import draw
 
+pytestmark = pytest.mark.cpu
+
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_a_picture_is_drawn_with_a_timeline_and_the_memory_of_each_device(tmp_path: Path, num_devices: int) -> None:

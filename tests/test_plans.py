@@ -10,7 +10,7 @@ from typing import Any
 import nets
 import pytest
 import torch
-from same_training import SEED, Net, Reports, compare, train_harmony, trainer_for
+from same_training import SEED, Net, Reports, compare, room, train_harmony, trainer_for
 from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy, PlanError, StepReport
@@ -66,6 +66,7 @@ class TestProfile:
             )
         )
 
+    @pytest.mark.cpu
     def test_an_update_that_is_not_just_in_time_has_no_speed(self) -> None:
         strategy = HarmonyStrategy(device_memory="96KiB", num_microbatches=4, update="deferred")
         plan, _ = fit(strategy)
@@ -87,6 +88,7 @@ class TestProfile:
         assert len(found[0].layers) == 6
 
 
+@pytest.mark.cpu
 class TestPrediction:
     @pytest.mark.parametrize("capacity", [None, "96KiB"])
     @pytest.mark.parametrize("net", [nets.Language, nets.SkipConnections])
@@ -319,6 +321,7 @@ class TestGiven:
 class TestReuse:
     """What Harmony is compared with: less stays on a device, more is copied, and not a bit of the training is another."""
 
+    @pytest.mark.cpu
     @pytest.mark.parametrize(("num_devices", "parallel"), [(1, "pipeline"), (2, "pipeline"), (3, "data")])
     @pytest.mark.parametrize(("reuse", "lookahead"), [("none", 0), ("visit", 0), ("just-in-time", 0)])
     def test_changes_what_is_copied_and_nothing_else(
@@ -344,6 +347,7 @@ class TestReuse:
                 foreseen = sum(getattr(device, f"swapped_{way}_bytes").get(kind, 0) for device in devices)
                 assert foreseen == getattr(report, f"swapped_{way}_bytes")[kind]
 
+    @pytest.mark.cpu
     def test_without_it_each_microbatch_swaps_each_layer_anew(self) -> None:
         plan = planned("96KiB")
         names = [(name,) for pack in plan.packs for name in pack]
@@ -368,7 +372,7 @@ class TestReuse:
 class TestSearched:
     def test_a_plan_that_is_found_is_run_by_and_changes_no_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def train() -> Any:
-            strategy = HarmonyStrategy(device_memory="160KiB", num_microbatches=4)
+            strategy = HarmonyStrategy(device_memory=room("160KiB"), num_microbatches=4)
             return train_harmony(build(), nets.tokens(), strategy, 8, with_gradients=False, devices=1)
 
         expected = train()
@@ -386,7 +390,7 @@ class TestSearched:
         assert plan.predicted is not None
         assert calls == list(range(6))
         assert not with_its_packs
-        plan, reports = fit(HarmonyStrategy(device_memory="160KiB", num_microbatches=4))
+        plan, reports = fit(HarmonyStrategy(device_memory=room("160KiB"), num_microbatches=4))
         assert [len(pack) for pack in plan.packs] == [2, 1, 2, 1]
         assert (plan.first_fused, plan.kept) == (2, {1})
         assert plan.predicted is not None
@@ -411,10 +415,12 @@ class TestRefusals:
     def test_a_plan_for_another_model(self) -> None:
         self.refuse(HarmonyStrategy(plan=planned()), Net(nets.Language(num_blocks=5)), "the model has 'net.blocks.4'")
 
+    @pytest.mark.cpu
     def test_a_capacity_that_the_plan_does_not_meet(self) -> None:
         strategy = HarmonyStrategy(device_memory="64KiB", plan=planned(None))
         self.refuse(strategy, build(), r"pack 0 .* takes 75.5 KiB .* more than the capacity of 64 KiB")
 
+    @pytest.mark.cpu
     def test_a_plan_whose_graphs_do_not_fit(self) -> None:
         plan = planned("160KiB")
         strategy = HarmonyStrategy(device_memory="48KiB", plan=replace(plan, kept=frozenset({2, 3})))

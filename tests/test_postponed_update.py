@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
+from same_training import root
 from test_lightning import (
     BATCH_SIZE,
     NUM_MICROBATCHES,
@@ -208,8 +209,8 @@ def test_manual_optimization_is_left_alone(postponed: list[bool]) -> None:
 def test_a_scaler_that_skips_steps_gives_equal_bits(postponed: list[bool]) -> None:
     def scaled() -> dict[str, Any]:
         # Of a scale that the first gradients exceed.
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
-        return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], **CLIP}
+        scaler = torch.amp.GradScaler(root().type, init_scale=2.0**20, growth_interval=2)
+        return {"plugins": [MixedPrecision("16-mixed", root().type, scaler)], **CLIP}
 
     runs = []
     for strategy in ("auto", harmony(num_microbatches=1, device_memory=WHOLE)):
@@ -272,7 +273,7 @@ def assert_same_sights(make: Callable[[], Any], of: Callable[[Any], Any], **opti
     assert [hook for hook, _ in sights[0]] == [hook for hook, _ in sights[1]]
     for (hook, expected), (_, found) in zip(*sights, strict=True):
         for name, value in expected.items():
-            assert torch.equal(value, found[name]), (hook, name)
+            assert torch.equal(value.cpu(), found[name].cpu()), (hook, name)
     return [hook for hook, _ in sights[0]]
 
 

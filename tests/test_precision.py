@@ -13,14 +13,25 @@ import nets
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from same_training import SEED, Gradients, Net, Training, compare, train_harmony, train_plain, trainer_for
+from same_training import (
+    SEED,
+    Gradients,
+    Net,
+    Training,
+    assert_within,
+    compare,
+    root,
+    train_harmony,
+    train_plain,
+    trainer_for,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyPrecision, HarmonyStrategy
 from lightning_harmony.engine.decompose import find_layers
+from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.rng import stream_seed
-from lightning_harmony.plan.memory_size import parse_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -30,13 +41,13 @@ PLAIN: dict[str, Callable[[], Precision]] = {
     "64-true": DoublePrecision,
     "bf16-true": lambda: HalfPrecision("bf16-true"),
     "16-true": lambda: HalfPrecision("16-true"),
-    "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),
-    "16-mixed": lambda: MixedPrecision("16-mixed", "cpu", scaler(2.0**10)),
+    "bf16-mixed": lambda: MixedPrecision("bf16-mixed", root().type),
+    "16-mixed": lambda: MixedPrecision("16-mixed", root().type, scaler(2.0**10)),
 }
 
 
 def scaler(init_scale: float, growth_interval: int = 2) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval)
+    return torch.amp.GradScaler(root().type, init_scale=init_scale, growth_interval=growth_interval)
 
 
 def build(net: Callable[[], nn.Module], optimizer: Any = None) -> Net:
@@ -77,13 +88,13 @@ class Scales(pl.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % self.num_batches == 0:
             self.scales.append(trainer.scaler.get_scale())
-            self.weights.append(next(module.parameters()).detach().clone())
+            self.weights.append(next(module.parameters()).detach().cpu().clone())
 
 
 def scales_of(module: Net, strategy: Any, num_batches: int, batch_size: int) -> Scales:
     """Train ten steps from a scale that float16 can't hold."""
     scales = Scales(num_batches)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler(2.0**20))
+    plugin = MixedPrecision("16-mixed", root().type, scaler(2.0**20))
     options = {"plugins": plugin, "accumulate_grad_batches": num_batches}
     trainer = trainer_for(strategy, -1, [scales], max_epochs=1, **options)
     trainer.fit(copy.deepcopy(module), DataLoader(nets.tokens(80), batch_size=batch_size))
@@ -104,7 +115,7 @@ def test_steps_with_infinite_gradients_are_skipped_as_plain_lightning_skips_them
 @pytest.mark.parametrize("writer", ["auto", "harmony"])
 def test_the_scale_of_a_checkpoint_is_found_by_either_strategy(writer: str, tmp_path: Path) -> None:
     def trainer(strategy: str, steps: int, growth_interval: int) -> pl.Trainer:
-        plugin: Any = HarmonyPrecision("16-mixed") if strategy == "harmony" else MixedPrecision("16-mixed", "cpu")
+        plugin: Any = HarmonyPrecision("16-mixed") if strategy == "harmony" else PLAIN["16-mixed"]()
         plugin.scaler = scaler(2.0, growth_interval)
         if strategy == "harmony":
             strategy = HarmonyStrategy(num_microbatches=1)
@@ -124,11 +135,14 @@ def test_the_scale_of_a_checkpoint_is_found_by_either_strategy(writer: str, tmp_
 
 
 def train_reference(
-    module: Net, samples: Any, num_microbatches: int, batch_size: int, layers: Any = None, device: str = "cpu"
+    module: Net, samples: Any, num_microbatches: int, batch_size: int, layers: Any = None, device: str | None = None
 ) -> Training:
     """What "bf16-compute" means: a loop over a bfloat16 copy on the device, with float32 masters on the host."""
+    device = device or root().type
     gradients, compute = Gradients(), copy.deepcopy(module).to(device)
     optimizer: Any = module.configure_optimizers()
+    if device == "cuda":
+        FusedGroups().fuse(optimizer)
     for parameter in compute.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     for layer in find_layers(compute, max_layer_bytes=None, layers=layers):
@@ -156,7 +170,7 @@ def train_reference(
         optimizer.step()
         optimizer.zero_grad()
     state = {
-        **compute.state_dict(),
+        **{name: value.cpu() for name, value in compute.state_dict().items()},
         **{name: master.detach() for name, master in module.named_parameters(remove_duplicate=False)},
     }
     tensors = [v for each in optimizer.state.values() for v in each.values() if isinstance(v, Tensor)]
@@ -233,9 +247,10 @@ def assert_as_reference(
         )
         compare(expected, harmony, tolerance)
         if capacity is not None:
-            assert all(max(report.peak_device_bytes) <= parse_bytes(capacity) for report in harmony.reports)
+            assert_within(harmony.reports, capacity)
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 def test_bf16_compute_runs_a_recurrent_layer_with_the_weights_that_it_refers_to() -> None:
     layers = {nn.LSTM, nn.Embedding, nn.Linear}
     assert_as_reference(build(nets.Recurrent), nets.tokens(), "256KiB", layers=layers)
@@ -291,7 +306,7 @@ class Looking(Net):
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.outside |= {parameter.dtype for parameter in self.parameters()}
-        self.outputs.append(self.net.blocks[0](torch.ones(2, nets.WIDTH)))
+        self.outputs.append(self.net.blocks[0](torch.ones(2, nets.WIDTH, device=self.device)))
 
 
 def test_code_sees_bfloat16_inside_of_steps_and_the_masters_outside() -> None:
@@ -303,10 +318,10 @@ def test_code_sees_bfloat16_inside_of_steps_and_the_masters_outside() -> None:
     trainer.fit(module, loader, loader)
     assert module.inside == {torch.bfloat16}
     assert module.outside == {torch.float32}
-    copied = copy.deepcopy(module.net).to(torch.bfloat16)
+    copied = copy.deepcopy(module.net).to(root(), torch.bfloat16)
     of_hook, of_validation = module.outputs[-2:]
-    assert torch.equal(of_hook, copied.blocks[0](torch.ones(2, nets.WIDTH, dtype=torch.bfloat16)))
-    assert torch.equal(of_validation, copied(nets.tokens(8)))
+    assert torch.equal(of_hook, copied.blocks[0](torch.ones(2, nets.WIDTH, dtype=torch.bfloat16, device=root())))
+    assert torch.equal(of_validation, copied(nets.tokens(8).to(root())))
 
 
 def test_a_checkpoint_of_bf16_compute_holds_float32_and_trains_on_in_any_precision(tmp_path: Path) -> None:
@@ -367,6 +382,7 @@ def test_gradients_of_bf16_compute_are_accumulated_over_batches_and_clipped() ->
     compare(microbatches, batches)
 
 
+@pytest.mark.cpu
 def test_weights_take_half_the_memory() -> None:
     """And half of what crosses on the way is cast on the device."""
     module = build(nets.Language)

@@ -13,7 +13,7 @@ from typing import Any
 import nets
 import pytest
 import torch
-from same_training import SEED, Net, Reports, Training, compare, train_harmony, train_plain, trainer_for
+from same_training import SEED, Net, Reports, Training, compare, room, train_harmony, train_plain, trainer_for
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
@@ -58,7 +58,8 @@ def train(
     folder: Any, net: Any = nets.Language, samples: Any = SAMPLES, batch_size: int = 8, **options: Any
 ) -> Training:
     given = {name: options.pop(name) for name in ("device_memory", "num_microbatches", "update") if name in options}
-    strategy = HarmonyStrategy(**{"device_memory": "96KiB", "num_microbatches": 4, **given}, profile_cache=folder)
+    given = {"device_memory": "96KiB", "num_microbatches": 4, **given}
+    strategy = HarmonyStrategy(**given | {"device_memory": room(given["device_memory"])}, profile_cache=folder)
     return train_harmony(build(net), samples, strategy, batch_size, with_gradients=False, devices=1, **options)
 
 
@@ -80,6 +81,7 @@ class TestFirstStep:
         assert plan.num_microbatches == 4
         assert plan.fused
 
+    @pytest.mark.cpu
     def test_of_another_capacity_is_planned_from_what_was_measured_in_another(
         self, folder: Path, begun: list[tuple[Plan, bool]]
     ) -> None:
@@ -181,6 +183,7 @@ class TestOthers:
         compare(expected, train(folder, **options))
         assert Record.from_json(file.read_text()).narrow == record.narrow
 
+    @pytest.mark.cpu
     def test_what_does_not_fit_is_not_planned_from_it_again(self, folder: Path) -> None:
         train(folder)
         file = file_in(folder)

@@ -69,6 +69,7 @@ def test_a_capacity_below_the_largest_layer_names_it_and_the_missing_bytes() -> 
     assert_trains(module, lambda: fit(module, HarmonyStrategy(device_memory="64KiB")))
 
 
+@pytest.mark.cpu
 def test_a_capacity_without_room_for_a_layers_work_is_refused_in_the_first_step() -> None:
     module = Net(nets.Language())
     # Weights and gradients of a block take 20 KiB; its activations for 2 * 6 tokens take some more.
@@ -78,6 +79,7 @@ def test_a_capacity_without_room_for_a_layers_work_is_refused_in_the_first_step(
     assert_trains(module, lambda: fit(module, HarmonyStrategy(device_memory="64KiB")))
 
 
+@pytest.mark.cpu
 def test_a_capacity_without_room_for_the_glue_is_refused_in_the_first_step() -> None:
     class Wasteful(nets.Language):
         def body(self, x: Tensor) -> Tensor:
@@ -161,7 +163,7 @@ class Graph:
 
 class OnGraphs(nets.Language):
     def forward(self, batch: Any) -> Tensor:
-        return super().forward(batch.tokens)
+        return super().forward(batch.tokens.to(self.embed.weight.device))
 
 
 def test_a_batch_whose_size_cannot_be_told_is_refused() -> None:
@@ -270,7 +272,7 @@ class UsesAnothersParameter(Switch):
         self.elsewhere = (nn.Parameter(torch.ones(nets.WIDTH)),)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x * self.elsewhere[0] if self.bad else x)
+        return self.linear(x * self.elsewhere[0].to(x.device) if self.bad else x)
 
 
 class DifferentiatesWithin(Switch):

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.cpu
+
 TREES = ["lightning.pytorch", "pytorch_lightning"]
 IS_REGISTERED = "from {tree}.strategies import StrategyRegistry; assert 'harmony' in StrategyRegistry"
 SINGLE_DEVICE_STAND_IN = """

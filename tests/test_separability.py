@@ -42,15 +42,15 @@ class Contrastive(nets.Language):
 
     def forward(self, batch: Tensor) -> Tensor:
         x = F.normalize(self.body(self.embed(batch)).mean(1), dim=1)
-        return F.cross_entropy(x @ x.roll(1, 1).T / 0.1, torch.arange(len(batch)))
+        return F.cross_entropy(x @ x.roll(1, 1).T / 0.1, torch.arange(len(batch), device=batch.device))
 
 
 class Padded(nets.Language):
     """A mean over tokens that are not padding, of which samples have unequally many."""
 
     def forward(self, batch: Tensor) -> Tensor:
-        lengths = 2 + torch.arange(len(batch)).unsqueeze(1) * 2 % 5
-        labels = batch.masked_fill(torch.arange(batch.shape[1]) >= lengths, -100)
+        lengths = 2 + torch.arange(len(batch), device=batch.device).unsqueeze(1) * 2 % 5
+        labels = batch.masked_fill(torch.arange(batch.shape[1], device=batch.device) >= lengths, -100)
         return F.cross_entropy(self.logits(self.body(self.embed(batch))).flatten(0, 1), labels.flatten())
 
 
@@ -94,6 +94,8 @@ def said(
 def test_a_loss_that_is_no_mean_over_samples_is_named_once_with_the_difference_and_the_remedy(
     net: Any, num_microbatches: int, devices: int
 ) -> None:
+    # Of some initial weights, microbatches differ less than is told from rounding.
+    torch.manual_seed(0)
     (message,) = said(net(), num_microbatches=num_microbatches, devices=devices)
     assert f"the loss of {max(8 // num_microbatches, 2)} samples is" in message
     assert "num_microbatches=1" in message

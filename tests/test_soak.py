@@ -12,9 +12,11 @@ from typing import Any
 import lightning.pytorch as pl
 import nets
 import pytest
+import same_training
 import torch
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
+from same_training import assert_within
 from test_lightning import Model, harmony, trainer_for
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -112,11 +114,12 @@ def test_nothing_grows_with_the_number_of_steps(num_steps: int, tmp_path: Path) 
     trainer.fit(module, DataLoader(nets.tokens(100), batch_size=4), DataLoader(nets.tokens(8), batch_size=4))
     assert trainer.global_step == num_steps
     assert trainer.strategy.step_report.update == "just-in-time"
-    assert trainer.strategy.step_report.peak_device_bytes[0] <= 40 * 1024
+    assert_within([trainer.strategy.step_report], "40KiB")
     first, last = usages.seen[WARM_UP], usages.seen[num_steps]
     assert last.threads == first.threads
     assert last.num_handles == first.num_handles
-    assert last.device_bytes == first.device_bytes
+    # A GPU has the last metrics as well, which callbacks keep.
+    assert last.device_bytes - first.device_bytes <= (4096 if same_training.accelerator == "gpu" else 0)
     assert last.pool_bytes == first.pool_bytes
     # Fewer are what tests before this one have left and let go of now.
     assert last.num_tensors <= first.num_tensors

@@ -83,3 +83,20 @@ def test_an_adam_that_the_user_fused_in_16_bits_stays_fused() -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(40, dtype=torch.float16))], fused=True)
     FusedGroups().fuse(optimizer)
     assert optimizer.param_groups[0]["fused"] is True
+
+
+def test_what_begins_to_be_trained_later_has_its_first_momentum_from_another_implementation() -> None:
+    """Of fused SGD, which fails where some parameters have no momentum yet."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer, fused, chosen = torch.optim.SGD(parameters, lr=0.5, momentum=0.5), FusedGroups(), []
+    parameters[1].requires_grad_(False)
+    for step in range(4):
+        if step == 1:
+            parameters[1].requires_grad_(True)
+        for parameter in parameters:
+            parameter.grad = torch.ones(2) if parameter.requires_grad else None
+        fused.fuse(optimizer)
+        optimizer.step()
+        chosen.append(optimizer.param_groups[0]["fused"])
+    assert chosen == [True, None, True, True]
+    assert [parameter[0].item() for parameter in parameters] == [1 - 0.5 * (1 + 1.5 + 1.75 + 1.875), 1 - 0.5 * 4.25]

@@ -1,7 +1,8 @@
 """Optimizers that run fused on the host, where the user left that open: one pass over memory instead of ten.
 
 In 16 bits they don't: torch's fused SGD on the CPU gives wrong numbers there (seen in 2.11 and 2.13), also to those who
-ask for it with ``fused=True`` because they train on a GPU, and the others round at other places.
+ask for it with ``fused=True`` because they train on a GPU, and the others round at other places. Nor does SGD where only some
+parameters have a momentum yet, as after some were released in mid-run: fused, it fails at that.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ class FusedGroups:
                 if group.get("fused"):
                     self._written[id(group)] = True
                     group["fused"] = False
-        for group in filter(_may_fuse, optimizer.param_groups):
+        for group in optimizer.param_groups:
+            if self._written.get(id(group), False) is None:
+                group["fused"] = None
+            if not _may_fuse(group) or (type(optimizer) is torch.optim.SGD and _lack_momentum(optimizer, group)):
+                continue
             self._written[id(group)] = None
             group["fused"] = True
             for parameter in group["params"]:
@@ -58,6 +63,13 @@ class FusedGroups:
 
 def _is_in_16_bits(group: dict[str, Any]) -> bool:
     return any(parameter.dtype in _SIXTEEN_BITS for parameter in group["params"])
+
+
+def _lack_momentum(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether some parameters that are trained have a momentum, and others don't."""
+    trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+    having = sum(optimizer.state.get(parameter, {}).get("momentum_buffer") is not None for parameter in trained)
+    return 0 < having < len(trained)
 
 
 def _may_fuse(group: dict[str, Any]) -> bool:

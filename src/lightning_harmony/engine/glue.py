@@ -291,6 +291,8 @@ class Glue:
         """What autograd saves within the context goes to the stash; weights are swapped in again instead."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
+    # What autograd saves of the code of a compiled container that is left to Python: what happens to it is not to be traced.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: Tensor) -> Any:
         found = self._runtime.resident_parameter(tensor)
         if found is None:
@@ -298,6 +300,7 @@ class Glue:
         layer, leaf = found
         return SavedWeight(tensor, leaf, layer, self._runtime)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _unpack(self, saved: Any) -> Tensor:
         tensor: Tensor = saved.load()
         return tensor
