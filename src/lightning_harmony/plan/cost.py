@@ -14,7 +14,8 @@ class Cost:
         gradient_bytes: the accumulator of its trainable parameters.
         forward_work_bytes: most that its forward, with the glue behind it, allocates for one microbatch.
         backward_work_bytes: the same of recompute and backward.
-        graph_bytes: what its graph holds for one microbatch, from its forward to its backward, if it is kept.
+        graph_bytes: what its graph holds for one microbatch, from its forward to its backward, if it is kept: the input and
+            what it saves, but no output.
         copied_bytes: what crosses from the host when its weights swap in: more than they take where they are cast.
         input_bytes: what it is called with, for one microbatch: what a microbatch has on the device when it comes to it.
         stash_bytes: what is stashed for its backward, for one microbatch: its input, and what the code behind it keeps. An
@@ -47,6 +48,11 @@ class Cost:
         return self.weight_bytes + self.gradient_bytes
 
     @property
+    def kept_bytes(self) -> int:
+        """What stays for one microbatch where its graph is kept: that, and what the code behind it would stash."""
+        return self.graph_bytes + max(self.stash_bytes - self.input_bytes, 0)
+
+    @property
     def spared_backward_seconds(self) -> float:
         """Of its backward alone, where its graph was kept: the recompute is its forward once more."""
         return max(self.backward_seconds - self.forward_seconds, 0.0)
@@ -58,15 +64,14 @@ class Cost:
 
 
 def pack_cost(costs: Sequence[Cost]) -> Cost:
-    """What a pack of layers costs, of which one works at a time. What one hands to the next is in the graphs of both."""
-    between = sum(min(cost.input_bytes, cost.graph_bytes) for cost in costs[1:])
+    """What a pack of layers costs, of which one works at a time."""
     return Cost(
         costs[0].name if len(costs) == 1 else f"{costs[0].name} … {costs[-1].name}",
         sum(cost.weight_bytes for cost in costs),
         sum(cost.gradient_bytes for cost in costs),
         max(cost.forward_work_bytes for cost in costs),
         max(cost.backward_work_bytes for cost in costs),
-        sum(cost.graph_bytes for cost in costs) - between,
+        sum(cost.graph_bytes for cost in costs),
         sum(cost.copied_bytes for cost in costs),
         costs[0].input_bytes,
         sum(cost.stash_bytes for cost in costs),

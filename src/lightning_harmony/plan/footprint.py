@@ -1,7 +1,7 @@
 """The footprint: what each task takes on its device while it runs, what it leaves there, and how long it runs.
 
-Each tensor counts once. What goes from one visit to the next is the input of one and the output of the other. A graph holds
-both; a stash holds the input. So what a microbatch has on the device when it comes to a visit becomes a part of either.
+Each tensor counts once. What goes from one visit to the next is the output of one and the input of the other, whose graph
+or stash holds it. So what a microbatch has on the device when it comes to a visit becomes a part of either.
 """
 
 from collections import Counter
@@ -17,18 +17,16 @@ class Footprint:
     """Bytes and seconds of one visit of a pack, for one microbatch.
 
     Attributes:
-        there_bytes: what the microbatch has on the device when its forward begins: the input, unless a graph there holds it,
-            and what else its code keeps.
+        there_bytes: what the microbatch has on the device when its forward begins: the input, and what else its code keeps.
         forward_bytes: what a forward takes when it begins, beside that.
-        forward_left_bytes: what of both is there when it ends: its graph, or its stash and its output.
+        forward_left_bytes: what of both is there when it ends: its graph or its stash, and its output.
         returning_bytes: what the microbatch has there when its backward begins, beside its graph or stash.
         backward_bytes: what a backward takes when it begins, beside gradients, and beside its stash or its graph.
         backward_left_bytes: what is there when it ends: the gradient of its input, and what else its code keeps.
         input_bytes: the input of the forward, which is as large as the gradient that the backward leaves.
         output_bytes: the output, as large as the gradient that the backward begins with.
-        passed_bytes: what goes when the output has gone to another device: all, unless the graph holds it.
+        passed_bytes: what goes when the output has gone to another device.
         stash_bytes: what the forward leaves for the backward, and goes to the host.
-        stashed_bytes: what goes from the device then: what a graph holds stays.
         loaded_bytes: what comes back at once. Each layer of a pack loads its own.
         graph_bytes: what it leaves where graphs are kept, and goes when the backward has run.
         gradient_bytes: the sums of gradients, which are made for the first backward.
@@ -46,7 +44,6 @@ class Footprint:
     output_bytes: int
     passed_bytes: int
     stash_bytes: int
-    stashed_bytes: int
     loaded_bytes: int
     graph_bytes: int
     gradient_bytes: int
@@ -72,20 +69,18 @@ def footprints(plan: Plan, packs: Sequence[Cost]) -> list[Footprint]:
     for position, cost in enumerate(costs):
         entering, leaving = inputs[position], outputs[position]
         keeps = plan.keeps_graph(position)
-        # The graph before has its output.
-        held = entering if position and plan.keeps_graph(position - 1) and _stays(plan, position) else 0
         of_layers = cost.graph_bytes // num_visits[plan.visits[position]]
         if keeps:
             # The code behind the layers keeps on the device what it would stash.
             behind = max(cost.stash_bytes - entering, 0)
-            graph, stash = max(of_layers + behind - held, entering - held + leaving), 0
-            left, work = graph, max(cost.forward_work_bytes - leaving, 0)
+            graph, stash = max(of_layers + behind, entering), 0
+            work = max(cost.forward_work_bytes - leaving, 0)
         else:
             graph, stash = 0, cost.stash_bytes
-            left, work = leaving + max(stash - held, 0), 0
+            work = 0
         loaded = min(stash, cost.backward_work_bytes)
         beside = [*arriving, returning[-1]][position + 1]
-        there = entering - held + arriving[position]
+        there, left = entering + arriving[position], graph + stash + leaving
         back = entering + (returning[position - 1] if position else 0)
         work_back = cost.backward_work_bytes - (of_layers if keeps else loaded)
         found.append(
@@ -98,9 +93,8 @@ def footprints(plan: Plan, packs: Sequence[Cost]) -> list[Footprint]:
                 backward_left_bytes=back,
                 input_bytes=entering,
                 output_bytes=leaving,
-                passed_bytes=(0 if keeps else leaving) + beside,
+                passed_bytes=leaving + beside,
                 stash_bytes=stash,
-                stashed_bytes=max(stash - held, 0),
                 loaded_bytes=loaded,
                 graph_bytes=graph,
                 gradient_bytes=cost.gradient_bytes,
@@ -109,9 +103,3 @@ def footprints(plan: Plan, packs: Sequence[Cost]) -> list[Footprint]:
             )
         )
     return found
-
-
-def _stays(plan: Plan, position: int) -> bool:
-    """Whether a microbatch is on one device for a visit and the one before."""
-    visits = plan.visits
-    return plan.parallel == "data" or plan.device_of(visits[position - 1], 0) == plan.device_of(visits[position], 0)

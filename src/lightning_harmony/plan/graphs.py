@@ -139,7 +139,7 @@ def kept(
     room = None if capacity_bytes is None else capacity_bytes - _fused_bytes(visits, first_fused, packs)
     for index in dict.fromkeys(reversed(visits[:first_fused])):
         if room is not None:
-            room -= packs[index].weight_bytes + num_microbatches * packs[index].graph_bytes
+            room -= packs[index].weight_bytes + num_microbatches * packs[index].kept_bytes
             if room < 0:
                 break
         chosen.append(index)
@@ -149,7 +149,7 @@ def kept(
 def _fused_bytes(visits: Sequence[int], position: int, packs: Sequence[Cost]) -> int:
     """What is on the device while one microbatch runs through the fused packs, or the others beside their gradients."""
     tail, rest = set(visits[position:]), set(visits[:position])
-    fused = sum(packs[index].state_bytes + packs[index].graph_bytes for index in tail)
+    fused = sum(packs[index].state_bytes + packs[index].kept_bytes for index in tail)
     work = max((packs[index].work_bytes for index in {*tail, *rest}), default=0)
     swapped = max((packs[index].state_bytes for index in rest), default=0)
     return fused + work + (BUFFERING - 1) * swapped

@@ -284,8 +284,8 @@ class _Lowering:
         tasks.append(Task(pack, Phase.FORWARD, run.microbatch))
         if footprint.stash_bytes:
             tasks.append(Task(pack, Errand.STASH_OUT, run.microbatch))
-            held.num_bytes -= footprint.stashed_bytes
-            held.leaving_bytes += footprint.stashed_bytes
+            held.num_bytes -= footprint.stash_bytes
+            held.leaving_bytes += footprint.stash_bytes
 
     def _backward(self, run: Run, pack: int, tasks: list[Task], held: _Held) -> None:
         footprint = self._footprint[run.position]

@@ -540,7 +540,7 @@ class _Replay:
         end = device.last_use[pack] = lane.ready = run[1]
         gone = footprint.returning_bytes + footprint.graph_bytes
         if stashed is not None:
-            gone += footprint.stashed_bytes if stashed.where == "on the device" else footprint.loaded_bytes
+            gone += footprint.stash_bytes if stashed.where == "on the device" else footprint.loaded_bytes
         device.memory.give(footprint.backward_bytes - footprint.backward_left_bytes + gone, end)
         if keeps:
             device.num_graphs[pack] -= 1
@@ -572,7 +572,7 @@ class _Replay:
         run = self._begin(device, 0, stashed.ready, seconds)
         assert run is not None
         stashed.where, stashed.ready = "on the host", run[1]
-        device.memory.give(stashed.footprint.stashed_bytes, run[1], lingers=True)
+        device.memory.give(stashed.footprint.stash_bytes, run[1], lingers=True)
         device.swapped_out["stash"] += num_bytes
         return ""
 
