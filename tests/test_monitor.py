@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import time
 from collections import Counter
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -225,7 +226,9 @@ def test_no_step_is_refused(step: Any) -> None:
 def test_a_recorded_step_is_what_the_plan_and_the_report_say(tmp_path: Path, options: Any) -> None:
     trainer, recording = record(tmp_path, **options)
     plan, report = recording.plan, trainer.strategy.step_report
-    assert plan == trainer.strategy.plan
+    # A later step may have updated faster, and have been predicted anew.
+    measured_later = {"profile": trainer.strategy.plan.profile, "predicted": trainer.strategy.plan.predicted}
+    assert replace(plan, **measured_later) == trainer.strategy.plan
     predicted = predict(plan)
     for measured, foreseen in zip(recording.measured.devices, predicted.devices, strict=True):
         for kinds in (set(Phase), {Errand.SWAP_OUT, Errand.REDUCE}, {Errand.UPDATE}):

@@ -105,6 +105,10 @@ class Device(ABC):
         """The event of all that the caller has computed so far on this device."""
 
     @abstractmethod
+    def record_all(self) -> list[Event]:
+        """The events of all that anybody has computed so far on this device, in any lane."""
+
+    @abstractmethod
     def moment(self) -> Moment:
         """The moment at which all that the caller has computed so far on this device is done."""
 
@@ -141,8 +145,12 @@ class Device(ABC):
         """Called after computing: what it made goes to the lane."""
 
     @abstractmethod
-    def begin_step(self) -> None:
-        """From here on, lanes may work: after what the caller has launched."""
+    def begin_phase(self) -> None:
+        """Lanes are about to run: what the caller has computed so far comes first."""
+
+    @abstractmethod
+    def await_phase(self) -> None:
+        """Called in a lane that goes on in another phase: what was computed before that began comes first."""
 
     @abstractmethod
     def join_lanes(self) -> None:
@@ -267,6 +275,10 @@ class CudaDevice(Device):
         """An event on the current stream."""
         return CudaEvent(torch.cuda.current_stream(self.torch_device))
 
+    def record_all(self) -> list[Event]:
+        """An event on each stream that computes."""
+        return [CudaEvent(stream) for stream in (self._compute, *self._lane_streams.values())]
+
     def moment(self) -> Moment:
         """A timed event on the compute stream."""
         return CudaMoment(self._compute)
@@ -313,10 +325,8 @@ class CudaDevice(Device):
             return
         if number not in self._lane_streams:
             self._lane_streams[number] = torch.cuda.Stream(self.torch_device)
-        stream = self._lane_streams[number]
-        assert self._began is not None
-        stream.wait_event(self._began)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._lane_streams[number]):
+            self.await_phase()
             yield
 
     def hand_out(self, tensors: Iterable[Tensor]) -> None:
@@ -327,9 +337,15 @@ class CudaDevice(Device):
                 if tensor.device == self.torch_device:
                     tensor.record_stream(stream)
 
-    def begin_step(self) -> None:
-        """Record what lanes begin after."""
+    def begin_phase(self) -> None:
+        """Record what lanes go on after."""
         self._began = self._compute.record_event()
+
+    def await_phase(self) -> None:
+        """Let the lane's stream wait for it."""
+        if self._is_one_of_several:
+            assert self._began is not None
+            torch.cuda.current_stream(self.torch_device).wait_event(self._began)
 
     def join_lanes(self) -> None:
         """Let the compute stream wait for all lanes."""
@@ -440,6 +456,10 @@ class VirtualDevice(Device):
         """The host computes in the calling thread: what it has computed has happened."""
         return Happened()
 
+    def record_all(self) -> list[Event]:
+        """The same for what other threads have computed."""
+        return [Happened()]
+
     def moment(self) -> Moment:
         """The host computes in the calling thread."""
         return HostMoment()
@@ -478,7 +498,10 @@ class VirtualDevice(Device):
     def hand_out(self, tensors: Iterable[Tensor]) -> None:
         """Nothing to do: there is one order of all."""
 
-    def begin_step(self) -> None:
+    def begin_phase(self) -> None:
+        """Nothing to do."""
+
+    def await_phase(self) -> None:
         """Nothing to do."""
 
     def join_lanes(self) -> None:

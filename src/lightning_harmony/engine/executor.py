@@ -371,7 +371,7 @@ class Executor:
             layer.is_training, layer.host_buffers = is_training, host_buffers
         self._is_watching = is_training and self._planner.watches and self._compute_dtype is None
         for residents in self._residents:
-            residents.device.begin_step()
+            residents.device.begin_phase()
             for pack in residents.packs:
                 pack.is_narrow = is_training
         jobs = [lambda number=number: self._run_lane(number) for number in range(len(microbatches))]
@@ -407,6 +407,9 @@ class Executor:
                 return
             if self._predicted is None:
                 progress.lane.park(Request(Phase.BACKWARD, None))
+                # The gradient of the batch's loss was computed between the two.
+                for device in self.devices:
+                    device.await_phase()
                 upstream = self._upstream
             else:
                 upstream = torch.tensor(self._predicted)
@@ -442,6 +445,8 @@ class Executor:
             hold_back=optimizer is not None and not self.has_succeeded,
         )
         self._factor = factor
+        for device in self.devices:
+            device.begin_phase()
         with self._glue.stand_ins(), out_of_reach(self._derived), self._unwinding_on_error():
             self._deliver_final(range(len(self._packs)))
             self._drive(Phase.BACKWARD)
@@ -873,6 +878,10 @@ class Executor:
             self._widen(residents, Place(pack, phase, progress.position[phase]))
         residency = pack.residency
         assert residency is not None
+        if layer.module is None and len(self.devices) > 1:
+            # Glue computes on the lane's stream, and only the device's has waited for the copy.
+            with residents.device.selected():
+                residency.ready.wait()
         # Not known while it lasts. Nor afterwards, where an error ended it, or where glue uses its parameters later on.
         residency.last_use = None
         stashed = self.traffic.swapped_out["stash"]

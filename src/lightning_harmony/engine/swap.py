@@ -310,7 +310,8 @@ class Swapper:
         if residency is None:
             return
         self.write_back(pack, residency)
-        uses = [residency.last_use or self._device.record(), residency.ready]
+        uses = [residency.last_use] if residency.last_use is not None else self._device.record_all()
+        uses.append(residency.ready)
         self._device.free(residency.weights, uses)
         for buffer in residency.buffers.values():
             self._device.free(buffer, uses)
