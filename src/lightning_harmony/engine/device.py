@@ -141,8 +141,12 @@ class Device(ABC):
         """Called after computing: what it made goes to the lane."""
 
     @abstractmethod
-    def begin_step(self) -> None:
+    def begin_lanes(self) -> None:
         """From here on, lanes may work: after what the caller has launched."""
+
+    @abstractmethod
+    def catch_up(self) -> None:
+        """Order the running lane's own work after what had been launched when lanes last began."""
 
     @abstractmethod
     def join_lanes(self) -> None:
@@ -313,10 +317,8 @@ class CudaDevice(Device):
             return
         if number not in self._lane_streams:
             self._lane_streams[number] = torch.cuda.Stream(self.torch_device)
-        stream = self._lane_streams[number]
-        assert self._began is not None
-        stream.wait_event(self._began)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._lane_streams[number]):
+            self.catch_up()
             yield
 
     def hand_out(self, tensors: Iterable[Tensor]) -> None:
@@ -327,9 +329,14 @@ class CudaDevice(Device):
                 if tensor.device == self.torch_device:
                     tensor.record_stream(stream)
 
-    def begin_step(self) -> None:
+    def begin_lanes(self) -> None:
         """Record what lanes begin after."""
         self._began = self._compute.record_event()
+
+    def catch_up(self) -> None:
+        """Let the lane's stream wait for that."""
+        assert self._began is not None
+        torch.cuda.current_stream(self.torch_device).wait_event(self._began)
 
     def join_lanes(self) -> None:
         """Let the compute stream wait for all lanes."""
@@ -478,7 +485,10 @@ class VirtualDevice(Device):
     def hand_out(self, tensors: Iterable[Tensor]) -> None:
         """Nothing to do: there is one order of all."""
 
-    def begin_step(self) -> None:
+    def begin_lanes(self) -> None:
+        """Nothing to do."""
+
+    def catch_up(self) -> None:
         """Nothing to do."""
 
     def join_lanes(self) -> None:

@@ -371,7 +371,7 @@ class Executor:
             layer.is_training, layer.host_buffers = is_training, host_buffers
         self._is_watching = is_training and self._planner.watches and self._compute_dtype is None
         for residents in self._residents:
-            residents.device.begin_step()
+            residents.device.begin_lanes()
             for pack in residents.packs:
                 pack.is_narrow = is_training
         jobs = [lambda number=number: self._run_lane(number) for number in range(len(microbatches))]
@@ -407,7 +407,10 @@ class Executor:
                 return
             if self._predicted is None:
                 progress.lane.park(Request(Phase.BACKWARD, None))
-                upstream = self._upstream
+                # The gradient comes from the caller, who has computed since the lane began.
+                for device in self.devices:
+                    device.catch_up()
+                upstream = self.sent(self._upstream, self.home(loss))
             else:
                 upstream = torch.tensor(self._predicted)
             progress.differentiating = True
@@ -434,6 +437,8 @@ class Executor:
         factor = self._check_prediction(gradient)
         # Gradients of the last step that were zeroed since.
         self.updater.reclaim()
+        for device in self.devices:
+            device.begin_lanes()
         self.updater.begin(
             optimizer,
             [pack.parameters for pack in self._packs],
