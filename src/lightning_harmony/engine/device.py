@@ -104,6 +104,10 @@ class Device(ABC):
     def record(self) -> Event:
         """The event of all that the caller has computed so far on this device."""
 
+    def record_all(self) -> list[Event]:
+        """The events of all that has been computed so far on this device, whoever launched it."""
+        return [self.record()]
+
     @abstractmethod
     def moment(self) -> Moment:
         """The moment at which all that the caller has computed so far on this device is done."""
@@ -270,6 +274,10 @@ class CudaDevice(Device):
     def record(self) -> Event:
         """An event on the current stream."""
         return CudaEvent(torch.cuda.current_stream(self.torch_device))
+
+    def record_all(self) -> list[Event]:
+        """An event on the compute stream, and one on that of each lane."""
+        return [CudaEvent(stream) for stream in (self._compute, *self._lane_streams.values())]
 
     def moment(self) -> Moment:
         """A timed event on the compute stream."""

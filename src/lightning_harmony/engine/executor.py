@@ -880,6 +880,10 @@ class Executor:
         assert residency is not None
         # Not known while it lasts. Nor afterwards, where an error ended it, or where glue uses its parameters later on.
         residency.last_use = None
+        if layer.module is None:
+            # Glue reads its parameters in the lane's own work, which has only heard of the layers it came through.
+            with residents.device.selected():
+                residency.ready.wait()
         stashed = self.traffic.swapped_out["stash"]
         yield residency
         if self._is_profiling and phase is Phase.FORWARD:
@@ -1114,10 +1118,12 @@ class Executor:
             if any(parameter._backward_hooks for parameter, _ in gradients):
                 gradients = [(p, self._after_hooks(p, gradient, use)) for p, gradient in gradients]
             residents = self._residents[self._device_of(index)]
-            # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
-            residents.swapper.accumulate(
-                residents.packs[index], layer, use, gradients, add_to_earlier=self._in_backward
-            )
+            # Those of glue come in a lane's own work; all lanes' sums are made in one order.
+            with residents.device.computing():
+                # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
+                residents.swapper.accumulate(
+                    residents.packs[index], layer, use, gradients, add_to_earlier=self._in_backward
+                )
 
     def _after_hooks(self, parameter: nn.Parameter, gradient: Tensor, use: int) -> Tensor:
         """What the user's hooks of a parameter make of the gradient of one microbatch."""

@@ -124,7 +124,9 @@ class Residents:
     def admit(self, num_bytes: int) -> None:
         """Free what isn't needed now for something that comes from another device."""
         if self.visit is not None and not self.device.room_for(num_bytes):
-            self.ensure_room(num_bytes, self.visit.place)
+            # A lane asks for it, in the middle of its own work: what makes way was computed by others.
+            with self.device.scheduling():
+                self.ensure_room(num_bytes, self.visit.place)
 
     def reset(self) -> None:
         """Leave nothing on the device: weights are stale after an update, whoever makes it."""

@@ -310,7 +310,8 @@ class Swapper:
         if residency is None:
             return
         self.write_back(pack, residency)
-        uses = [residency.last_use or self._device.record(), residency.ready]
+        uses = self._device.record_all() if residency.last_use is None else [residency.last_use]
+        uses.append(residency.ready)
         self._device.free(residency.weights, uses)
         for buffer in residency.buffers.values():
             self._device.free(buffer, uses)
