@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -27,9 +27,11 @@ from torch.utils._pytree import tree_leaves
 
 import lightning_harmony.strategy
 from lightning_harmony.engine import device as device_module
-from lightning_harmony.engine import executor, hollow_graph, stash, stream
+from lightning_harmony.engine import executor, hollow_graph, stash
+from lightning_harmony.engine import stream as stream_module
 from lightning_harmony.engine.device import CudaDevice, Device
 from lightning_harmony.engine.host_store import HostPool
+from lightning_harmony.engine.lane import Lane, LanePool
 from lightning_harmony.engine.stream import HostEvent, HostStream
 
 # Of the arena, so much is one place in memory. Parameters begin at its multiples.
@@ -80,25 +82,6 @@ class Memory:
     before: dict[str, Access] = field(default_factory=dict)
 
 
-@dataclass
-class Block(Memory):
-    """Memory of a device.
-
-    Attributes:
-        home: which one.
-        pool: the stream that it was allocated on, to which it returns.
-        num_bytes: how much.
-        recorded: the streams that the allocator was told of.
-        uses: the last one of each stream.
-    """
-
-    home: Races = None  # type: ignore[assignment]
-    pool: FakeStream = None  # type: ignore[assignment]
-    num_bytes: int = 0
-    recorded: list[FakeStream] = field(default_factory=list)
-    uses: dict[str, Access] = field(default_factory=dict)
-
-
 class FakeStream:
     """What `torch.cuda.Stream` is, with a clock."""
 
@@ -136,6 +119,23 @@ class FakeStream:
     def synchronize(self) -> None:
         """The host waits."""
         self.detector.here.clock.join(self.clock)
+
+
+@dataclass
+class Block(Memory):
+    """Memory of a device.
+
+    Attributes:
+        pool: the stream that it was allocated on, to which it returns.
+        num_bytes: how much.
+        recorded: the streams that the allocator was told of.
+        uses: the last one of each stream.
+    """
+
+    pool: FakeStream = field(kw_only=True)
+    num_bytes: int = field(kw_only=True)
+    recorded: list[FakeStream] = field(default_factory=list)
+    uses: dict[str, Access] = field(default_factory=dict)
 
 
 class FakeEvent:
@@ -277,6 +277,19 @@ class Detector:
             self._default_streams[number] = FakeStream(self.places[number], "default")
         return self._default_streams[number]
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The context in which the calling thread's operations are seen."""
+        if getattr(self._local, "is_watched", False):
+            yield
+            return
+        self._local.is_watched = True
+        try:
+            with Mode(self):
+                yield
+        finally:
+            self._local.is_watched = False
+
     def leaves_out(self, frame: Any) -> bool:
         """Whether a wait is one of those that are not made."""
         return bool(self._left_out) and any(name in self._left_out for name in _callers(frame))
@@ -313,8 +326,8 @@ class Detector:
             block, _ = self._blocks.pop(key), self._storages.pop(key)
         # The allocator waits for the streams that it was told of.
         known = Clock()
-        for stream in block.recorded:
-            known.join(stream.clock)
+        for each in block.recorded:
+            known.join(each.clock)
         uses = {**block.before, **block.uses}
         if late := _later({name: use for name, use in uses.items() if name != block.pool.name}, known):
             block.pool.freed.append(late)
@@ -368,7 +381,7 @@ class Detector:
             return
         number = min(devices, default=here.current_device().number)
         stream = here.current_stream(self.places[number])
-        self._check_node(name, number, stream)
+        self.check_node(name, number, stream)
         for leaf in fresh:
             if self.block(leaf) is None:
                 self.allocate(leaf, stream)
@@ -385,7 +398,8 @@ class Detector:
         assert source_block is not None
         assert target_block is not None
         runs, other = (self.here.current_stream(block.pool.device) for block in (source_block, target_block))
-        runs.tick(), other.tick()
+        runs.tick()
+        other.tick()
         runs.clock.join(other.clock)
         self.num_operations += 1
         self._access(runs, name, [source], [target])
@@ -429,7 +443,7 @@ class Detector:
     def record_stream(self, tensor: Tensor, stream: FakeStream) -> None:
         """The allocator is told of a stream."""
         block = self.block(tensor)
-        if block is not None:
+        if block is not None and not self.leaves_out(sys._getframe(1)):
             block.recorded.append(stream)
 
     def _stops_the_host(
@@ -444,11 +458,14 @@ class Detector:
         is_blocking = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
         return bool(on_host) and (is_blocking or not self._host_memory(on_host[0]))
 
-    def _check_node(self, name: str, number: int, stream: FakeStream) -> None:
+    def check_node(self, name: str, number: int, stream: FakeStream, *, in_python: bool = False) -> None:
         """On GPUs the autograd engine runs a node on the stream on which it was made."""
         node: Any = torch._C._current_autograd_node()
         # One in Python chooses streams by itself, within.
-        if node is None or isinstance(node, torch._C._FunctionBase) or hasattr(node, "variable"):
+        if node is None or isinstance(node, torch._C._FunctionBase) is not in_python or hasattr(node, "variable"):
+            return
+        # Nor is it the node that computes while what it saved is brought back.
+        if "_unpack" in _callers(sys._getframe(1)):
             return
         made_on = self.here.at(node._sequence_nr()).get(number) or self.default_stream(number)
         if made_on is not stream:
@@ -600,12 +617,17 @@ class FakeCudaDevice(CudaDevice):
         block = self.detector.block(tensor)
         return block is not None and block.pool.device.number == self.number
 
+    def computing(self) -> AbstractContextManager[None]:
+        """A lane hands over from where the engine has it."""
+        current = self.detector.here.current_stream(self.torch_device)
+        if current is not self.detector.default_stream(self.number):
+            self.detector.check_node("computing", self.number, current, in_python=True)
+        return super().computing()
+
     @contextmanager
     def lane(self, number: int) -> Iterator[None]:
         """Show the detector what the lane's thread does, too."""
-        with ExitStack() as stack:
-            stack.enter_context(self.detector.watching())
-            stack.enter_context(super().lane(number))
+        with self.detector.watching(), super().lane(number):
             yield
 
     def hand_out(self, tensors: Iterable[Tensor]) -> None:
@@ -647,24 +669,14 @@ class _Recording:
         self._detector.record_stream(self._tensor, stream)
 
 
-def _watching(self: Detector) -> AbstractContextManager[Any]:
-    """The context in which the calling thread's operations are seen."""
-    if getattr(self._local, "is_watched", False):
-        return nullcontext()
-    return _watched(self)
-
-
-@contextmanager
-def _watched(detector: Detector) -> Iterator[None]:
-    detector._local.is_watched = True
-    try:
-        with Mode(detector):
-            yield
-    finally:
-        detector._local.is_watched = False
-
-
-Detector.watching = _watching  # type: ignore[attr-defined]
+def on_root(batch: Tensor) -> Tensor:
+    """A batch on the first device."""
+    detector = Detector.active()
+    with _with_device(detector.places[0]):
+        copied = torch.empty_like(batch)
+        if detector.block(copied) is None:
+            detector.allocate(copied, detector.here.current_stream())
+        return copied.copy_(batch)
 
 
 @contextmanager
@@ -680,13 +692,13 @@ def detecting(monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: It
 
     def flat(num_bytes: int, device: Any) -> Tensor:
         # Buffers may be made where no mode sees it.
-        with torch.inference_mode(False), nullcontext():
+        with torch.inference_mode(False):
             buffer = torch.empty(num_bytes, dtype=torch.uint8)
         if isinstance(device, Place) and detector.block(buffer) is None:
             detector.allocate(buffer, detector.here.current_stream(device))
         return buffer
 
-    def keep_until_computed(buffer: Tensor, device: Device) -> None:
+    def _keep_until_computed(buffer: Tensor, device: Device) -> None:
         detector.record_stream(buffer, detector.here.current_stream(device.torch_device))
 
     submit = HostStream.submit
@@ -696,7 +708,7 @@ def detecting(monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: It
 
         def seen() -> None:
             detector.here.clock.join(known)
-            with detector.watching():  # type: ignore[attr-defined]
+            with detector.watching():
                 work()
             clock.join(detector.here.clock)
 
@@ -721,6 +733,14 @@ def detecting(monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: It
         detector.here.clock.join(given.pop(buffer.data_ptr(), Clock()))
         return buffer, free
 
+    following = LanePool._following
+
+    def following_seen(self: LanePool, lane: Lane) -> Lane | None:
+        # A lane that has ended chooses the next one, too.
+        with detector.watching():
+            return following(self, lane)
+
+    monkeypatch.setattr(LanePool, "_following", following_seen)
     monkeypatch.setattr(HostPool, "give", give_seen)
     monkeypatch.setattr(HostPool, "take", take_seen)
     monkeypatch.setattr(HostStream, "submit", submit_seen)
@@ -729,13 +749,13 @@ def detecting(monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: It
     monkeypatch.setattr(lightning_harmony.strategy, "VirtualDevice", open_device)
     monkeypatch.setattr(device_module, "torch", FakeTorch())
     monkeypatch.setattr(device_module, "_flat", flat)
-    monkeypatch.setattr(stream, "torch", FakeTorch())
-    monkeypatch.setattr(stash, "_keep_until_computed", keep_until_computed)
+    monkeypatch.setattr(stream_module, "torch", FakeTorch())
+    monkeypatch.setattr(stash, "_keep_until_computed", _keep_until_computed)
     for module in (executor, hollow_graph):
         # What the engine does is to be seen, too.
         monkeypatch.setattr(module, "no_dispatch", nullcontext)
     try:
-        with detector.watching():  # type: ignore[attr-defined]
+        with detector.watching():
             yield detector
     finally:
         Detector._active = None
