@@ -104,9 +104,9 @@ class Device(ABC):
     def record(self) -> Event:
         """The event of all that the caller has computed so far on this device."""
 
-    @abstractmethod
     def record_all(self) -> list[Event]:
-        """The events of all that anybody has computed so far on this device, in any lane."""
+        """The events of all that has been computed so far on this device, whoever launched it."""
+        return [self.record()]
 
     @abstractmethod
     def moment(self) -> Moment:
@@ -145,12 +145,12 @@ class Device(ABC):
         """Called after computing: what it made goes to the lane."""
 
     @abstractmethod
-    def begin_phase(self) -> None:
-        """Lanes are about to run: what the caller has computed so far comes first."""
+    def begin_lanes(self) -> None:
+        """From here on, lanes may work: after what the caller has launched."""
 
     @abstractmethod
-    def await_phase(self) -> None:
-        """Called in a lane that goes on in another phase: what was computed before that began comes first."""
+    def catch_up(self) -> None:
+        """Order the running lane's own work after what had been launched when lanes last began."""
 
     @abstractmethod
     def join_lanes(self) -> None:
@@ -276,7 +276,7 @@ class CudaDevice(Device):
         return CudaEvent(torch.cuda.current_stream(self.torch_device))
 
     def record_all(self) -> list[Event]:
-        """An event on each stream that computes."""
+        """An event on the compute stream, and one on that of each lane."""
         return [CudaEvent(stream) for stream in (self._compute, *self._lane_streams.values())]
 
     def moment(self) -> Moment:
@@ -326,7 +326,7 @@ class CudaDevice(Device):
         if number not in self._lane_streams:
             self._lane_streams[number] = torch.cuda.Stream(self.torch_device)
         with torch.cuda.stream(self._lane_streams[number]):
-            self.await_phase()
+            self.catch_up()
             yield
 
     def hand_out(self, tensors: Iterable[Tensor]) -> None:
@@ -337,15 +337,14 @@ class CudaDevice(Device):
                 if tensor.device == self.torch_device:
                     tensor.record_stream(stream)
 
-    def begin_phase(self) -> None:
-        """Record what lanes go on after."""
+    def begin_lanes(self) -> None:
+        """Record what lanes begin after."""
         self._began = self._compute.record_event()
 
-    def await_phase(self) -> None:
-        """Let the lane's stream wait for it."""
-        if self._is_one_of_several:
-            assert self._began is not None
-            torch.cuda.current_stream(self.torch_device).wait_event(self._began)
+    def catch_up(self) -> None:
+        """Let the lane's stream wait for that."""
+        assert self._began is not None
+        torch.cuda.current_stream(self.torch_device).wait_event(self._began)
 
     def join_lanes(self) -> None:
         """Let the compute stream wait for all lanes."""
@@ -456,10 +455,6 @@ class VirtualDevice(Device):
         """The host computes in the calling thread: what it has computed has happened."""
         return Happened()
 
-    def record_all(self) -> list[Event]:
-        """The same for what other threads have computed."""
-        return [Happened()]
-
     def moment(self) -> Moment:
         """The host computes in the calling thread."""
         return HostMoment()
@@ -498,10 +493,10 @@ class VirtualDevice(Device):
     def hand_out(self, tensors: Iterable[Tensor]) -> None:
         """Nothing to do: there is one order of all."""
 
-    def begin_phase(self) -> None:
+    def begin_lanes(self) -> None:
         """Nothing to do."""
 
-    def await_phase(self) -> None:
+    def catch_up(self) -> None:
         """Nothing to do."""
 
     def join_lanes(self) -> None:

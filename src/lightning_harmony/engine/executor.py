@@ -371,7 +371,7 @@ class Executor:
             layer.is_training, layer.host_buffers = is_training, host_buffers
         self._is_watching = is_training and self._planner.watches and self._compute_dtype is None
         for residents in self._residents:
-            residents.device.begin_phase()
+            residents.device.begin_lanes()
             for pack in residents.packs:
                 pack.is_narrow = is_training
         jobs = [lambda number=number: self._run_lane(number) for number in range(len(microbatches))]
@@ -407,10 +407,10 @@ class Executor:
                 return
             if self._predicted is None:
                 progress.lane.park(Request(Phase.BACKWARD, None))
-                # The gradient of the batch's loss was computed between the two.
+                # The gradient comes from the caller, who has computed since the lane began.
                 for device in self.devices:
-                    device.await_phase()
-                upstream = self._upstream
+                    device.catch_up()
+                upstream = self.sent(self._upstream, self.home(loss))
             else:
                 upstream = torch.tensor(self._predicted)
             progress.differentiating = True
@@ -437,6 +437,8 @@ class Executor:
         factor = self._check_prediction(gradient)
         # Gradients of the last step that were zeroed since.
         self.updater.reclaim()
+        for device in self.devices:
+            device.begin_lanes()
         self.updater.begin(
             optimizer,
             [pack.parameters for pack in self._packs],
@@ -445,8 +447,6 @@ class Executor:
             hold_back=optimizer is not None and not self.has_succeeded,
         )
         self._factor = factor
-        for device in self.devices:
-            device.begin_phase()
         with self._glue.stand_ins(), out_of_reach(self._derived), self._unwinding_on_error():
             self._deliver_final(range(len(self._packs)))
             self._drive(Phase.BACKWARD)
@@ -878,12 +878,12 @@ class Executor:
             self._widen(residents, Place(pack, phase, progress.position[phase]))
         residency = pack.residency
         assert residency is not None
-        if layer.module is None and len(self.devices) > 1:
-            # Glue computes on the lane's stream, and only the device's has waited for the copy.
-            with residents.device.selected():
-                residency.ready.wait()
         # Not known while it lasts. Nor afterwards, where an error ended it, or where glue uses its parameters later on.
         residency.last_use = None
+        if layer.module is None:
+            # Glue reads its parameters in the lane's own work, which has only heard of the layers it came through.
+            with residents.device.selected():
+                residency.ready.wait()
         stashed = self.traffic.swapped_out["stash"]
         yield residency
         if self._is_profiling and phase is Phase.FORWARD:
@@ -1118,10 +1118,12 @@ class Executor:
             if any(parameter._backward_hooks for parameter, _ in gradients):
                 gradients = [(p, self._after_hooks(p, gradient, use)) for p, gradient in gradients]
             residents = self._residents[self._device_of(index)]
-            # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
-            residents.swapper.accumulate(
-                residents.packs[index], layer, use, gradients, add_to_earlier=self._in_backward
-            )
+            # Those of glue come in a lane's own work; all lanes' sums are made in one order.
+            with residents.device.computing():
+                # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
+                residents.swapper.accumulate(
+                    residents.packs[index], layer, use, gradients, add_to_earlier=self._in_backward
+                )
 
     def _after_hooks(self, parameter: nn.Parameter, gradient: Tensor, use: int) -> Tensor:
         """What the user's hooks of a parameter make of the gradient of one microbatch."""

@@ -42,9 +42,6 @@ class Runtime(Protocol):
     def expect_backward(self, layer: SwappedLayer) -> int:
         """Announce a backward of a layer; return which use of the layer in its microbatch this is."""
 
-    def running(self, residency: Residency) -> AbstractContextManager[None]:
-        """The context of what is computed with a layer's weights and gradients."""
-
     def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Take the gradients of one announced backward."""
 
@@ -222,10 +219,8 @@ class _Token(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        runtime = ctx.runtime
-        # Sums of all lanes' gradients are made in one order, on the device's stream.
-        with runtime.visit(ctx.layer, Phase.BACKWARD) as residency, runtime.running(residency):
-            runtime.accumulate(ctx.layer, ctx.use, [(ctx.parameter, gradient)])
+        with ctx.runtime.visit(ctx.layer, Phase.BACKWARD):
+            ctx.runtime.accumulate(ctx.layer, ctx.use, [(ctx.parameter, gradient)])
         return None, None, None, None, None
 
 

@@ -124,7 +124,7 @@ class Residents:
     def admit(self, num_bytes: int) -> None:
         """Free what isn't needed now for something that comes from another device."""
         if self.visit is not None and not self.device.room_for(num_bytes):
-            # What makes way has been computed with on the device's stream, not on that of the lane that asks.
+            # A lane asks for it, in the middle of its own work: what makes way was computed by others.
             with self.device.scheduling():
                 self.ensure_room(num_bytes, self.visit.place)
 

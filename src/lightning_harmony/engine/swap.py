@@ -310,7 +310,7 @@ class Swapper:
         if residency is None:
             return
         self.write_back(pack, residency)
-        uses = [residency.last_use] if residency.last_use is not None else self._device.record_all()
+        uses = self._device.record_all() if residency.last_use is None else [residency.last_use]
         uses.append(residency.ready)
         self._device.free(residency.weights, uses)
         for buffer in residency.buffers.values():

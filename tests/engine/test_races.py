@@ -1,0 +1,112 @@
+"""What several GPUs do side by side is ordered where it must be: training on fake ones, with vector clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import nets
+import pytest
+import torch
+from same_training import SEED, Gradients, Net, trainer_for
+from streams import detecting, on_root
+from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy
+
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*"),
+]
+
+# All but those whose layers' hooks the detector would see on the streams of the engine's caller.
+ALL: Mapping[str, Callable[[], nn.Module]] = {
+    **{name: net for name, net in {**NETS, **SUMMED_IN_ANOTHER_ORDER}.items() if name != "hooked"},
+    "skip-connections": nets.SkipConnections,
+    "regularized": nets.Regularized,
+}
+
+
+class OnGpu(Net):
+    """Its batches are on the first GPU."""
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return on_root(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch)
+        return loss
+
+
+def find_races(
+    monkeypatch: pytest.MonkeyPatch,
+    net: str,
+    devices: int = 2,
+    *,
+    left_out: tuple[str, ...] = (),
+    callbacks: tuple[pl.Callback, ...] = (),
+    validates: bool = False,
+    trainer: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[str]:
+    """Train a network for some steps; what was found."""
+    torch.manual_seed(0)
+    module, samples = OnGpu(ALL[net]()), nets.tokens()
+    # So small that the stash takes what these networks pass on.
+    monkeypatch.setattr("lightning_harmony.engine.stash.SMALLEST_BYTES", 512)
+    strategy = HarmonyStrategy(**{"num_microbatches": 4, **options})
+    with detecting(monkeypatch, devices, left_out=left_out) as detector:
+        torch.manual_seed(SEED)
+        run = trainer_for(strategy, 3, list(callbacks), devices=devices, **(trainer or {}))
+        loader = DataLoader(samples, batch_size=8)
+        run.fit(module, loader, loader if validates else None)
+        assert run.global_step == 3
+    assert detector.num_operations > 100
+    return [f"{race.what}:\n  {race.first}\n  {race.second}" for race in detector.races]
+
+
+@pytest.mark.parametrize("parallel", ["pipeline", "data"])
+@pytest.mark.parametrize("device_memory", [None, "60KiB"])
+@pytest.mark.parametrize("net", ALL)
+def test_nothing_races(monkeypatch: pytest.MonkeyPatch, net: str, device_memory: str | None, parallel: Any) -> None:
+    assert find_races(monkeypatch, net, device_memory=device_memory, parallel=parallel) == []
+
+
+@pytest.mark.parametrize("device_memory", [None, "60KiB"])
+def test_nothing_races_on_more_devices(monkeypatch: pytest.MonkeyPatch, device_memory: str | None) -> None:
+    assert find_races(monkeypatch, "regularized", 3, device_memory=device_memory) == []
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_nothing_races_in_few_microbatches(monkeypatch: pytest.MonkeyPatch, num_microbatches: int) -> None:
+    assert find_races(monkeypatch, "own-parameters", num_microbatches=num_microbatches) == []
+
+
+@pytest.mark.parametrize("net", ["dropout", "own-parameters"])
+def test_nothing_races_with_an_update_after_the_backward(monkeypatch: pytest.MonkeyPatch, net: str) -> None:
+    assert find_races(monkeypatch, net, update="deferred", device_memory="60KiB") == []
+    assert find_races(monkeypatch, net, callbacks=(Gradients(),), device_memory="60KiB") == []
+    accumulated = {"accumulate_grad_batches": 2, "max_epochs": 2}
+    assert find_races(monkeypatch, net, device_memory="60KiB", trainer=accumulated) == []
+
+
+@pytest.mark.parametrize("net", ["dropout", "own-parameters"])
+def test_nothing_races_in_evaluation(monkeypatch: pytest.MonkeyPatch, net: str) -> None:
+    assert find_races(monkeypatch, net, device_memory="60KiB", validates=True) == []
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["catch_up", "computing", "bring", "free", "hand_out", "swap_out_gradients", "join_lanes", "_keep_until_computed"],
+)
+def test_what_is_not_ordered_is_found(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    """The detector detects: without the waits of a function, something races."""
+    assert find_races(monkeypatch, "skip-connections", device_memory="60KiB", left_out=(function,)) != []
+
+
+def test_glue_waits_for_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = find_races(monkeypatch, "own-parameters", left_out=("visit",))
+    assert any("swap.py" in race and "glue.py" in race for race in races)

@@ -1,0 +1,761 @@
+"""A race detector: CUDA devices whose tensors are on the host, and vector clocks of what CUDA would order.
+
+Operations run eagerly, so all results are right; but each is noted at the fake stream on which CUDA would have launched it.
+What it reads must have been written before, and what it writes nobody may still read or write, as far as events, waits and
+barriers between streams order them. A stream's clock tells, for each stream and for the host's threads, up to which of its
+operations all is over when the stream's next operation starts. Devices are as slow as they may be: no event has happened
+unless somebody waited for it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import lightning_harmony.strategy
+from lightning_harmony.engine import device as device_module
+from lightning_harmony.engine import executor, hollow_graph, stash
+from lightning_harmony.engine import stream as stream_module
+from lightning_harmony.engine.device import CudaDevice, Device
+from lightning_harmony.engine.host_store import HostPool
+from lightning_harmony.engine.lane import Lane, LanePool
+from lightning_harmony.engine.stream import HostEvent, HostStream
+
+# Of the arena, so much is one place in memory. Parameters begin at its multiples.
+GRANULE = 64
+
+
+class Race(NamedTuple):
+    """Two accesses that nothing orders."""
+
+    what: str
+    first: str
+    second: str
+
+
+class Clock(dict[str, int]):
+    """Up to which of its operations each stream's work is over."""
+
+    def join(self, other: Clock) -> None:
+        """Both have happened."""
+        for name, tick in other.items():
+            self[name] = max(self.get(name, 0), tick)
+
+    def copy(self) -> Clock:
+        """As it is now."""
+        return Clock(self)
+
+
+class Access(NamedTuple):
+    """An operation on a stream that used some memory."""
+
+    stream: str
+    tick: int
+    label: str
+
+
+@dataclass
+class Memory:
+    """What was done to a piece of memory.
+
+    Attributes:
+        write: the last one.
+        reads: the last one of each stream since then.
+        before: what may still use the memory, which had been another tensor's.
+    """
+
+    write: Access | None = None
+    reads: dict[str, Access] = field(default_factory=dict)
+    before: dict[str, Access] = field(default_factory=dict)
+
+
+class FakeStream:
+    """What `torch.cuda.Stream` is, with a clock."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, device: Any = None, name: str = "side") -> None:
+        self.detector = Detector.active()
+        self.device = device if device is not None else self.detector.here.current_device()
+        self.name = f"{name}{next(self._numbers)}@{self.device.number}"
+        self.clock = Clock()
+        # Tensors that are gone, whose memory the next one that is allocated on this stream may get.
+        self.freed: list[dict[str, Access]] = []
+
+    def tick(self) -> int:
+        """Another operation is launched here."""
+        self.clock.join(self.detector.here.clock)
+        self.clock[self.name] = self.clock.get(self.name, 0) + 1
+        return self.clock[self.name]
+
+    def wait_stream(self, other: FakeStream) -> None:
+        """What comes after is ordered after what the other stream has."""
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event: FakeEvent) -> None:
+        """What comes after is ordered after the event."""
+        if not self.detector.leaves_out(sys._getframe(1)):
+            self.clock.join(event.clock)
+
+    def record_event(self) -> FakeEvent:
+        """The event of all that was launched here."""
+        event = FakeEvent()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self.detector.here.clock.join(self.clock)
+
+
+@dataclass
+class Block(Memory):
+    """Memory of a device.
+
+    Attributes:
+        pool: the stream that it was allocated on, to which it returns.
+        num_bytes: how much.
+        recorded: the streams that the allocator was told of.
+        uses: the last one of each stream.
+    """
+
+    pool: FakeStream = field(kw_only=True)
+    num_bytes: int = field(kw_only=True)
+    recorded: list[FakeStream] = field(default_factory=list)
+    uses: dict[str, Access] = field(default_factory=dict)
+
+
+class FakeEvent:
+    """What `torch.cuda.Event` is."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.detector = Detector.active()
+        self.clock = Clock()
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        """Note what the stream has come to."""
+        stream = stream or self.detector.here.current_stream()
+        stream.tick()
+        self.clock = stream.clock.copy()
+
+    def wait(self, stream: FakeStream | None = None) -> None:
+        """A stream waits, that of the current device if none is given."""
+        (stream or self.detector.here.current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self.detector.here.clock.join(self.clock)
+
+    def query(self) -> bool:
+        """Whether the host knows that it has happened."""
+        here = self.detector.here.clock
+        return all(here.get(name, 0) >= tick for name, tick in self.clock.items())
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        """Some milliseconds."""
+        return 1.0
+
+
+class Place(str):
+    """A fake `torch.device`: the host's to torch, and yet one of several."""
+
+    type = "cpu"
+    index = None
+    number: int
+
+    @staticmethod
+    def of(number: int) -> Place:
+        """The device with a number."""
+        place = Place("cpu")
+        place.number = number
+        return place
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or (isinstance(other, torch.device) and other.type == "cpu")
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+class Here:
+    """What CUDA keeps for each thread, and up to where this thread knows that devices have come."""
+
+    def __init__(self, detector: Detector, clock: Clock, default: Sequence[Place]) -> None:
+        self.clock = clock
+        self.default = default
+        self.device: Place | None = None
+        self.streams: dict[int, FakeStream] = {}
+        self.on_host = False
+        # The streams that were current from an autograd node's number on: a node runs on the one that it was made on.
+        self.since: list[int] = [-1]
+        self.were: list[dict[int, FakeStream]] = [{}]
+        self._detector = detector
+
+    def current_device(self) -> Place:
+        """The current one: the first if none was chosen."""
+        return self.device or self.default[0]
+
+    def current_stream(self, device: Any = None) -> FakeStream:
+        """That of a device."""
+        number = (device if isinstance(device, Place) else self.current_device()).number
+        return self.streams.get(number) or self._detector.default_stream(number)
+
+    def set(self, device: Place | None, streams: dict[int, FakeStream]) -> None:
+        """Make these current."""
+        self.device, self.streams = device, streams
+        self.since.append(torch._C._autograd._get_sequence_nr())
+        self.were.append(streams)
+
+    def at(self, sequence_number: int) -> dict[int, FakeStream]:
+        """The streams that were current when a node was made."""
+        return self.were[bisect.bisect_right(self.since, sequence_number) - 1]
+
+
+class Detector:
+    """Notes what is done on fake devices, and which of it nothing orders.
+
+    Args:
+        left_out: names of functions whose waits are not made, to see that this is found.
+
+    Attributes:
+        races: what was found.
+        num_operations: how many operations on devices were looked at.
+    """
+
+    _active: Detector | None = None
+
+    def __init__(self, left_out: Iterable[str] = ()) -> None:
+        self.races: dict[Race, None] = {}
+        self.num_operations = 0
+        self.places: list[Place] = []
+        self._left_out = frozenset(left_out)
+        self._local = threading.local()
+        self._baton = Clock()
+        self._default_streams: dict[int, FakeStream] = {}
+        self._blocks: dict[int, Block] = {}
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._pinned: dict[int, Memory] = {}
+        self._registered: list[tuple[int, int]] = []
+        self._granules: dict[int, Memory] = {}
+        self._lock = threading.RLock()
+
+    @staticmethod
+    def active() -> Detector:
+        """The one that is at work."""
+        assert Detector._active is not None
+        return Detector._active
+
+    @property
+    def here(self) -> Here:
+        """Of the calling thread. Lanes and who drives them have one order, and so one clock."""
+        if not hasattr(self._local, "here"):
+            is_worker = threading.current_thread().name.startswith("harmony-") and not (
+                threading.current_thread().name.startswith("harmony-lane")
+            )
+            self._local.here = Here(self, Clock() if is_worker else self._baton, self.places)
+        here: Here = self._local.here
+        return here
+
+    def default_stream(self, number: int) -> FakeStream:
+        """The one that is current where nobody chose another."""
+        if number not in self._default_streams:
+            self._default_streams[number] = FakeStream(self.places[number], "default")
+        return self._default_streams[number]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The context in which the calling thread's operations are seen."""
+        if getattr(self._local, "is_watched", False):
+            yield
+            return
+        self._local.is_watched = True
+        try:
+            with Mode(self):
+                yield
+        finally:
+            self._local.is_watched = False
+
+    def leaves_out(self, frame: Any) -> bool:
+        """Whether a wait is one of those that are not made."""
+        return bool(self._left_out) and any(name in self._left_out for name in _callers(frame))
+
+    # ---- what is where ---------------------------------------------------------------------------------------------------
+
+    def block(self, tensor: Tensor) -> Block | None:
+        """The memory of a tensor on a device."""
+        if tensor.layout is not torch.strided:
+            return None
+        return self._blocks.get(tensor.untyped_storage()._cdata)
+
+    def allocated_bytes(self, number: int) -> int:
+        """What lives on a device."""
+        with self._lock:
+            return sum(block.num_bytes for block in self._blocks.values() if block.pool.device.number == number)
+
+    def allocate(self, tensor: Tensor, stream: FakeStream) -> None:
+        """A tensor was made on a device."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        block = Block(pool=stream, num_bytes=storage.nbytes())
+        clock = stream.clock.copy()
+        clock.join(self.here.clock)
+        stream.freed = [late for uses in stream.freed if (late := _later(uses, clock))]
+        for uses in stream.freed:
+            block.before.update(uses)
+        with self._lock:
+            self._blocks[key] = block
+            self._storages[key] = weakref.ref(storage, lambda _: self._free(key))
+
+    def _free(self, key: int) -> None:
+        with self._lock:
+            block, _ = self._blocks.pop(key), self._storages.pop(key)
+        # The allocator waits for the streams that it was told of.
+        known = Clock()
+        for each in block.recorded:
+            known.join(each.clock)
+        uses = {**block.before, **block.uses}
+        if late := _later({name: use for name, use in uses.items() if name != block.pool.name}, known):
+            block.pool.freed.append(late)
+
+    def pin(self, buffer: Tensor) -> None:
+        """A host buffer is one that copies are not waited for."""
+        key = buffer.untyped_storage()._cdata
+        self._pinned[key] = Memory()
+        self._storages[key] = weakref.ref(buffer.untyped_storage(), lambda _: self._unpin(key))
+
+    def _unpin(self, key: int) -> None:
+        del self._pinned[key], self._storages[key]
+
+    def register(self, buffer: Tensor) -> None:
+        """The same of memory that others have views of, each with a storage of its own."""
+        self._registered.append((buffer.data_ptr(), buffer.data_ptr() + buffer.numel()))
+
+    def _host_memory(self, tensor: Tensor) -> list[Memory]:
+        """The places of the host's page-locked memory that a tensor has."""
+        if tensor.layout is not torch.strided or tensor.numel() == 0:
+            return []
+        pinned = self._pinned.get(tensor.untyped_storage()._cdata)
+        if pinned is not None:
+            return [pinned]
+        start = tensor.data_ptr()
+        if not any(begin <= start < end for begin, end in self._registered):
+            return []
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        last = start + extent * tensor.element_size() - 1
+        numbers = range(start // GRANULE, last // GRANULE + 1)
+        return [self._granules.setdefault(number, Memory()) for number in numbers]
+
+    # ---- what is done ----------------------------------------------------------------------------------------------------
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An operation has run."""
+        name = str(func)
+        read, written = _operands(func, args, kwargs)
+        blocks = [block for tensor in [*read, *written] if (block := self.block(tensor)) is not None]
+        devices = {block.pool.device.number for block in blocks}
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+        fresh = [leaf for leaf in results if self.block(leaf) is None and not _is_any(leaf, [*read, *written])]
+        here = self.here
+        if name.startswith("aten.copy_") and len(devices) == 2:
+            self._copy_between(written[0], read[-1], name)
+            return
+        if len(devices) > 1:
+            self._report(name, f"operands on devices {sorted(devices)}", _where())
+        if not devices and (here.on_host or (not here.streams and here.device is None) or read or written):
+            self._access_host(name, read, written)
+            return
+        number = min(devices, default=here.current_device().number)
+        stream = here.current_stream(self.places[number])
+        self.check_node(name, number, stream)
+        for leaf in fresh:
+            if self.block(leaf) is None:
+                self.allocate(leaf, stream)
+        if name.startswith(("aten.empty", "aten.new_empty")):
+            return
+        self.num_operations += 1
+        self._access(stream, name, read, [*written, *fresh])
+        if self._stops_the_host(name, args, kwargs, read, written):
+            stream.synchronize()
+
+    def _copy_between(self, target: Tensor, source: Tensor, name: str) -> None:
+        """From device to device: on the source's stream, which waits for the target's, and the other way round."""
+        source_block, target_block = self.block(source), self.block(target)
+        assert source_block is not None
+        assert target_block is not None
+        runs, other = (self.here.current_stream(block.pool.device) for block in (source_block, target_block))
+        runs.tick()
+        other.tick()
+        runs.clock.join(other.clock)
+        self.num_operations += 1
+        self._access(runs, name, [source], [target])
+        other.clock.join(runs.clock)
+
+    def _access(self, stream: FakeStream, name: str, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
+        tick, where = stream.tick(), _where()
+        access = Access(stream.name, tick, f"{name} on {stream.name} in {where}")
+        written = list(written)
+        self._touch(access, stream.clock, read, written)
+
+    def _access_host(self, name: str, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
+        clock, thread = self.here.clock, "host" if self.here.clock is self._baton else threading.current_thread().name
+        clock[thread] = clock.get(thread, 0) + 1
+        self._touch(Access(thread, clock[thread], f"{name} on the host in {_where()}"), clock, read, written)
+
+    def _touch(self, access: Access, clock: Clock, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
+        for is_write, tensors in ((False, read), (True, written)):
+            for tensor in tensors:
+                if tensor.numel() == 0:
+                    continue
+                block = self.block(tensor)
+                for memory in [block] if block is not None else self._host_memory(tensor):
+                    self._touch_memory(memory, access, clock, is_write=is_write)
+
+    def _touch_memory(self, memory: Memory, access: Access, clock: Clock, *, is_write: bool) -> None:
+        earlier = [memory.write] if memory.write is not None else []
+        if is_write:
+            earlier += [*memory.reads.values(), *memory.before.values()]
+        for other in earlier:
+            if clock.get(other.stream, 0) < other.tick and other.stream != access.stream:
+                of = "memory that is used again" if other in memory.before.values() else "memory"
+                self._report(of, other.label, access.label)
+        if is_write:
+            memory.write, memory.reads, memory.before = access, {}, {}
+        else:
+            memory.reads[access.stream] = access
+        if isinstance(memory, Block):
+            memory.uses[access.stream] = access
+
+    def record_stream(self, tensor: Tensor, stream: FakeStream) -> None:
+        """The allocator is told of a stream."""
+        block = self.block(tensor)
+        if block is not None and not self.leaves_out(sys._getframe(1)):
+            block.recorded.append(stream)
+
+    def _stops_the_host(
+        self, name: str, args: Any, kwargs: Any, read: Sequence[Tensor], written: Sequence[Tensor]
+    ) -> bool:
+        """Whether the host waits for an operation: what it asks for, or copies of memory that is not page-locked."""
+        if any(word in name for word in ("_local_scalar_dense", "equal.default", "nonzero", "is_nonzero")):
+            return True
+        if not name.startswith("aten.copy_"):
+            return False
+        on_host = [tensor for tensor in [*read, *written] if self.block(tensor) is None]
+        is_blocking = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+        return bool(on_host) and (is_blocking or not self._host_memory(on_host[0]))
+
+    def check_node(self, name: str, number: int, stream: FakeStream, *, in_python: bool = False) -> None:
+        """On GPUs the autograd engine runs a node on the stream on which it was made."""
+        node: Any = torch._C._current_autograd_node()
+        # One in Python chooses streams by itself, within.
+        if node is None or isinstance(node, torch._C._FunctionBase) is not in_python or hasattr(node, "variable"):
+            return
+        # Nor is it the node that computes while what it saved is brought back.
+        if "_unpack" in _callers(sys._getframe(1)):
+            return
+        made_on = self.here.at(node._sequence_nr()).get(number) or self.default_stream(number)
+        if made_on is not stream:
+            self._report(f"{name} of {node.name()}", f"made on {made_on.name}", f"run on {stream.name} in {_where()}")
+
+    def _report(self, what: str, first: str, second: str) -> None:
+        self.races[Race(what, first, second)] = None
+
+
+class Mode(TorchDispatchMode):
+    """Shows all operations of a thread to the detector."""
+
+    def __init__(self, detector: Detector) -> None:
+        super().__init__()
+        self._detector = detector
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not func.is_view:
+            self._detector.note(func, args, kwargs, result)
+        return result
+
+
+def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operation reads, and those that it writes."""
+    read: list[Tensor] = []
+    written: list[Tensor] = []
+    name = str(func)
+    if "empty" in name:
+        return read, written
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written:
+            written += tensors
+        if not is_written or not any(word in name for word in ("copy_", "fill_", "zero_")):
+            read += tensors
+    return read, written
+
+
+def _is_any(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    key = tensor.untyped_storage()._cdata
+    return any(other.layout is torch.strided and other.untyped_storage()._cdata == key for other in others)
+
+
+def _later(uses: dict[str, Access], clock: Clock) -> dict[str, Access]:
+    """The uses that may not be over."""
+    return {name: use for name, use in uses.items() if clock.get(name, 0) < use.tick}
+
+
+def _callers(frame: Any) -> Iterator[str]:
+    while frame is not None:
+        yield frame.f_code.co_name
+        frame = frame.f_back
+
+
+def _where() -> str:
+    """The innermost functions of the engine that are running."""
+    frame, found = sys._getframe(1), []
+    while frame is not None and len(found) < 5:
+        if "lightning_harmony" in frame.f_code.co_filename:
+            file = frame.f_code.co_filename.rsplit("/", 1)[-1]
+            found.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(found)
+
+
+# ---- what stands for torch.cuda ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _with_stream(chosen: FakeStream) -> Iterator[None]:
+    here = Detector.active().here
+    device, streams = here.device, here.streams
+    here.set(chosen.device, {**streams, chosen.device.number: chosen})
+    try:
+        yield
+    finally:
+        here.set(device, streams)
+
+
+@contextmanager
+def _with_device(chosen: Any) -> Iterator[None]:
+    here = Detector.active().here
+    device = here.device
+    here.set(chosen if isinstance(chosen, Place) else device, here.streams)
+    try:
+        yield
+    finally:
+        here.set(device, here.streams)
+
+
+class FakeCuda:
+    """What the engine asks of `torch.cuda`."""
+
+    Stream = FakeStream
+    Event = FakeEvent
+    stream = staticmethod(_with_stream)
+    device = staticmethod(_with_device)
+
+    @staticmethod
+    def current_stream(device: Any = None) -> FakeStream:
+        """That of a device, in the calling thread."""
+        return Detector.active().here.current_stream(device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class FakeTorch:
+    """Torch, with another `torch.cuda`."""
+
+    cuda = FakeCuda()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class FakeCudaDevice(CudaDevice):
+    """A GPU whose memory is the host's."""
+
+    def __init__(self, number: int, capacity_bytes: int | None, *, is_one_of_several: bool) -> None:
+        self.detector = Detector.active()
+        self.number = number
+        place = Place.of(number)
+        self.detector.places[number:] = [place]
+        super().__init__(cast("torch.device", place), capacity_bytes, is_one_of_several=is_one_of_several)
+        self._most = 0
+
+    def allocated_bytes(self) -> int:
+        """The bytes of all storages alive."""
+        now = self.detector.allocated_bytes(self.number)
+        self._most = max(self._most, now)
+        return now
+
+    def peak_bytes(self) -> int:
+        """The most that anybody saw."""
+        return max(self._most, self.allocated_bytes())
+
+    def watch_peak(self) -> Callable[[], int]:
+        """What work takes is as good as unknown."""
+        before = self.allocated_bytes()
+        return lambda: max(before, self.allocated_bytes()) + 4096
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether its storage was allocated here."""
+        block = self.detector.block(tensor)
+        return block is not None and block.pool.device.number == self.number
+
+    def computing(self) -> AbstractContextManager[None]:
+        """A lane hands over from where the engine has it."""
+        current = self.detector.here.current_stream(self.torch_device)
+        if current is not self.detector.default_stream(self.number):
+            self.detector.check_node("computing", self.number, current, in_python=True)
+        return super().computing()
+
+    @contextmanager
+    def lane(self, number: int) -> Iterator[None]:
+        """Show the detector what the lane's thread does, too."""
+        with self.detector.watching(), super().lane(number):
+            yield
+
+    def hand_out(self, tensors: Iterable[Tensor]) -> None:
+        """What is here only."""
+        super().hand_out(_Recording(tensor, self.detector) for tensor in tensors if self.owns(tensor))  # type: ignore[misc]
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Nothing is allocated here."""
+        here = self.detector.here
+        before, here.on_host = here.on_host, True
+        try:
+            yield
+        finally:
+            here.on_host = before
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """One that copies are not waited for."""
+        buffer = Device.host_buffer(self, num_bytes)
+        self.detector.pin(buffer)
+        return buffer
+
+    def register_host(self, buffer: Tensor) -> Callable[[], None]:
+        """The same."""
+        self.detector.register(buffer)
+        return lambda: None
+
+
+class _Recording:
+    """A tensor on a fake device, as its allocator sees it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, tensor: Tensor, detector: Detector) -> None:
+        self._tensor, self._detector = tensor, detector
+
+    def record_stream(self, stream: FakeStream) -> None:
+        """Tell the allocator."""
+        self._detector.record_stream(self._tensor, stream)
+
+
+def on_root(batch: Tensor) -> Tensor:
+    """A batch on the first device."""
+    detector = Detector.active()
+    with _with_device(detector.places[0]):
+        copied = torch.empty_like(batch)
+        if detector.block(copied) is None:
+            detector.allocate(copied, detector.here.current_stream())
+        return copied.copy_(batch)
+
+
+@contextmanager
+def detecting(monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: Iterable[str] = ()) -> Iterator[Detector]:
+    """The context in which a fit runs on fake devices, which may be ordered wrongly."""
+    detector = Detector(left_out)
+    Detector._active = detector
+    detector.places[:] = [Place.of(number) for number in range(num_devices)]
+    opened = itertools.count()
+
+    def open_device(capacity: int | None) -> FakeCudaDevice:
+        return FakeCudaDevice(next(opened) % num_devices, capacity, is_one_of_several=num_devices > 1)
+
+    def flat(num_bytes: int, device: Any) -> Tensor:
+        # Buffers may be made where no mode sees it.
+        with torch.inference_mode(False):
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        if isinstance(device, Place) and detector.block(buffer) is None:
+            detector.allocate(buffer, detector.here.current_stream(device))
+        return buffer
+
+    def _keep_until_computed(buffer: Tensor, device: Device) -> None:
+        detector.record_stream(buffer, detector.here.current_stream(device.torch_device))
+
+    submit = HostStream.submit
+
+    def submit_seen(self: HostStream, work: Callable[[], None], after: Sequence[Any] = ()) -> HostEvent:
+        known, clock = detector.here.clock.copy(), Clock()
+
+        def seen() -> None:
+            detector.here.clock.join(known)
+            with detector.watching():
+                work()
+            clock.join(detector.here.clock)
+
+        event = submit(self, seen, after)
+        event.clock = clock  # type: ignore[attr-defined]
+        return event
+
+    def wait(self: HostEvent) -> None:
+        self._future.result()
+        detector.here.clock.join(getattr(self, "clock", Clock()))
+
+    give, take = HostPool.give, HostPool.take
+    given: dict[int, Clock] = {}
+
+    def give_seen(self: HostPool, buffer: Tensor, last_use: Any) -> None:
+        given[buffer.data_ptr()] = detector.here.clock.copy()
+        give(self, buffer, last_use)
+
+    def take_seen(self: HostPool, num_bytes: int) -> tuple[Tensor, list[Any]]:
+        buffer, free = take(self, num_bytes)
+        # Who finds it in the pool knows what who gave it knew.
+        detector.here.clock.join(given.pop(buffer.data_ptr(), Clock()))
+        return buffer, free
+
+    following = LanePool._following
+
+    def following_seen(self: LanePool, lane: Lane) -> Lane | None:
+        # A lane that has ended chooses the next one, too.
+        with detector.watching():
+            return following(self, lane)
+
+    monkeypatch.setattr(LanePool, "_following", following_seen)
+    monkeypatch.setattr(HostPool, "give", give_seen)
+    monkeypatch.setattr(HostPool, "take", take_seen)
+    monkeypatch.setattr(HostStream, "submit", submit_seen)
+    monkeypatch.setattr(HostEvent, "wait", wait)
+    monkeypatch.setattr(HostEvent, "synchronize", wait)
+    monkeypatch.setattr(lightning_harmony.strategy, "VirtualDevice", open_device)
+    monkeypatch.setattr(device_module, "torch", FakeTorch())
+    monkeypatch.setattr(device_module, "_flat", flat)
+    monkeypatch.setattr(stream_module, "torch", FakeTorch())
+    monkeypatch.setattr(stash, "_keep_until_computed", _keep_until_computed)
+    for module in (executor, hollow_graph):
+        # What the engine does is to be seen, too.
+        monkeypatch.setattr(module, "no_dispatch", nullcontext)
+    try:
+        with detector.watching():
+            yield detector
+    finally:
+        Detector._active = None
