@@ -617,10 +617,14 @@ class FakeCudaDevice(CudaDevice):
         block = self.detector.block(tensor)
         return block is not None and block.pool.device.number == self.number
 
+    def is_on_compute_stream(self) -> bool:
+        """Whether that is the current one."""
+        return self.detector.here.current_stream(self.torch_device) is self.detector.default_stream(self.number)
+
     def computing(self) -> AbstractContextManager[None]:
         """A lane hands over from where the engine has it."""
-        current = self.detector.here.current_stream(self.torch_device)
-        if current is not self.detector.default_stream(self.number):
+        if not self.is_on_compute_stream():
+            current = self.detector.here.current_stream(self.torch_device)
             self.detector.check_node("computing", self.number, current, in_python=True)
         return super().computing()
 
@@ -679,28 +683,8 @@ def on_root(batch: Tensor) -> Tensor:
         return copied.copy_(batch)
 
 
-@contextmanager
-def detecting(monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: Iterable[str] = ()) -> Iterator[Detector]:
-    """The context in which a fit runs on fake devices, which may be ordered wrongly."""
-    detector = Detector(left_out)
-    Detector._active = detector
-    detector.places[:] = [Place.of(number) for number in range(num_devices)]
-    opened = itertools.count()
-
-    def open_device(capacity: int | None) -> FakeCudaDevice:
-        return FakeCudaDevice(next(opened) % num_devices, capacity, is_one_of_several=num_devices > 1)
-
-    def flat(num_bytes: int, device: Any) -> Tensor:
-        # Buffers may be made where no mode sees it.
-        with torch.inference_mode(False):
-            buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        if isinstance(device, Place) and detector.block(buffer) is None:
-            detector.allocate(buffer, detector.here.current_stream(device))
-        return buffer
-
-    def _keep_until_computed(buffer: Tensor, device: Device) -> None:
-        detector.record_stream(buffer, detector.here.current_stream(device.torch_device))
-
+def _show_threads(monkeypatch: pytest.MonkeyPatch, detector: Detector) -> None:
+    """Let the detector see what lanes and the host's streams do, and what threads hear from each other."""
     submit = HostStream.submit
 
     def submit_seen(self: HostStream, work: Callable[[], None], after: Sequence[Any] = ()) -> HostEvent:
@@ -746,6 +730,31 @@ def detecting(monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: It
     monkeypatch.setattr(HostStream, "submit", submit_seen)
     monkeypatch.setattr(HostEvent, "wait", wait)
     monkeypatch.setattr(HostEvent, "synchronize", wait)
+
+
+@contextmanager
+def detecting(monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: Iterable[str] = ()) -> Iterator[Detector]:
+    """The context in which a fit runs on fake devices, which may be ordered wrongly."""
+    detector = Detector(left_out)
+    Detector._active = detector
+    detector.places[:] = [Place.of(number) for number in range(num_devices)]
+    opened = itertools.count()
+
+    def open_device(capacity: int | None) -> FakeCudaDevice:
+        return FakeCudaDevice(next(opened) % num_devices, capacity, is_one_of_several=num_devices > 1)
+
+    def flat(num_bytes: int, device: Any) -> Tensor:
+        # Buffers may be made where no mode sees it.
+        with torch.inference_mode(False):
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        if isinstance(device, Place) and detector.block(buffer) is None:
+            detector.allocate(buffer, detector.here.current_stream(device))
+        return buffer
+
+    def _keep_until_computed(buffer: Tensor, device: Device) -> None:
+        detector.record_stream(buffer, detector.here.current_stream(device.torch_device))
+
+    _show_threads(monkeypatch, detector)
     monkeypatch.setattr(lightning_harmony.strategy, "VirtualDevice", open_device)
     monkeypatch.setattr(device_module, "torch", FakeTorch())
     monkeypatch.setattr(device_module, "_flat", flat)

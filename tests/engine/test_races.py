@@ -10,7 +10,7 @@ import nets
 import pytest
 import torch
 from same_training import SEED, Gradients, Net, trainer_for
-from streams import detecting, on_root
+from streams import FakeCudaDevice, detecting, on_root
 from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -69,13 +69,13 @@ def find_races(
 
 
 @pytest.mark.parametrize("parallel", ["pipeline", "data"])
-@pytest.mark.parametrize("device_memory", [None, "60KiB"])
+@pytest.mark.parametrize("device_memory", [None, "22KiB"])
 @pytest.mark.parametrize("net", ALL)
 def test_nothing_races(monkeypatch: pytest.MonkeyPatch, net: str, device_memory: str | None, parallel: Any) -> None:
     assert find_races(monkeypatch, net, device_memory=device_memory, parallel=parallel) == []
 
 
-@pytest.mark.parametrize("device_memory", [None, "60KiB"])
+@pytest.mark.parametrize("device_memory", [None, "22KiB"])
 def test_nothing_races_on_more_devices(monkeypatch: pytest.MonkeyPatch, device_memory: str | None) -> None:
     assert find_races(monkeypatch, "regularized", 3, device_memory=device_memory) == []
 
@@ -87,15 +87,15 @@ def test_nothing_races_in_few_microbatches(monkeypatch: pytest.MonkeyPatch, num_
 
 @pytest.mark.parametrize("net", ["dropout", "own-parameters"])
 def test_nothing_races_with_an_update_after_the_backward(monkeypatch: pytest.MonkeyPatch, net: str) -> None:
-    assert find_races(monkeypatch, net, update="deferred", device_memory="60KiB") == []
-    assert find_races(monkeypatch, net, callbacks=(Gradients(),), device_memory="60KiB") == []
+    assert find_races(monkeypatch, net, update="deferred", device_memory="22KiB") == []
+    assert find_races(monkeypatch, net, callbacks=(Gradients(),), device_memory="22KiB") == []
     accumulated = {"accumulate_grad_batches": 2, "max_epochs": 2}
-    assert find_races(monkeypatch, net, device_memory="60KiB", trainer=accumulated) == []
+    assert find_races(monkeypatch, net, device_memory="22KiB", trainer=accumulated) == []
 
 
 @pytest.mark.parametrize("net", ["dropout", "own-parameters"])
 def test_nothing_races_in_evaluation(monkeypatch: pytest.MonkeyPatch, net: str) -> None:
-    assert find_races(monkeypatch, net, device_memory="60KiB", validates=True) == []
+    assert find_races(monkeypatch, net, device_memory="22KiB", validates=True) == []
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,17 @@ def test_nothing_races_in_evaluation(monkeypatch: pytest.MonkeyPatch, net: str) 
 )
 def test_what_is_not_ordered_is_found(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     """The detector detects: without the waits of a function, something races."""
-    assert find_races(monkeypatch, "skip-connections", device_memory="60KiB", left_out=(function,)) != []
+    assert find_races(monkeypatch, "skip-connections", device_memory="22KiB", left_out=(function,)) != []
 
 
 def test_glue_waits_for_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     races = find_races(monkeypatch, "own-parameters", left_out=("visit",))
     assert any("swap.py" in race and "glue.py" in race for race in races)
+
+
+@pytest.mark.parametrize("parallel", ["pipeline", "data"])
+@pytest.mark.parametrize("net", ["skip-connections", "own-parameters", "used-twice", "regularized"])
+def test_nothing_races_where_everything_makes_way(monkeypatch: pytest.MonkeyPatch, net: str, parallel: Any) -> None:
+    """Devices are always full: each visit starts with everything else on its way out."""
+    monkeypatch.setattr(FakeCudaDevice, "room_for", lambda device, num_bytes: False)
+    assert find_races(monkeypatch, net, device_memory="22KiB", parallel=parallel) == []
