@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from lightning_harmony.engine.decompose import Layer
 from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.glue import Glue
+from lightning_harmony.engine.hollow_graph import given, keep
 from lightning_harmony.engine.host_store import HostPool, HostStore, Slot, lay_out, lies_in
 from lightning_harmony.engine.intercept import InterceptedForward, LayerCall
 from lightning_harmony.engine.layer import COMPARED_CALLS, SwappedLayer, buffers_of, places_of
@@ -412,7 +413,7 @@ class _RehearsedCall(LayerCall):
             before, peak = device.allocated_bytes(), device.watch_peak()
             stock.take()
             # What the glue saves goes to the stash, but no glue is left when a layer recomputes.
-            with torch.autograd.graph.saved_tensors_hooks(_keep, _keep):
+            with torch.autograd.graph.saved_tensors_hooks(keep, given):
                 found = super().backward(of_tensors, sum_parameters=True)
             backward, backward_bytes = stock.take(), peak() - before
         # The visit goes on, of which that of the backward was a part.
@@ -433,10 +434,6 @@ class _RehearsedCall(LayerCall):
 
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
-
-
-def _keep(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _describe(leaf: Any, inputs: Sequence[Tensor]) -> _Output:
