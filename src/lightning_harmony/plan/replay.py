@@ -572,7 +572,7 @@ class _Replay:
         run = self._begin(device, 0, stashed.ready, seconds)
         assert run is not None
         stashed.where, stashed.ready = "on the host", run[1]
-        device.memory.give(stashed.footprint.stash_bytes, run[1], lingers=True)
+        device.memory.give(num_bytes, run[1], lingers=True)
         device.swapped_out["stash"] += num_bytes
         return ""
 
