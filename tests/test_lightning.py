@@ -409,16 +409,14 @@ def test_the_plan_follows_from_the_first_step_and_can_be_kept_after_the_fit() ->
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-            # What it predicts is known better once an update was seen.
-            seen.append(str(dataclasses.replace(trainer.strategy.plan, predicted=None)))
+            seen.append(str(trainer.strategy.plan))
 
     strategy = harmony(device_memory="56KiB")
     assert strategy.plan is None
     trainer_for(strategy, callbacks=[Look()], max_epochs=1).fit(Model(), loader())
-    # Recorded at the end of the first step.
-    assert len(set(seen)) == 1
+    # Made at the end of the first step. A later one may be planned anew, where updates turn out to be faster.
     assert "[" in seen[0]
-    assert str(dataclasses.replace(strategy.plan, predicted=None)) == seen[-1]
+    assert str(strategy.plan) == seen[-1]
 
 
 @pytest.mark.parametrize(("num_microbatches", "num_warnings"), [(1, 0), (2, 1)])
