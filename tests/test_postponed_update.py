@@ -32,7 +32,8 @@ from test_lightning import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_harmony.engine.postponed import PostponedUpdate
+from lightning_harmony.engine.postponed import PostponedUpdate, Share
+from lightning_harmony.engine.update import Updater
 
 pytestmark = [
     pytest.mark.timeout(60, method="thread"),
@@ -47,6 +48,11 @@ CLIPS: dict[str, dict[str, Any]] = {
     "none": {},
 }
 CLIP = CLIPS["norm"]
+# What makes an update go on when its step has ended: it is deferred and postponed, or it runs just in time and outlasts the
+# step. The first steps have to be timed for that, and the last of an epoch waits.
+BOTH_WAYS = pytest.mark.parametrize(
+    "options", [{**CLIP, "max_epochs": 2}, {"max_epochs": 3}], ids=["postponed", "outlasting"]
+)
 # A microbatch as large as the batch needs more room.
 WHOLE = "96KiB"
 UNDER = "under the forward of the next batch"
@@ -57,39 +63,62 @@ def postponed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Each share of an update begins when somebody waits for it, and no sooner.
 
     Returns:
-        For each update that was postponed, whether a forward had to wait for it.
+        For each update that was postponed, or left to outlast its step, whether a forward had to wait for it.
     """
     found: list[bool] = []
     gates: list[tuple[set[nn.Parameter], threading.Event]] = []
-    start, share, wait_for, finish = (
-        getattr(PostponedUpdate, name) for name in ("start", "_share", "wait_for", "finish")
+    gate_of: dict[Share, threading.Event] = {}
+    make, update = Share.__init__, Share.update
+    start, follow, wait_for, finish = (
+        getattr(PostponedUpdate, name) for name in ("start", "follow", "wait_for", "finish")
     )
+    wait_in_step = Updater._wait_for
+
+    def gated(self: Share, optimizer: Any, groups: Any) -> None:
+        make(self, optimizer, groups)
+        gate_of[self] = threading.Event()
+        gates.append((set(groups), gate_of[self]))
+
+    def late_update(self: Share, clip: Any) -> None:
+        assert gate_of[self].wait(30)
+        update(self, clip)
+
+    def opening(others: Any) -> Any:
+        def open_all(self: Any, *args: Any) -> Any:
+            for _, gate in gates:
+                gate.set()
+            return others(self, *args)
+
+        return open_all
 
     def late_start(self: PostponedUpdate, *args: Any) -> None:
         start(self, *args)
         found.append(False)
 
-    def late_share(self: PostponedUpdate, optimizer: Any, groups: Any, clip: Any) -> Callable[[], None]:
-        update, gate = share(self, optimizer, groups, clip), threading.Event()
-        gates.append((set(groups), gate))
-        return lambda: (gate.wait(30), update())[1]
+    def late_follow(self: PostponedUpdate, *args: Any) -> None:
+        # Of the step before, nothing is left. Of this one, nothing is to begin.
+        with monkeypatch.context() as patch:
+            patch.setattr(PostponedUpdate, "finish", finish)
+            follow(self, *args)
+        found.append(False)
 
     def opening_wait(self: PostponedUpdate, parameters: Sequence[nn.Parameter]) -> None:
         asked = [number for number, (members, _) in enumerate(gates) if members & set(parameters)]
         for _, gate in gates[: max(asked, default=-1) + 1]:
-            found[-1] |= not gate.is_set()
+            if found:
+                found[-1] |= not gate.is_set()
             gate.set()
         wait_for(self, parameters)
 
-    def opening_finish(self: PostponedUpdate) -> None:
-        for _, gate in gates:
-            gate.set()
-        finish(self)
-
+    monkeypatch.setattr(Share, "__init__", gated)
+    monkeypatch.setattr(Share, "update", late_update)
     monkeypatch.setattr(PostponedUpdate, "start", late_start)
-    monkeypatch.setattr(PostponedUpdate, "_share", late_share)
+    monkeypatch.setattr(PostponedUpdate, "follow", late_follow)
     monkeypatch.setattr(PostponedUpdate, "wait_for", opening_wait)
-    monkeypatch.setattr(PostponedUpdate, "finish", opening_finish)
+    monkeypatch.setattr(PostponedUpdate, "finish", opening(finish))
+    monkeypatch.setattr(Updater, "_wait_for", opening(wait_in_step))
+    # Nothing waits for room in between.
+    monkeypatch.setattr("lightning_harmony.engine.update.RING", 1000)
     return found
 
 
@@ -138,6 +167,31 @@ def test_an_update_as_late_as_can_be_gives_equal_bits(clip: str, optimizer: str,
     assert postponed == [True] * (NUM_STEPS - 1) * 2
 
 
+@pytest.mark.parametrize("clip", ["none", "value"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_update_that_outlasts_its_step_gives_equal_bits(clip: str, optimizer: str, postponed: list[bool]) -> None:
+    plain, swapped = (
+        fit(kind, Model(OPTIMIZERS[optimizer]), max_epochs=3, **CLIPS[clip]) for kind in ("plain", "harmony")
+    )
+    assert_same(plain, swapped)
+    assert swapped.strategy.step_report.update == "just-in-time"
+    # In the first epoch, the first step of all changes nothing before it has succeeded, and the second is timed.
+    assert postponed == [True] * (NUM_STEPS - 1) * 2
+
+
+class Foreign(Model):
+    """A layer's weight is trained by no optimizer, and keeps a gradient that nobody zeroes."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p is not self.net.head.weight], lr=0.1, momentum=0.9)
+
+
+def test_what_no_optimizer_has_is_left_alone(postponed: list[bool]) -> None:
+    plain, swapped = (fit(kind, Foreign(), max_epochs=3) for kind in ("plain", "harmony"))
+    assert_same(plain, swapped)
+    assert any(postponed)
+
+
 @pytest.mark.parametrize("clip", ["norm", "value"])
 def test_accumulation_over_batches_gives_equal_bits(clip: str, postponed: list[bool]) -> None:
     options = {"accumulate": 2, "max_epochs": 2, **CLIPS[clip]}
@@ -162,17 +216,19 @@ class Tied(Model):
         self.net.unused = nn.Linear(3, 3)
 
 
-def test_a_shared_parameter_is_updated_once(postponed: list[bool]) -> None:
+@BOTH_WAYS
+def test_a_shared_parameter_is_updated_once(options: dict[str, Any], postponed: list[bool]) -> None:
     runs = [
-        fit("harmony", Tied(), strategy=strategy, callbacks=callbacks, **CLIP)
+        fit("harmony", Tied(), strategy=strategy, callbacks=callbacks, **options)
         for strategy, callbacks in ((harmony(), []), (harmony(), [Looks(["on_train_batch_end"])]))
     ]
     assert_same(*runs)
     assert any(postponed)
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("parallel", ["pipeline", "data"])
-def test_several_devices_wait_for_it(parallel: Any, postponed: list[bool]) -> None:
+def test_several_devices_wait_for_it(parallel: Any, options: dict[str, Any], postponed: list[bool]) -> None:
     runs = [
         fit(
             "harmony",
@@ -180,12 +236,12 @@ def test_several_devices_wait_for_it(parallel: Any, postponed: list[bool]) -> No
             strategy=harmony(parallel=parallel),
             devices=2,
             callbacks=looks,
-            **CLIP,
+            **options,
         )
         for looks in ([], [Looks(["on_train_batch_end"])])
     ]
     assert_same(*runs)
-    assert postponed == [True] * (NUM_STEPS - 1)
+    assert postponed == [True] * (NUM_STEPS - 1) * 2
 
 
 def test_several_batches_that_are_one_give_equal_bits(postponed: list[bool]) -> None:
@@ -267,7 +323,7 @@ def assert_same_sights(make: Callable[[], Any], of: Callable[[Any], Any], **opti
     sights = []
     for strategy in ("auto", harmony(num_microbatches=1, device_memory=WHOLE)):
         module, callbacks = make()
-        trainer = trainer_for(strategy, max_epochs=2, callbacks=callbacks, **CLIP, **options)
+        trainer = trainer_for(strategy, callbacks=callbacks, **options)
         trainer.fit(module, loader(), loader())
         sights.append(of(trainer))
     assert [hook for hook, _ in sights[0]] == [hook for hook, _ in sights[1]]
@@ -277,9 +333,10 @@ def assert_same_sights(make: Callable[[], Any], of: Callable[[Any], Any], **opti
     return [hook for hook, _ in sights[0]]
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("hooks", [*([hook] for hook in BETWEEN), AROUND], ids=lambda hooks: hooks[0])
-def test_callbacks_see_finished_weights(hooks: list[str], postponed: list[bool]) -> None:
-    seen = assert_same_sights(lambda: (Model(), [Looks(hooks)]), lambda trainer: trainer.callbacks[0].seen)
+def test_callbacks_see_finished_weights(hooks: list[str], options: dict[str, Any], postponed: list[bool]) -> None:
+    seen = assert_same_sights(lambda: (Model(), [Looks(hooks)]), lambda trainer: trainer.callbacks[0].seen, **options)
     assert set(seen) >= set(hooks) - {"on_save_checkpoint"}
     # An update that nobody looks at before is hidden all the same.
     assert any(postponed) == (hooks[0] not in ("on_train_batch_start", "on_train_batch_end"))
@@ -297,41 +354,47 @@ def test_callbacks_see_finished_weights(hooks: list[str], postponed: list[bool])
         "on_validation_model_eval",
     ],
 )
+@BOTH_WAYS
 @pytest.mark.usefixtures("postponed")
-def test_the_module_sees_finished_weights(hook: str) -> None:
-    seen = assert_same_sights(lambda: (LooksBack(hook), []), lambda trainer: trainer.lightning_module.seen)
+def test_the_module_sees_finished_weights(hook: str, options: dict[str, Any]) -> None:
+    seen = assert_same_sights(lambda: (LooksBack(hook), []), lambda trainer: trainer.lightning_module.seen, **options)
     assert seen != []
 
 
-def test_validation_within_an_epoch_sees_finished_weights(postponed: list[bool]) -> None:
+@BOTH_WAYS
+def test_validation_within_an_epoch_sees_finished_weights(options: dict[str, Any], postponed: list[bool]) -> None:
     hooks = ["on_validation_start", "on_validation_batch_start"]
     seen = assert_same_sights(
-        lambda: (Model(), [Looks(hooks)]), lambda trainer: trainer.callbacks[0].seen, val_check_interval=2
+        lambda: (Model(), [Looks(hooks)]), lambda trainer: trainer.callbacks[0].seen, val_check_interval=2, **options
     )
     assert len(seen) > 4
     assert any(postponed)
 
 
-def test_checkpoints_are_saved_after_the_update(tmp_path: Path, postponed: list[bool]) -> None:
+@BOTH_WAYS
+def test_checkpoints_are_saved_after_the_update(options: dict[str, Any], tmp_path: Path, postponed: list[bool]) -> None:
     saved = []
     for kind in ("plain", "harmony"):
         saver = ModelCheckpoint(tmp_path / kind, "{step}", every_n_train_steps=1, save_top_k=-1)
-        fit(kind, Model(OPTIMIZERS["AdamW"]), callbacks=[saver], enable_checkpointing=True, **CLIP)
+        fit(kind, Model(OPTIMIZERS["AdamW"]), callbacks=[saver], enable_checkpointing=True, **options)
         paths = sorted((tmp_path / kind).iterdir())
         saved.append({path.name: torch.load(path, weights_only=False) for path in paths})
-    assert len(saved[0]) == NUM_STEPS
+    assert len(saved[0]) == NUM_STEPS * options["max_epochs"]
     assert saved[0].keys() == saved[1].keys()
     for name, expected in saved[0].items():
         assert_equal(dict(expected["state_dict"]), dict(saved[1][name]["state_dict"]))
         assert_equal(expected["optimizer_states"], saved[1][name]["optimizer_states"])
         assert_equal(expected["lr_schedulers"], saved[1][name]["lr_schedulers"])
-    assert len(postponed) == NUM_STEPS - 1
+    assert len(postponed) == (NUM_STEPS - 1) * 2
 
 
-def test_lightnings_own_bars_and_monitors_do_not_hold_it_up(tmp_path: Path, postponed: list[bool]) -> None:
-    options = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1, "enable_progress_bar": True}
-    fit("harmony", Model(OPTIMIZERS["AdamW"]), callbacks=[LearningRateMonitor("step")], **options, **CLIP)
-    assert len(postponed) == NUM_STEPS - 1
+@BOTH_WAYS
+def test_lightnings_own_bars_and_monitors_do_not_hold_it_up(
+    options: dict[str, Any], tmp_path: Path, postponed: list[bool]
+) -> None:
+    shown = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1, "enable_progress_bar": True}
+    fit("harmony", Model(OPTIMIZERS["AdamW"]), callbacks=[LearningRateMonitor("step")], **shown, **options)
+    assert len(postponed) == (NUM_STEPS - 1) * 2
 
 
 class ReadsState(Model):
@@ -347,10 +410,11 @@ class ReadsState(Model):
         return super().training_step(batch, batch_idx)
 
 
-def test_the_optimizers_state_is_complete_for_who_asks_for_it(postponed: list[bool]) -> None:
+@BOTH_WAYS
+def test_the_optimizers_state_is_complete_for_who_asks_for_it(options: dict[str, Any], postponed: list[bool]) -> None:
     runs = []
     for strategy in ("auto", harmony(num_microbatches=1, device_memory=None)):
-        runs.append(trainer_for(strategy, **CLIP))
+        runs.append(trainer_for(strategy, **options))
         runs[-1].fit(ReadsState(), loader())
     assert_equal(*(run.lightning_module.seen for run in runs))
     assert postponed != []
@@ -364,14 +428,14 @@ class Boom(Exception):
 
 
 class Fails(Model):
-    """Goes wrong in a forward, in the step after two."""
+    """Goes wrong in a forward, after some steps."""
 
-    def __init__(self, action: Callable[[], None]) -> None:
+    def __init__(self, action: Callable[[], None], num_steps: int) -> None:
         super().__init__(OPTIMIZERS["AdamW"])
-        self.action = action
+        self.action, self.num_steps = action, num_steps
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.trainer.global_step == 2:
+        if self.trainer.global_step == self.num_steps:
             self.net.embed(batch)
             self.action()
         return super().training_step(batch, batch_idx)
@@ -392,14 +456,16 @@ def default_sigint() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize(("action", "raised"), [(explode, Boom), (interrupt, SystemExit)])
 @pytest.mark.usefixtures("default_sigint")
 def test_an_update_that_was_asked_for_is_not_lost(
-    action: Callable[[], None], raised: type[BaseException], postponed: list[bool]
+    action: Callable[[], None], raised: type[BaseException], options: dict[str, Any], postponed: list[bool]
 ) -> None:
-    plain = fit("plain", Model(OPTIMIZERS["AdamW"]), max_steps=2, **CLIP)
-    module = Fails(action)
-    trainer = trainer_for(harmony(), **CLIP)
+    num_steps = 2 if "gradient_clip_val" in options else NUM_STEPS + 2
+    plain = fit("plain", Model(OPTIMIZERS["AdamW"]), max_steps=num_steps, **options)
+    module = Fails(action, num_steps)
+    trainer = trainer_for(harmony(), **options)
     with pytest.raises(raised):
         trainer.fit(module, loader())
     assert len(postponed) == 2
@@ -426,19 +492,25 @@ def test_neither_is_one_when_the_data_fails(postponed: list[bool]) -> None:
     assert_equal(values(plain.lightning_module), values(module))
 
 
-def test_an_error_of_the_update_surfaces_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    share = PostponedUpdate._share
+# Of the just-in-time shares, those of the second step are waited for: one of the fourth fails.
+@pytest.mark.parametrize(("options", "faulty"), [(CLIP, 2), ({"max_epochs": 2}, 10)], ids=["postponed", "outlasting"])
+def test_an_error_of_the_update_surfaces_once(
+    options: dict[str, Any], faulty: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = Share.update
     number = iter(range(100))
 
-    def faulty(self: PostponedUpdate, *args: Any) -> Callable[[], None]:
-        return explode if next(number) == 2 else share(self, *args)
+    def fails_once(self: Share, clip: Any) -> None:
+        if next(number) == faulty:
+            explode()
+        update(self, clip)
 
-    monkeypatch.setattr(PostponedUpdate, "_share", faulty)
+    monkeypatch.setattr(Share, "update", fails_once)
     module = Model()
     with pytest.raises(Boom):
-        fit("harmony", module, **CLIP)
+        fit("harmony", module, **options)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("harmony")]
-    fit("harmony", module, **CLIP)
+    fit("harmony", module, **options)
 
 
 # --- What the report says.
@@ -477,18 +549,13 @@ def test_an_update_that_all_wait_for_is_not_hidden(monkeypatch: pytest.MonkeyPat
         start(self, *args)
         self.finish()
 
-    share = PostponedUpdate._share
+    update = PostponedUpdate._update
 
-    def slow_share(self: PostponedUpdate, *args: Any) -> Callable[[], None]:
-        update = share(self, *args)
-
-        def slowly() -> None:
-            update()
-            time.sleep(0.02)
-            self._overlap.busy_seconds += 0.02
-
-        return slowly
+    def slowly(self: PostponedUpdate, *args: Any) -> None:
+        update(self, *args)
+        time.sleep(0.02)
+        self._overlap.busy_seconds += 0.02
 
     monkeypatch.setattr(PostponedUpdate, "start", start_and_finish)
-    monkeypatch.setattr(PostponedUpdate, "_share", slow_share)
+    monkeypatch.setattr(PostponedUpdate, "_update", slowly)
     assert fit("harmony", Model(), **CLIP).strategy.step_report.update_hidden < 0.5

@@ -156,7 +156,12 @@ class Training:
             if not self.engine.has_succeeded:
                 update, reason = "deferred", "the first step measures, and changes nothing until it has succeeded"
             limit = self.trainer.gradient_clip_val
-            self.engine.backward(gradient, self.trainer.optimizers[0], clip=by_value(limit) if limit else None)
+            self.engine.backward(
+                gradient,
+                self.trainer.optimizers[0],
+                clip=by_value(limit) if limit else None,
+                may_outlast=policy.why_at_once() is None,
+            )
         else:
             self.engine.backward(gradient, None, with_norms=policy.needs_norms())
             if self.deferred.may_wait:

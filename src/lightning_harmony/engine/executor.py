@@ -420,7 +420,13 @@ class Executor:
                 torch.autograd.backward(loss, gradient.expand_as(loss))
 
     def backward(
-        self, gradient: Tensor, optimizer: Optimizer | None, *, clip: Clip | None = None, with_norms: bool = False
+        self,
+        gradient: Tensor,
+        optimizer: Optimizer | None,
+        *,
+        clip: Clip | None = None,
+        with_norms: bool = False,
+        may_outlast: bool = False,
     ) -> None:
         """Run the backward of all microbatches, and the update of each pack behind it.
 
@@ -430,6 +436,7 @@ class Executor:
                 stepped when the backward has succeeded.
             clip: changes gradients before they are used just in time.
             with_norms: whether the norm of each collected gradient will be asked for.
+            may_outlast: whether updates just in time may go on until the next forward, as one does that is postponed.
         """
         self._upstream = gradient.detach()
         self._in_backward = True
@@ -445,6 +452,8 @@ class Executor:
             clip=clip,
             with_norms=with_norms,
             hold_back=optimizer is not None and not self.has_succeeded,
+            # A recorded step is whole.
+            may_outlast=may_outlast and not self.recorder.is_recording,
         )
         self._factor = factor
         with self._glue.stand_ins(), out_of_reach(self._derived), self._unwinding_on_error():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -142,11 +142,42 @@ class Norms:
         self._known = {}
 
 
-class PostponedUpdate:
-    """The update of all parameters of an optimizer, in shares, on a stream of its own.
+class Share:
+    """Some parameters of an optimizer, which are updated by themselves.
 
-    It takes what it needs when it is asked for: the gradients, and the hyperparameters that a scheduler may change at once.
-    The optimizer itself stays untouched, all but the tensors of its state.
+    It takes what it needs when it is made: the gradients, if they are there, and the hyperparameters that a scheduler may
+    change at once. The optimizer itself stays untouched, all but the tensors of its state.
+
+    Args:
+        optimizer: one that `why_not_separable` finds nothing against.
+        groups: the parameters, with the number of the group that each is in.
+
+    Attributes:
+        stand_ins: parameters with the same memory and gradient, whose ``grad`` nobody else takes away.
+    """
+
+    def __init__(self, optimizer: Optimizer, groups: Mapping[nn.Parameter, int]) -> None:
+        self.stand_ins = {parameter: _stand_in(parameter) for parameter in groups}
+        self._optimizer = optimizer
+        self._twin = _twin(optimizer, groups, self.stand_ins)
+
+    @property
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Of the optimizer."""
+        return self.stand_ins
+
+    def update(self, clip: Clip | None) -> None:
+        """Clip the gradients, and step."""
+        if clip is not None:
+            clip(list(self.stand_ins.values()))
+        self._twin.step()
+        for parameter, stand_in in self.stand_ins.items():
+            if self._twin.state.get(stand_in):
+                self._optimizer.state[parameter] = self._twin.state[stand_in]
+
+
+class PostponedUpdate:
+    """The update of parameters that goes on when a step has ended, in shares, on a stream of its own.
 
     Args:
         stream: runs it.
@@ -159,7 +190,7 @@ class PostponedUpdate:
         self._devices = devices
         self._overlap = overlap
         self._optimizer: Optimizer | None = None
-        self._known: frozenset[Tensor] = frozenset()
+        self._known: Collection[Tensor] = ()
         self._events: dict[nn.Parameter, HostEvent] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -175,33 +206,38 @@ class PostponedUpdate:
         known = frozenset(optimizer.state)
         groups = enumerate(optimizer.param_groups)
         left = {p: number for number, group in groups for p in group["params"] if p.grad is not None}
-        for share in [*order, list(left)]:
-            members = {parameter: left.pop(parameter) for parameter in share if parameter in left}
+        events: dict[nn.Parameter, HostEvent] = {}
+        for parameters in [*order, list(left)]:
+            members = {parameter: left.pop(parameter) for parameter in parameters if parameter in left}
             if members:
-                event = self._stream.submit(self._share(optimizer, members, clip))
-                self._events.update(dict.fromkeys(members, event))
-        if self._events:
-            self._optimizer, self._known = optimizer, known
-            # Its state is complete for whoever asks for it, by whatever way.
-            self._handles = [
-                optimizer.register_state_dict_pre_hook(lambda _: self.finish()),
-                optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
-            ]
+                event = self._stream.submit(partial(self._update, Share(optimizer, members), clip))
+                events.update(dict.fromkeys(members, event))
+        self._follow(optimizer, events, known)
 
-    def _share(self, optimizer: Optimizer, groups: dict[nn.Parameter, int], clip: Clip | None) -> Callable[[], None]:
-        stand_ins = {parameter: _stand_in(parameter) for parameter in groups}
-        twin = _twin(optimizer, groups, stand_ins)
+    def _update(self, share: Share, clip: Clip | None) -> None:
+        with self._overlap.updating(share.parameters):
+            share.update(clip)
 
-        def update() -> None:
-            with self._overlap.updating(groups):
-                if clip is not None:
-                    clip(list(stand_ins.values()))
-                twin.step()
-                for parameter, stand_in in stand_ins.items():
-                    if twin.state.get(stand_in):
-                        optimizer.state[parameter] = twin.state[stand_in]
+    def follow(self, optimizer: Optimizer, events: dict[nn.Parameter, HostEvent], known: Collection[Tensor]) -> None:
+        """Take over what is under way.
 
-        return update
+        Args:
+            optimizer: whose parameters are updated.
+            events: when each of them is.
+            known: the parameters that had a state before.
+        """
+        self.finish()
+        self._follow(optimizer, events, known)
+
+    def _follow(self, optimizer: Optimizer, events: dict[nn.Parameter, HostEvent], known: Collection[Tensor]) -> None:
+        if not events:
+            return
+        self._optimizer, self._known, self._events = optimizer, known, events
+        # Its state is complete for whoever asks for it, by whatever way.
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(lambda _: self.finish()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
+        ]
 
     def is_under_way(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether some of these parameters are not updated yet."""
@@ -219,7 +255,7 @@ class PostponedUpdate:
         """Wait until all parameters are updated; raise what failed."""
         events = list(dict.fromkeys(self._events.values()))
         optimizer, self._optimizer = self._optimizer, None
-        known, self._known = self._known, frozenset()
+        known, self._known = self._known, ()
         self._forget()
         if optimizer is None:
             return
@@ -259,7 +295,7 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _twin(
-    optimizer: Optimizer, groups: dict[nn.Parameter, int], stand_ins: dict[nn.Parameter, nn.Parameter]
+    optimizer: Optimizer, groups: Mapping[nn.Parameter, int], stand_ins: Mapping[nn.Parameter, nn.Parameter]
 ) -> Optimizer:
     """An optimizer for some parameters, by the groups that they are in, with hyperparameters of its own."""
     chosen: dict[int, list[nn.Parameter]] = defaultdict(list)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,18 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_harmony.engine.host_store import HostPool, lies_in, num_users
-from lightning_harmony.engine.postponed import Clip, Norms, Overlap, PostponedUpdate, Recorder, UpdateHeard, sort_state
+from lightning_harmony.engine.postponed import (
+    Clip,
+    Norms,
+    Overlap,
+    PostponedUpdate,
+    Recorder,
+    Share,
+    UpdateHeard,
+    sort_state,
+)
 from lightning_harmony.engine.profile import Speed
-from lightning_harmony.engine.stream import Event, HostStream
+from lightning_harmony.engine.stream import Event, HostEvent, HostStream
 from lightning_harmony.engine.swap import HostGradients
 
 # Optimizers that update each parameter from its own gradient and state alone, so that a step pack by pack is the same
@@ -50,6 +60,25 @@ class _Part:
     order: tuple[int, int]
     gradient: Tensor
     source: HostGradients
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is asked of a step.
+
+    Attributes:
+        optimizer: the one to step just in time; None if gradients are only to be collected.
+        clip: changes gradients before they are used just in time.
+        with_norms: whether to compute the norm of each gradient as it is collected.
+        reuses: whether the buffers of gradients that are used up are for those to come.
+        may_outlast: whether updates just in time may go on when the step has ended.
+    """
+
+    optimizer: Optimizer | None = None
+    clip: Clip | None = None
+    with_norms: bool = False
+    reuses: bool = True
+    may_outlast: bool = False
 
 
 # How many packs' gradients may be on their way into an update just in time. The fused packs, up to a quarter of them, become
@@ -89,18 +118,16 @@ class Updater:
         self.overlap = Overlap(spared_threads=spared_threads, on_update=on_update)
         self.norms = Norms()
         self.postponed = PostponedUpdate(self._stream, devices, self.overlap)
-        self._optimizer: Optimizer | None = None
-        self._clip: Clip | None = None
-        self._with_norms = False
+        self._step = _Step()
         self._known: frozenset[Tensor] = frozenset()
         self._held_back: list[tuple[Callable[[], None], list[Event]]] | None = None
-        self._reuses = True
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._num_owners: dict[nn.Parameter, int] = {}
         self._parts: dict[nn.Parameter, list[_Part]] = {}
         self._unused: dict[int, int] = {}
         self._held: list[tuple[HostGradients, int]] = []
-        self._submitted: list[Event] = []
+        self._submitted: list[HostEvent] = []
+        self._updated: dict[nn.Parameter, HostEvent] = {}
 
     def begin(
         self,
@@ -110,6 +137,7 @@ class Updater:
         clip: Clip | None = None,
         with_norms: bool = False,
         hold_back: bool = False,
+        may_outlast: bool = False,
     ) -> None:
         """Begin a step.
 
@@ -120,12 +148,14 @@ class Updater:
             with_norms: whether to compute the norm of each gradient as it is collected.
             hold_back: whether nothing may change before `finish`. Then each buffer goes as it is used: nobody needs them all
                 once more.
+            may_outlast: whether updates just in time may go on when `finish` has returned: whoever needs parameters then
+                asks `postponed` first. The optimizer is one that `why_not_separable` finds nothing against.
         """
         # A step that failed never came to its end: what it left must not run into this one.
         self.drain()
-        self._submitted = []
-        self._held_back, self._reuses = [] if hold_back else None, not hold_back
-        self._optimizer, self._clip, self._with_norms = optimizer, clip, with_norms
+        self._submitted, self._updated = [], {}
+        self._held_back = [] if hold_back else None
+        self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back)
         self._known = frozenset[Tensor]() if optimizer is None else frozenset(optimizer.state)
         self.norms.clear()
         self._parts = defaultdict(list)
@@ -147,76 +177,111 @@ class Updater:
             if self._num_owners[parameter] == 0 and parameter in self._parts:
                 ready.append(parameter)
         parts = [self._parts.pop(parameter) for parameter in ready]
-        if ready:
-            events = {id(part.source): part.source.event for several in parts for part in several}
-            self._submit(lambda: self._take(ready, parts), list(events.values()))
-
-    def _submit(self, work: Callable[[], None], after: list[Event]) -> None:
+        if not ready:
+            return
+        work = partial(self._take, self._step, self._share(ready), ready, parts)
+        after = list({id(part.source): part.source.event for several in parts for part in several}.values())
         if self._held_back is not None:
             self._held_back.append((work, after))
-        else:
-            self._submitted.append(self._stream.submit(work, after))
+            return
+        event = self._stream.submit(work, after)
+        self._submitted.append(event)
+        self._updated.update(dict.fromkeys(ready, event))
+
+    def _share(self, parameters: Sequence[nn.Parameter]) -> Share | None:
+        """What is updated by itself, beside whatever Lightning does when the step has ended."""
+        if self._step.optimizer is None or not self._step.may_outlast:
+            return None
+        share = Share(self._step.optimizer, {p: self._places[p][0] for p in parameters if p in self._places})
+        for parameter in parameters:
+            # Lightning's own step must not find it. The share has it.
+            parameter.grad = None
+        return share
 
     def await_room(self) -> None:
         """Wait until the gradients of few packs alone wait for an update just in time."""
-        if self._optimizer is not None and self._held_back is None and len(self._submitted) >= RING:
+        if self._step.optimizer is not None and self._held_back is None and len(self._submitted) >= RING:
             self._submitted[-RING].synchronize()
 
     def finish(self) -> None:
-        """Wait until every gradient is in place and every update is done; raise what the first of them raised."""
+        """Wait until every gradient is in place and every update is done, or leave the updates to `postponed`.
+
+        What the first of those that it waits for raised is raised here.
+        """
         held_back, self._held_back = self._held_back or [], None
         self._submitted += [self._stream.submit(work, after) for work, after in held_back]
         held_back.clear()
         submitted, self._submitted = self._submitted, []
+        updated, self._updated = self._updated, {}
+        optimizer = self._step.optimizer
+        try:
+            # Before anybody plans with what updates take, some have to be timed.
+            if optimizer is not None and self._step.may_outlast and self.speed.bytes_per_second is not None:
+                self.postponed.follow(optimizer, updated, self._known)
+            else:
+                self._wait_for(submitted)
+        finally:
+            self.speed.keep_faster(self._speed_of_step)
+            self._speed_of_step = Speed()
+
+    def _wait_for(self, submitted: Sequence[Event]) -> None:
         try:
             self.overlap.wait_for(submitted, self._devices)
         finally:
             self.drain()
-            self.speed.keep_faster(self._speed_of_step)
-            self._speed_of_step = Speed()
-            optimizer, self._optimizer = self._optimizer, None
-            if optimizer is not None:
-                sort_state(optimizer, self._known)
+            if self._step.optimizer is not None:
+                sort_state(self._step.optimizer, self._known)
 
     def drain(self) -> None:
         """Wait until nothing is under way, on the way out of an error or before the next step."""
         self._stream.submit(lambda: None).synchronize()
 
-    def _take(self, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]]) -> None:
+    def _take(
+        self, step: _Step, share: Share | None, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]]
+    ) -> None:
+        targets = {parameter: parameter for parameter in parameters} if share is None else share.stand_ins
         for parameter, contributions in zip(parameters, parts, strict=True):
-            _set_gradient(parameter, contributions)
-        if self._optimizer is not None:
-            self._step(self._optimizer, parameters)
-        elif self._with_norms:
+            if parameter in targets:
+                _set_gradient(targets[parameter], parameter, contributions)
+        if step.optimizer is not None:
+            self._update(step.optimizer, step, share, parameters)
+        elif step.with_norms:
             self.norms.note(parameters)
         for contributions in parts:
             for part in contributions:
-                self._use_up(part.source)
-        # Where sums include those of earlier batches, the buffers of these are free.
-        self.reclaim()
+                self._use_up(step, part.source)
+        if step.optimizer is None:
+            # Where sums include those of earlier batches, the buffers of these are free.
+            self.reclaim()
 
-    def _step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    def _update(
+        self, optimizer: Optimizer, step: _Step, share: Share | None, parameters: Sequence[nn.Parameter]
+    ) -> None:
         start = time.perf_counter()
-        with self.overlap.updating(parameters), _only(optimizer, self._places, parameters):
-            if self._clip is not None:
-                self._clip(list(parameters))
-            optimizer.step()
-        for parameter in parameters:
-            parameter.grad = None
+        with self.overlap.updating(parameters):
+            if share is not None:
+                share.update(step.clip)
+            else:
+                with _only(optimizer, self._places, parameters):
+                    if step.clip is not None:
+                        step.clip(list(parameters))
+                    optimizer.step()
+                for parameter in parameters:
+                    parameter.grad = None
         # The first step of all, the one that is held back, also makes the state.
-        if self._reuses:
+        if step.reuses:
             self._speed_of_step.note(sum(p.numel() * p.element_size() for p in parameters), time.perf_counter() - start)
 
-    def _use_up(self, source: HostGradients) -> None:
+    def _use_up(self, step: _Step, source: HostGradients) -> None:
         self._unused[id(source)] -= 1
         if self._unused[id(source)] > 0:
             return
         del self._unused[id(source)]
-        if self._optimizer is None:
+        if step.optimizer is None:
             grads = [parameter.grad for _, parameter in source.sums if parameter.grad is not None]
             num_grads = sum(lies_in(gradient, source.buffer) for gradient in grads)
             self._held.append((source, num_users(source.buffer) - num_grads))
-        elif self._reuses:
+        elif step.reuses:
             self._pool.give(source.buffer, None)
 
     def reclaim(self) -> None:
@@ -234,17 +299,18 @@ class Updater:
         self._stream.close()
 
 
-def _set_gradient(parameter: nn.Parameter, parts: list[_Part]) -> None:
+def _set_gradient(target: nn.Parameter, parameter: nn.Parameter, parts: list[_Part]) -> None:
+    """Give a parameter, or what stands in for it, its gradient."""
     parts.sort(key=lambda part: part.order)
     total = parts[0].gradient
     for part in parts[1:]:
         total.add_(part.gradient)
     includes_earlier = any(parameter in part.source.includes_earlier for part in parts)
-    if parameter.grad is not None and not includes_earlier:
-        parameter.grad.add_(total)
+    if target.grad is not None and not includes_earlier:
+        target.grad.add_(total)
     else:
         # A tensor of its own: whoever keeps it is seen to use the buffer.
-        parameter.grad = total.detach()
+        target.grad = total.detach()
 
 
 def _places(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
