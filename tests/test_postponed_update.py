@@ -102,13 +102,13 @@ def postponed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             follow(self, *args)
         found.append(False)
 
-    def opening_wait(self: PostponedUpdate, parameters: Sequence[nn.Parameter]) -> None:
+    def opening_wait(self: PostponedUpdate, parameters: Sequence[nn.Parameter], *others: Any) -> None:
         asked = [number for number, (members, _) in enumerate(gates) if members & set(parameters)]
         for _, gate in gates[: max(asked, default=-1) + 1]:
             if found:
                 found[-1] |= not gate.is_set()
             gate.set()
-        wait_for(self, parameters)
+        wait_for(self, parameters, *others)
 
     monkeypatch.setattr(Share, "__init__", gated)
     monkeypatch.setattr(Share, "update", late_update)

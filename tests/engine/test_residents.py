@@ -1,5 +1,6 @@
 """Which packs are on the device, who comes next, and who makes way."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -88,6 +89,28 @@ def test_the_next_packs_are_fetched_ahead(model: Model) -> None:
     model.residents.bring(place, 0)
     assert model.residents.prefetch(place, 0)
     assert model.resident() == {0, 1, 2}
+
+
+def test_what_is_updated_comes_while_the_pack_before_it_is_not(model: Model) -> None:
+    layers = [model.residents.packs[index].parameters for index in (1, 0)]
+    optimizer = torch.optim.SGD([p for parameters in layers for p in parameters], lr=0.1)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    found: list[set[int]] = []
+
+    def clip(parameters: list[nn.Parameter]) -> None:
+        # The second share, that of the first pack, lasts until the second pack has come.
+        deadline = time.monotonic() + 20
+        while found and 1 not in model.resident() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        found.append(model.resident())
+
+    model.update.start(optimizer, layers, clip)
+    model.residents.enter(model.forward(0), 0, alone=False)
+    assert 1 in found[1]
+    assert 0 not in found[1]
+    assert model.resident() >= {0, 1}
+    model.update.finish()
 
 
 def test_what_is_needed_last_makes_way(model: Model) -> None:

@@ -21,7 +21,7 @@ from lightning_harmony.engine.stream import Event, HostEvent, HostStream
 Clip = Callable[[list[nn.Parameter]], None]
 # Told the parameters of a piece of an update, and its beginning and end by `time.perf_counter`.
 UpdateHeard = Callable[[Iterable[nn.Parameter], float, float], None]
-# While it waits for an update, the host looks this often whether the device still has something to do.
+# While it waits for an update, the host looks this often whether there is something else to do.
 _GLANCE_SECONDS = 2e-4
 
 
@@ -71,15 +71,28 @@ class Overlap:
         self.busy_seconds = self.waited_seconds = 0.0
         return max(1.0 - waited / busy, 0.0) if busy > 0.0 else 0.0
 
-    def wait_for(self, events: Sequence[Event], devices: Sequence[Recorder]) -> None:
-        """Block until updates are done; what they raised is raised here."""
+    def wait_for(
+        self, events: Sequence[Event], devices: Sequence[Recorder], meanwhile: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Block until updates are done; what they raised is raised here.
+
+        Args:
+            events: of the updates.
+            devices: what may have something else to do.
+            meanwhile: called again and again, until it says that there is nothing left to do meanwhile.
+        """
         computed = [device.record() for device in devices]
-        while not all(event.done() for event in computed) and not all(event.done() for event in events):
+        idle_since: float | None = None
+        while not all(event.done() for event in events):
+            if idle_since is None and all(event.done() for event in computed):
+                idle_since = time.perf_counter()
+            if not meanwhile() and idle_since is not None:
+                break
             time.sleep(_GLANCE_SECONDS)
-        start = time.perf_counter()
         for event in events:
             event.synchronize()
-        self.waited_seconds += time.perf_counter() - start
+        if idle_since is not None:
+            self.waited_seconds += time.perf_counter() - idle_since
 
 
 def by_norm(max_norm: float, total_norm: Tensor) -> Clip:
@@ -243,10 +256,15 @@ class PostponedUpdate:
         """Whether some of these parameters are not updated yet."""
         return bool(self._events) and not all(event.done() for event in self._of(parameters))
 
-    def wait_for(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Wait until these parameters are updated."""
+    def wait_for(self, parameters: Iterable[nn.Parameter], meanwhile: Callable[[], bool] = lambda: False) -> None:
+        """Wait until these parameters are updated.
+
+        Args:
+            parameters: of the optimizer.
+            meanwhile: called again and again, until it says that there is nothing left to do meanwhile.
+        """
         if self._events and (events := self._of(parameters)):
-            self._overlap.wait_for(events, self._devices)
+            self._overlap.wait_for(events, self._devices, meanwhile)
 
     def _of(self, parameters: Iterable[nn.Parameter]) -> list[HostEvent]:
         return list(dict.fromkeys(self._events[p] for p in parameters if p in self._events))

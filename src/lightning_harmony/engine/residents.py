@@ -114,12 +114,20 @@ class Residents:
             self._take_away()
         else:
             self._move(place)
+            self._await_update(place, work_bytes)
         if isinstance(self.device, VirtualDevice):
             # First, as what is fetched now may need room already: the one for the pack before could evict this one.
             self.device.relieve = partial(self.make_room, place)
         self.bring(place, work_bytes)
         self.visit = Visit(place, work_bytes)
         return self.visit
+
+    def _await_update(self, place: Place, work_bytes: int) -> None:
+        """Wait until the host has updated a pack. Those that follow it may have been updated sooner, and come."""
+        pack = place.pack
+        if pack.residency is None:
+            reserved_bytes = work_bytes + pack.swap_in_bytes
+            self.swapper.await_update(pack, lambda: not self.prefetch(place, reserved_bytes))
 
     def admit(self, num_bytes: int) -> None:
         """Free what isn't needed now for something that comes from another device."""

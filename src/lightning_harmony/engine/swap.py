@@ -265,6 +265,15 @@ class Swapper:
             with torch.inference_mode(False):
                 self._start_swap_in(pack)
 
+    def await_update(self, pack: SwappedPack, meanwhile: Callable[[], bool]) -> None:
+        """Wait until a pack is updated.
+
+        Args:
+            pack: the pack.
+            meanwhile: called again and again, until it says that there is nothing left to do meanwhile.
+        """
+        self._update.wait_for(pack.parameters, meanwhile)
+
     def is_current(self, pack: SwappedPack) -> bool:
         """Whether a swap-in would not have to wait for an update."""
         return not self._update.is_under_way(pack.parameters)

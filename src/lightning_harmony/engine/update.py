@@ -214,15 +214,11 @@ class Updater:
         submitted, self._submitted = self._submitted, []
         updated, self._updated = self._updated, {}
         optimizer = self._step.optimizer
-        try:
-            # Before anybody plans with what updates take, some have to be timed.
-            if optimizer is not None and self._step.may_outlast and self.speed.bytes_per_second is not None:
-                self.postponed.follow(optimizer, updated, self._known)
-            else:
-                self._wait_for(submitted)
-        finally:
-            self.speed.keep_faster(self._speed_of_step)
-            self._speed_of_step = Speed()
+        # Before anybody plans with what updates take, some have to be timed.
+        if optimizer is not None and self._step.may_outlast and self.speed.bytes_per_second is not None:
+            self.postponed.follow(optimizer, updated, self._known)
+        else:
+            self._wait_for(submitted)
 
     def _wait_for(self, submitted: Sequence[Event]) -> None:
         try:
@@ -235,6 +231,9 @@ class Updater:
     def drain(self) -> None:
         """Wait until nothing is under way, on the way out of an error or before the next step."""
         self._stream.submit(lambda: None).synchronize()
+        # Nobody times any more.
+        self.speed.keep_faster(self._speed_of_step)
+        self._speed_of_step = Speed()
 
     def _take(
         self, step: _Step, share: Share | None, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]]
