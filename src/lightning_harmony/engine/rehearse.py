@@ -26,8 +26,8 @@ from lightning_harmony.engine.hollow_graph import given, keep
 from lightning_harmony.engine.host_store import HostPool, HostStore, Slot, lay_out, lies_in
 from lightning_harmony.engine.intercept import InterceptedForward, LayerCall
 from lightning_harmony.engine.layer import COMPARED_CALLS, SwappedLayer, buffers_of, places_of
-from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
-from lightning_harmony.engine.opaque import without_caches
+from lightning_harmony.engine.narrow import CastWatch, autocast_dtype, is_view
+from lightning_harmony.engine.opaque import PLAIN, without_caches
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.rng import RandomState
 from lightning_harmony.engine.stash import Alias, LaneStash, Stash, Stashed
@@ -181,7 +181,7 @@ class _Stock(TorchDispatchMode):
         packet = func._overloadpacket
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if _is_view(func) or packet.__name__ in _ALLOCATIONS:
+        if is_view(func) or packet.__name__ in _ALLOCATIONS:
             return
         self._num_operations += 1
         if packet in _FLOPS and tensors:
@@ -198,11 +198,6 @@ class _Stock(TorchDispatchMode):
 _ALLOCATIONS = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh"}
 )
-
-
-def _is_view(func: Any) -> bool:
-    """Whether an operation returns a view and changes nothing."""
-    return not func._schema.is_mutable and any(result.alias_info is not None for result in func._schema.returns)
 
 
 def _sdpa_for_cpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
@@ -389,7 +384,7 @@ class _RehearsedCall(LayerCall):
     def _signature(self, tensors: Sequence[Tensor]) -> Any:
         """What calls that do the same have in common."""
         leaves = [
-            leaf if isinstance(leaf, _PLAIN) else ("object", id(leaf))
+            leaf if isinstance(leaf, PLAIN) else ("object", id(leaf))
             for number, leaf in zip(self._numbers, self._leaves, strict=True)
             if number is None
         ]
@@ -431,9 +426,6 @@ class _RehearsedCall(LayerCall):
             tuple(number for number, p in enumerate(self._layer.parameters) if p in measured.narrow),
             arguments,
         )
-
-
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def _describe(leaf: Any, inputs: Sequence[Tensor]) -> _Output:
@@ -856,7 +848,7 @@ def _structure(layer: SwappedLayer) -> Any:
     def of_module(module: nn.Module) -> Any:
         parameters = [(name, p) for name, p in module._parameters.items() if p is not None]
         buffers = [(name, b) for name, b in module._buffers.items() if b is not None]
-        plain = [(n, v) for n, v in vars(module).items() if isinstance(v, _PLAIN) and not n.endswith(_NUMBERING)]
+        plain = [(n, v) for n, v in vars(module).items() if isinstance(v, PLAIN) and not n.endswith(_NUMBERING)]
         return (
             type(module),
             tuple((name, numbers[p], _Shape.of(p), layer.narrow.get(p)) for name, p in parameters),
