@@ -1,4 +1,8 @@
-"""The executor: grants lanes pack by pack, and sees to it that what they ask for resides on the device."""
+"""The executor: conducts steps, from the first lane's first turn to the last update, and grants lanes pack by pack.
+
+What they ask for is in `runtime`: `visits` make packs ready for it, `placement` knows where they are, `gradient_sums` takes
+what comes of it, and `observer` sees what it took.
+"""
 
 from __future__ import annotations
 
