@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 import lightning_harmony.strategy
 from lightning_harmony.engine import device as device_module
-from lightning_harmony.engine import executor, hollow_graph, stash
+from lightning_harmony.engine import executor, hollow_graph, stash, visits
 from lightning_harmony.engine import stream as stream_module
 from lightning_harmony.engine.device import CudaDevice, Device
 from lightning_harmony.engine.host_store import HostPool
@@ -760,7 +760,7 @@ def detecting(monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: It
     monkeypatch.setattr(device_module, "_flat", flat)
     monkeypatch.setattr(stream_module, "torch", FakeTorch())
     monkeypatch.setattr(stash, "_keep_until_computed", _keep_until_computed)
-    for module in (executor, hollow_graph):
+    for module in (executor, hollow_graph, visits):
         # What the engine does is to be seen, too.
         monkeypatch.setattr(module, "no_dispatch", nullcontext)
     try:

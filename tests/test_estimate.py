@@ -102,8 +102,8 @@ def train(
             executor = strategy._executor
             assert executor is not None
             # Bytes alone: what was timed is no estimate's.
-            works = executor._works[True]
-            strategy.known = {layer.name: works.cost(layer, executor.store) for layer in executor._layers}  # type: ignore[attr-defined]
+            works = executor._observer.works[True]
+            strategy.known = {layer.name: works.cost(layer, executor.store) for layer in executor._model.layers}  # type: ignore[attr-defined]
 
     trainer = trainer_for(strategy, steps, [reports, Known()], **options)
     trainer.fit(module, DataLoader(data, batch_size=batch_size))

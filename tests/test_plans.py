@@ -125,9 +125,10 @@ class TestPrediction:
         self, capacity: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from lightning_harmony.engine.executor import Executor
+        from lightning_harmony.engine.visits import Visits
 
         entered: list[Task] = []
-        enter, forward = Executor._enter, Executor.forward
+        enter, forward = Visits.enter, Executor.forward
 
         def spy(self: Any, progress: Any, place: Any) -> None:
             entered.append(Task(place.pack.index, place.phase, progress.lane.microbatch))
@@ -137,7 +138,7 @@ class TestPrediction:
             entered.clear()
             forward(self, *args, **options)
 
-        monkeypatch.setattr(Executor, "_enter", spy)
+        monkeypatch.setattr(Visits, "enter", spy)
         monkeypatch.setattr(Executor, "forward", begin)
         plan = planned(capacity)
         assert plan.profile is not None

@@ -41,8 +41,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, bool]]:
     drive = Executor._drive
 
     def spy(self: Any, until: Any) -> None:
-        if self._is_training and not self._in_backward:
-            steps.append((self.plan, self._measuring))
+        if self._observer.is_training and not self._step.in_backward:
+            steps.append((self.plan, self._observer.is_measuring))
         drive(self, until)
 
     monkeypatch.setattr(Executor, "_drive", spy)

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy
 
-from lightning_harmony.engine.decompose import Layer, find_layers, glue_parameters
+from lightning_harmony.engine.decompose import find_layers
 
 
 class Block(nn.Module):
@@ -105,6 +105,12 @@ def names(root, max_layer_bytes=None, layers=None):
     return [layer.name for layer in find_layers(root, max_layer_bytes=max_layer_bytes, layers=layers)]
 
 
+def unowned(root):
+    """Parameters that are in no layer: glue uses them."""
+    owned = {parameter for layer in find_layers(root, max_layer_bytes=None) for parameter in layer.module.parameters()}
+    return [name for name, parameter in root.named_parameters() if parameter not in owned]
+
+
 def classes(root):
     return {layer.name: type(layer.module).__name__ for layer in find_layers(root, max_layer_bytes=None)}
 
@@ -179,9 +185,8 @@ class TestWhatIsNoLayer:
     def test_lists_of_parameters_are_glue(self):
         scales = nn.ParameterList([torch.ones(2)])
         root = root_of(head=nn.Linear(2, 2), scales=scales, biases=nn.ParameterDict({"a": torch.ones(2)}))
-        layers = find_layers(root, max_layer_bytes=None)
-        assert [layer.name for layer in layers] == ["head"]
-        assert [name for name, _ in glue_parameters(root, layers)] == ["scales.0", "biases.a"]
+        assert names(root) == ["head"]
+        assert unowned(root) == ["scales.0", "biases.a"]
 
     def test_a_parametrized_module_stays_whole(self):
         linear = parametrizations.weight_norm(parametrizations.weight_norm(nn.Linear(4, 4)), "bias", dim=None)
@@ -192,15 +197,15 @@ class TestWhatIsNoLayer:
 class TestCapacity:
     block_bytes = 4 * (2 * 4 + 2 * (4 * 4 + 4))
 
-    def test_parameter_bytes_counts_each_parameter_once(self):
-        block = Block()
-        assert Layer("block", block).parameter_bytes == self.block_bytes
-        block.mlp[2].weight = block.mlp[0].weight
-        assert Layer("block", block).parameter_bytes == self.block_bytes - 4 * 16
-
     def test_weights_and_gradients_of_a_block_just_fit(self):
         root = root_of(blocks=nn.ModuleList([Block(), Block()]))
         assert names(root, max_layer_bytes=2 * self.block_bytes) == ["blocks.0", "blocks.1"]
+
+    def test_a_parameter_that_a_block_has_twice_counts_once(self):
+        root = root_of(blocks=nn.ModuleList([Block(), Block()]))
+        for block in root.blocks:
+            block.mlp[2].weight = block.mlp[0].weight
+        assert names(root, max_layer_bytes=2 * (self.block_bytes - 4 * 16)) == ["blocks.0", "blocks.1"]
 
     def test_a_block_that_does_not_fit_is_descended_into(self):
         root = root_of(blocks=nn.ModuleList([Block(), Block()]))
@@ -261,35 +266,8 @@ class TestSharing:
     def test_modules_that_share_a_parameter_are_both_layers(self):
         root = Decoder(2)
         root.head.weight = root.embed.weight
-        layers = find_layers(root, max_layer_bytes=None)
-        assert [layer.name for layer in layers] == ["embed", "blocks.0", "blocks.1", "head"]
-        assert [name for name, _ in glue_parameters(root, layers)] == ["positions"]
-
-
-class TestGlue:
-    def test_parameters_beside_layers_are_glue(self):
-        root = Decoder()
-        glue = glue_parameters(root, find_layers(root, max_layer_bytes=None))
-        assert [name for name, _ in glue] == ["positions"]
-        assert glue[0][1] is root.positions
-
-    def test_a_parameter_that_a_layer_owns_too_is_not_glue(self):
-        root = Decoder()
-        root.tied = root.head.weight
-        assert [name for name, _ in glue_parameters(root, find_layers(root, max_layer_bytes=None))] == ["positions"]
-
-    def test_every_parameter_is_in_a_layer_or_glue(self):
-        for root in (Decoder(), ResNet(), root_of(metric=Learned(), mlp=Mlp())):
-            layers = find_layers(root, max_layer_bytes=100)
-            owned = {parameter for layer in layers for parameter in layer.module.parameters()}
-            glue = {parameter for _, parameter in glue_parameters(root, layers)}
-            assert owned | glue == set(root.parameters())
-            assert not owned & glue
-
-    def test_a_shared_glue_parameter_is_listed_once(self):
-        root = root_of()
-        root.first = root.second = nn.Parameter(torch.ones(1))
-        assert [name for name, _ in glue_parameters(root, [])] == ["first"]
+        assert names(root) == ["embed", "blocks.0", "blocks.1", "head"]
+        assert unowned(root) == ["positions"]
 
 
 class TestOverride:
@@ -361,7 +339,7 @@ class TestHuggingFace:
     def test_tied_embedding_leaves_no_glue(self):
         model = self.gpt2()
         assert model.lm_head.weight is model.transformer.wte.weight
-        assert glue_parameters(model, find_layers(model, max_layer_bytes=None)) == []
+        assert unowned(model) == []
 
     def test_a_block_that_does_not_fit_is_split_all_the_same(self):
         assert "transformer.h.0.attn.c_attn" in names(self.gpt2(), max_layer_bytes=100)

@@ -22,11 +22,6 @@ class Layer:
     """Qualified name in the root module."""
     module: nn.Module
 
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of the parameters below the module, each counted once."""
-        return _parameter_bytes(self.module)
-
 
 def find_layers(root: nn.Module, *, max_layer_bytes: int | None, layers: LayerChoice | None = None) -> list[Layer]:
     """Find the layers of a model.
@@ -50,12 +45,6 @@ def find_layers(root: nn.Module, *, max_layer_bytes: int | None, layers: LayerCh
     """
     rules = _Rules(_chosen(root, layers), _blocks(root), max_layer_bytes)
     return _outermost(list(_descend("", root, rules, visited={id(root)})))
-
-
-def glue_parameters(root: nn.Module, layers: Sequence[Layer]) -> list[tuple[str, nn.Parameter]]:
-    """List the parameters that no layer owns, each once, under its first name in the root module."""
-    owned = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
-    return [(name, parameter) for name, parameter in root.named_parameters() if id(parameter) not in owned]
 
 
 @dataclass(frozen=True)

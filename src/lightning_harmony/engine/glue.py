@@ -19,7 +19,7 @@ from lightning_harmony.plan.task import Phase
 
 
 class Runtime(Protocol):
-    """What glue asks of the executor."""
+    """What glue asks of the engine."""
 
     def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
         """Wait for the turn of a layer; it resides on the device within the context."""
@@ -242,7 +242,7 @@ class Glue:
     Args:
         places: where the model holds its parameters.
         device: where glue computes.
-        runtime: the executor.
+        runtime: the engine.
         compute_dtype: in which type glue computes with parameters; None for that of each.
     """
 

@@ -32,7 +32,7 @@ from lightning_harmony.plan.task import Phase
 
 
 class Runtime(Protocol):
-    """What an intercepted call asks of the executor."""
+    """What an intercepted call asks of the engine."""
 
     def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
         """Wait for the turn of a layer; it resides on the device within the context."""
@@ -84,7 +84,7 @@ class InterceptedForward:
 
     Args:
         layer: the layer, with a module.
-        runtime: the executor.
+        runtime: the engine.
         compile_options: of `torch.compile`, with which to compile the layer unless the user did; None to leave it as it is.
     """
 

@@ -68,10 +68,10 @@ class CastWatch(TorchDispatchMode):
     def _note(self, parameter: nn.Parameter, func: Any, kwargs: Any, result: Any) -> None:
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is self.dtype:
             self._num_casts[parameter] += 1
-        elif not (isinstance(result, Tensor) and self._parameter(result) is parameter and _is_view(func)):
+        elif not (isinstance(result, Tensor) and self._parameter(result) is parameter and is_view(func)):
             self._used.add(parameter)
 
 
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
     """Whether an operation returns a view and changes nothing."""
     return not func._schema.is_mutable and any(result.alias_info is not None for result in func._schema.returns)

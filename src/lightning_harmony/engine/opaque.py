@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Values of these types hold no tensor, and equal ones tell layers the same.
+PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 _IMMUTABLE = (
-    type(None), bool, int, float, complex, str, bytes, enum.Enum, slice, range, type, nn.Module,
-    torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size,
+    *PLAIN, bytes, enum.Enum, slice, range, type, nn.Module, torch.memory_format, torch.layout, torch.Size,
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.opaque import PLAIN
 from lightning_harmony.engine.swap import Residency
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -96,10 +97,6 @@ def _nodes(outputs: Sequence[Tensor]) -> list[Any]:
     return nodes
 
 
-# What a function may keep of a call without keeping a tensor.
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
-
-
 def _holds_tensors(node: Any, ours: Collection[int]) -> bool:
     """Whether a node may keep tensors beside those that autograd saves.
 
@@ -108,4 +105,4 @@ def _holds_tensors(node: Any, ours: Collection[int]) -> bool:
     if hasattr(node, "variable"):
         return id(node.variable) not in ours
     kept = vars(node) if isinstance(node, torch._C._FunctionBase) else {}
-    return not all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(dict(kept)))
+    return not all(isinstance(leaf, PLAIN) for leaf in tree_leaves(dict(kept)))

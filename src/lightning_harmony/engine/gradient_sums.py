@@ -1,0 +1,190 @@
+"""Sums of gradients: what the backwards of all microbatches add up to, from the devices to the update of their pack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.observer import Observer
+from lightning_harmony.engine.placement import Placement
+from lightning_harmony.engine.profile import Profiler
+from lightning_harmony.engine.residents import Residents
+from lightning_harmony.engine.step import Step
+from lightning_harmony.engine.swap import HostGradients, SwappedPack
+from lightning_harmony.engine.swapped_model import SwappedModel
+from lightning_harmony.engine.transfer import Transfers
+from lightning_harmony.engine.update import Updater
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.plan.task import Errand, Task
+
+
+class GradientSums:
+    """Adds gradients up, and hands a pack's sums over to its update when no further backward is expected.
+
+    Args:
+        model: whose parameters they are of.
+        step: the step that runs.
+        placement: of its packs.
+        transfers: bring sums together that are on several devices.
+        updater: takes them.
+        observer: knows whether copies are timed.
+        profiler: times them.
+
+    Attributes:
+        reentrant: whether layers were called in a backward (reentrant checkpointing). Which of their gradients are the last
+            is not known before the end of it.
+    """
+
+    def __init__(
+        self,
+        model: SwappedModel,
+        step: Step,
+        placement: Placement,
+        transfers: Transfers,
+        updater: Updater,
+        observer: Observer,
+        profiler: Profiler,
+    ) -> None:
+        self.reentrant = False
+        self._model = model
+        self._step = step
+        self._placement = placement
+        self._transfers = transfers
+        self._updater = updater
+        self._observer = observer
+        self._profiler = profiler
+        self._factor = 1.0
+        self._delivered: set[int] = set()
+
+    def begin(self, factor: float) -> None:
+        """The backward of a step begins; its gradients are multiplied with a factor before they are handed over."""
+        self._factor, self._delivered = factor, set()
+
+    # ---- adding up -----------------------------------------------------------------------------------------------------
+
+    def add(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Add the gradients of one backward of a layer.
+
+        Args:
+            layer: the layer.
+            use: which call of the layer in its microbatch they are of.
+            gradients: of each parameter that has one.
+        """
+        if any(parameter._backward_hooks for parameter, _ in gradients):
+            gradients = [(p, self._after_hooks(p, gradient, use)) for p, gradient in gradients]
+        index = self._placement.pack_of[layer.index]
+        residents = self._placement.residents_of(index)
+        # Those of glue come in a lane's own work; all lanes' sums are made in one order.
+        with residents.device.computing():
+            # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
+            residents.swapper.accumulate(
+                residents.packs[index], layer, use, gradients, add_to_earlier=self._step.in_backward
+            )
+
+    def _after_hooks(self, parameter: nn.Parameter, gradient: Tensor, use: int) -> Tensor:
+        """What the user's hooks of a parameter make of the gradient of one microbatch."""
+        hooks = list((parameter._backward_hooks or {}).values())
+        if hooks and (use > 0 or self._model.is_shared(parameter)):
+            raise UnsupportedModelError(
+                f"parameter {self._model.names[parameter]!r} has a hook (register_hook) and is used several times in a step: "
+                "the hook would see the gradient of each use apart; change the gradients in on_after_backward instead"
+            )
+        if hooks:
+            gradient = gradient.to(parameter.dtype)
+        for hook in hooks:
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
+
+    def refuse_late_call(self, layer: SwappedLayer) -> None:
+        """A layer that is called in backward (reentrant checkpointing) has gradients of which nobody knows the last.
+
+        Raises:
+            UnsupportedModelError: if its gradients have been handed over.
+        """
+        self.reentrant = True
+        if self._placement.pack_of[layer.index] in self._delivered:
+            raise UnsupportedModelError(
+                f"layer {layer.name!r} is called again during the backward, after its update; "
+                'use HarmonyStrategy(update="deferred"), or checkpoint(..., use_reentrant=False)'
+            )
+
+    # ---- handing over --------------------------------------------------------------------------------------------------
+
+    def deliver_final(self, packs: Iterable[int]) -> None:
+        """Hand over the gradients of those packs of which no further backward is expected."""
+        if self.reentrant or not self._placement.plan.just_in_time:
+            return
+        self._deliver(
+            index
+            for index in packs
+            if index not in self._delivered
+            and any(pack.accumulators or pack.parked for pack in self._placement.copies(index))
+            and not self._step.turns.expects_backward(index)
+        )
+
+    def deliver_rest(self) -> None:
+        """Hand over all that is left."""
+        self._deliver(pack.index for pack in self._placement.packs if pack.index not in self._delivered)
+
+    def _deliver(self, packs: Iterable[int]) -> None:
+        placement = self._placement
+        for index in packs:
+            self._delivered.add(index)
+            self._updater.await_room()
+            gradients: list[HostGradients] = []
+            summing = self._summing(index)
+            if placement.plan.just_in_time:
+                self._add_up(index, summing)
+            for residents in (placement.residents[number] for number in summing):
+                pack = residents.packs[index]
+                with residents.device.scheduling():
+                    if self._factor != 1.0:
+                        residents.swapper.scale_gradients(pack, self._factor)
+                    gradients += self._swap_out(residents, pack)
+            self._updater.deliver(placement.packs[index].parameters, gradients)
+
+    def _swap_out(self, residents: Residents, pack: SwappedPack) -> list[HostGradients]:
+        if not self._observer.is_profiling:
+            return residents.swapper.swap_out_gradients(pack)
+        # To register a buffer takes longer than the copy, and is done once.
+        residents.swapper.provide_buffers(pack)
+        with self._profiler.swapping_out(residents.device):
+            gradients = residents.swapper.swap_out_gradients(pack)
+            for copy in gradients:
+                copy.event.synchronize()
+        return gradients
+
+    def _summing(self, index: int) -> list[int]:
+        """The devices that have sums of a pack, in the order in which these are added.
+
+        The first one takes the others'. It is another one for each pack, so that the swaps of what comes of it are spread.
+        """
+        copies = self._placement.copies(index)
+        having = [number for number, pack in enumerate(copies) if pack.accumulators or pack.parked]
+        if not having:
+            return []
+        first = having[index % len(having)]
+        return [first, *(number for number in having if number != first)]
+
+    def _add_up(self, index: int, summing: Sequence[int]) -> None:
+        """Add the sums that several devices have of a pack on the first of them."""
+        for number in summing[1:]:
+            target, source = summing[0], self._placement.residents[number]
+            residents = self._placement.residents[target]
+            accumulators, source.packs[index].accumulators = source.packs[index].accumulators, {}
+            for use, accumulator in accumulators.items():
+                with source.device.scheduling(), residents.device.scheduling():
+                    buffer = self._transfers.copy(accumulator.buffer, target, Task(index, Errand.REDUCE, number))
+                    residents.swapper.add(residents.packs[index], use, accumulator, buffer)
+
+    def flush(self) -> None:
+        """Bring gradients that calls outside of a step left on the device into the parameters' ``grad``."""
+        packs = self._placement.packs
+        self._updater.begin(None, [pack.parameters for pack in packs])
+        for pack in packs:
+            self._updater.deliver(pack.parameters, self._placement.residents[0].swapper.swap_out_gradients(pack))
+        self._updater.finish()
+        self._updater.reclaim()

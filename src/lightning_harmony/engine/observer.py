@@ -1,0 +1,198 @@
+"""The observer: what turns are seen to take, in steps that are measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.placement import Placement
+from lightning_harmony.engine.profile import Profiler
+from lightning_harmony.engine.report import Traffic
+from lightning_harmony.engine.residents import Place, Residents
+from lightning_harmony.engine.step import Grant, Step
+from lightning_harmony.engine.stream import Moment
+from lightning_harmony.engine.swap import SwappedPack
+from lightning_harmony.engine.workspace import WorkSpace
+from lightning_harmony.plan.task import Phase
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What is measured of a turn.
+
+    Attributes:
+        peak: gives the most bytes that were allocated since it began.
+        bytes_before: what was allocated before it.
+        stashed_before: what had been stashed before it.
+        summing: whether the pack had gradients before it.
+        began: when it began, where that is measured.
+        granted_seconds: the same on the host's clock.
+    """
+
+    peak: Callable[[], int]
+    bytes_before: int
+    stashed_before: int
+    summing: bool
+    began: Moment | None
+    granted_seconds: float
+
+
+class LastTurn(NamedTuple):
+    """A turn that was observed.
+
+    Attributes:
+        pack: the pack that ran, if any.
+        phase: its phase.
+        seconds: what it took of the host.
+        ended_seconds: the host's clock when it was over, and all of it noted.
+    """
+
+    pack: SwappedPack | None
+    phase: Phase
+    seconds: float
+    ended_seconds: float
+
+
+class Observer:
+    """Observes turns where microbatches are larger than ever before, for the planner and for whoever makes room.
+
+    Args:
+        step: the step that runs.
+        placement: of its packs.
+        traffic: counts what is stashed.
+        profiler: keeps times.
+
+    Attributes:
+        works: work space, of training steps and of others: an evaluation may have other batches.
+        is_training: whether the step is one that is run again and again.
+        is_measuring: whether its turns are observed.
+        is_watching: whether it is to show which weights may be narrow.
+    """
+
+    def __init__(self, step: Step, placement: Placement, traffic: Traffic, profiler: Profiler) -> None:
+        self.works = {is_training: WorkSpace() for is_training in (True, False)}
+        self.is_training = self.is_measuring = True
+        self.is_watching = self._has_watched = False
+        self._watched: set[int] = set()
+        self._step = step
+        self._placement = placement
+        self._traffic = traffic
+        self._profiler = profiler
+        self._observation: Observation | None = None
+        self._last_turn: LastTurn | None = None
+
+    @property
+    def work(self) -> WorkSpace:
+        """Of the kind of step that runs."""
+        return self.works[self.is_training]
+
+    @property
+    def is_profiling(self) -> bool:
+        """Whether times and copies are measured, too: in the step that is to be planned, while it goes layer by layer."""
+        return self.is_measuring and self.is_training
+
+    @property
+    def has_seen_casts(self) -> bool:
+        """Whether the step has shown which weights may be narrow."""
+        return self.is_watching and bool(self._watched)
+
+    def begin_step(self, num_elements: int, *, is_training: bool, is_measuring: bool, is_watching: bool) -> None:
+        """A step of microbatches of so many elements begins."""
+        self.is_training, self.is_measuring, self.is_watching = is_training, is_measuring, is_watching
+        if self.is_profiling:
+            self._profiler.begin(num_elements)
+
+    # ---- turns ---------------------------------------------------------------------------------------------------------
+
+    def begin_turn(self, device: Device, phase: Phase, pack: SwappedPack | None) -> None:
+        """A lane has its turn in a pack, which is ready for it."""
+        self._note_period(pack, phase)
+        self._observation = self._observe(device, pack) if self.is_measuring else None
+
+    def _observe(self, device: Device, pack: SwappedPack | None) -> Observation:
+        peak = device.watch_peak()
+        summing = pack is not None and bool(pack.accumulators)
+        began = device.moment() if self.is_profiling else None
+        stashed, now = self._traffic.swapped_out["stash"], time.perf_counter()
+        return Observation(peak, device.allocated_bytes(), stashed, summing, began, now)
+
+    def end_turn(self, granted: Grant) -> None:
+        """The lane has parked or ended."""
+        observation, self._observation = self._observation, None
+        if observation is None:
+            return
+        taken = time.perf_counter() - observation.granted_seconds
+        device = self._placement.residents[granted.device].device
+        self._note_seconds(granted, device, observation)
+        self._note_work(granted, device, observation)
+        self._last_turn = LastTurn(granted.pack, granted.phase, taken, time.perf_counter())
+
+    def forget_turns(self) -> None:
+        """What comes next has nothing to do with the last turn."""
+        self._observation = self._last_turn = None
+
+    def _note_period(self, pack: SwappedPack | None, phase: Phase) -> None:
+        """Keep what the last turn took of the host, up to one of another lane in the same layer; not what it took to observe.
+
+        Where that is more than what the device computed, launching bounds the step.
+        """
+        last, self._last_turn = self._last_turn, None
+        if last is None or pack is None or (last.pack, last.phase) != (pack, phase) or len(pack.layers) > 1:
+            return
+        if self.is_profiling:
+            self._profiler.note_period(pack.layers[0], phase, last.seconds + time.perf_counter() - last.ended_seconds)
+
+    def _note_seconds(self, granted: Grant, device: Device, observation: Observation) -> None:
+        """Keep how long a turn in a layer took, and what it stashed."""
+        pack = granted.pack
+        if observation.began is None or pack is None or len(pack.layers) > 1:
+            return
+        ended, stashed = device.moment(), self._traffic.swapped_out["stash"]
+        self._profiler.note_turn(pack.layers[0], granted.phase, observation.began, ended)
+        if granted.phase is Phase.FORWARD:
+            self._profiler.note_stash(pack.layers[0], stashed - observation.stashed_before)
+
+    def _note_work(self, granted: Grant, device: Device, observation: Observation) -> None:
+        """Keep the most that was allocated in a pack."""
+        pack, num_bytes = granted.pack, observation.peak() - observation.bytes_before
+        plan, num_lanes = self._placement.plan, len(self._step.turns.running)
+        if pack is None and granted.phase is Phase.BACKWARD and plan.visits:
+            # From the loss back to the last layer: glue counts to the layer before it.
+            pack = self._placement.packs[plan.visits[-1]]
+            left = device.allocated_bytes() - observation.bytes_before
+            self.work.loss_bytes = max(self.work.loss_bytes, left)
+        elif pack is not None and granted.phase is Phase.BACKWARD and (pack.index,) == plan.visits[-1:]:
+            num_bytes += self.work.loss_bytes
+        has_watched, self._has_watched = self._has_watched, False
+        if pack is None or (has_watched and num_lanes > 1):
+            return
+        if pack.accumulators and not observation.summing:
+            # They were made in this turn, and count as gradients. Where others follow, those tell what the work takes.
+            if num_lanes > 1:
+                return
+            num_bytes -= pack.gradient_layout()[1]
+        self.work.note(pack.layers, granted.phase, num_bytes)
+
+    # ---- within a turn -------------------------------------------------------------------------------------------------
+
+    def note_found(self, residents: Residents, place: Place) -> None:
+        """Keep what all lanes have on the device when the first comes to a layer; on several devices each may be anywhere."""
+        pack, plan = place.pack, self._placement.plan
+        is_last = place.phase is Phase.BACKWARD and (pack.index,) == plan.visits[-1:]
+        if len(self._placement.residents) > 1 or is_last:
+            return
+        state = pack.layout.num_bytes + pack.buffer_bytes + sum(a.buffer.numel() for a in pack.accumulators.values())
+        num_bytes = residents.device.allocated_bytes() - state
+        self.work.note_found(pack.layers, place.phase, num_bytes, len(self._step.turns.running))
+
+    def start_watching(self, layer: SwappedLayer) -> bool:
+        """Watch a layer unless it is known what it does with its weights. A turn in which one is watched tells no work."""
+        if not self.is_watching or layer.index in self._watched:
+            return False
+        self._watched.add(layer.index)
+        self._has_watched = True
+        return True

@@ -1,0 +1,68 @@
+"""Placement: the packs of the plan in use, as they are on each device, and where each of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_harmony.engine.host_store import HostStore
+from lightning_harmony.engine.lane import current_lane
+from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.residents import Residents
+from lightning_harmony.engine.swap import SwappedPack
+from lightning_harmony.plan.lowering import weight_moves
+from lightning_harmony.plan.plan import Plan
+
+
+class Placement:
+    """Knows in which pack each layer is, and on which device that runs.
+
+    Args:
+        store: the host store.
+        residents: of each device, the root's first.
+
+    Attributes:
+        residents: the same.
+        plan: the one in use.
+        pack_of: the pack of each layer, both by their indices.
+    """
+
+    def __init__(self, store: HostStore, residents: Sequence[Residents]) -> None:
+        self.residents = residents
+        self.plan = Plan((), (), 0)
+        self.pack_of: dict[int, int] = {}
+        self._store = store
+
+    @property
+    def packs(self) -> list[SwappedPack]:
+        """The packs as they are on the root device; other devices have the same ones."""
+        return self.residents[0].packs
+
+    def use(self, plan: Plan, layers: Sequence[SwappedLayer]) -> None:
+        """Place these layers by a plan from now on."""
+        self.plan = plan
+        by_name = {layer.name: layer for layer in layers}
+        packs = [[by_name[name] for name in pack] for pack in plan.packs]
+        # Anew even where they are the same: their weights may be narrow by now.
+        for residents, moves in zip(self.residents, weight_moves(plan), strict=True):
+            residents.packs = [SwappedPack(index, layers, self._store) for index, layers in enumerate(packs)]
+            residents.plan, residents.moves = plan, moves
+        self.pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
+
+    def add(self, layer: SwappedLayer) -> None:
+        """Make a pack of a layer that the plan does not know."""
+        self.pack_of[layer.index] = len(self.packs)
+        for residents in self.residents:
+            residents.packs.append(SwappedPack(len(residents.packs), [layer], self._store))
+
+    def copies(self, pack: int) -> list[SwappedPack]:
+        """A pack as it is on each device."""
+        return [residents.packs[pack] for residents in self.residents]
+
+    def device_of(self, pack: int) -> int:
+        """The number of the device where a pack runs for the current lane; outside of lanes, the root."""
+        lane = current_lane()
+        return 0 if lane is None else self.plan.device_of(pack, lane.microbatch)
+
+    def residents_of(self, pack: int) -> Residents:
+        """Those of the device where a pack runs for the current lane."""
+        return self.residents[self.device_of(pack)]

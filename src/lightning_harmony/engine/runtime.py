@@ -1,0 +1,247 @@
+"""The runtime: what calls of layers and glue ask for, in a lane or outside of any step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.gradient_sums import GradientSums
+from lightning_harmony.engine.host_store import lies_in
+from lightning_harmony.engine.intercept import LayerCall
+from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.lone_calls import LoneCalls
+from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
+from lightning_harmony.engine.observer import Observer
+from lightning_harmony.engine.placement import Placement
+from lightning_harmony.engine.stash import Alias, Stashed, is_small
+from lightning_harmony.engine.step import Step
+from lightning_harmony.engine.step_recorder import StepRecorder
+from lightning_harmony.engine.swap import Residency
+from lightning_harmony.engine.swapped_model import SwappedModel
+from lightning_harmony.engine.transfer import OneDevice, Transfers
+from lightning_harmony.engine.verify import verify_layer
+from lightning_harmony.engine.visits import Visits
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.plan.task import Phase
+
+
+class Runtime:
+    """Serves calls of layers and glue, each in the lane that asks.
+
+    Args:
+        model: whose layers and parameters they are.
+        step: the step that runs.
+        placement: of its packs.
+        visits: of lanes.
+        lone_calls: all others.
+        sums: of gradients.
+        transfers: between devices.
+        observer: of what is not known yet.
+        recorder: notes when layers compute.
+    """
+
+    def __init__(
+        self,
+        model: SwappedModel,
+        step: Step,
+        placement: Placement,
+        visits: Visits,
+        lone_calls: LoneCalls,
+        sums: GradientSums,
+        transfers: Transfers,
+        observer: Observer,
+        recorder: StepRecorder,
+    ) -> None:
+        self._model = model
+        self._step = step
+        self._placement = placement
+        self._visits = visits
+        self._lone_calls = lone_calls
+        self._sums = sums
+        self._transfers = transfers
+        self._observer = observer
+        self._recorder = recorder
+        self._devices = transfers.devices
+        self._verified: set[int] = set()
+
+    def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
+        """Wait for a layer's turn; within the context it resides on the device."""
+        progress = self._step.current()
+        if progress is None:
+            return self._lone_calls.visit(self._placement.pack_of[layer.index], phase)
+        return self._visits.visit(progress, layer, phase)
+
+    # ---- devices -------------------------------------------------------------------------------------------------------
+
+    def home(self, tensor: Tensor) -> int | None:
+        """The number of the device where a tensor is."""
+        return self._transfers.home(tensor) if len(self._devices) > 1 else 0
+
+    def brought(self, tensors: Sequence[Tensor], residency: Residency) -> list[Tensor]:
+        """The tensors on the device of a layer: those from elsewhere as copies without their graph."""
+        if len(self._devices) == 1:
+            return list(tensors)
+        number = self._devices.index(residency.device)
+        progress = self._step.current()
+        transfers = self._transfers if progress is None else progress.transfers
+        return [transfers.copy(tensor, number) for tensor in tensors]
+
+    def sent(self, tensor: Tensor, home: int | None) -> Tensor:
+        """The tensor at another one's home."""
+        return tensor if home is None or len(self._devices) == 1 else self._transfers.copy(tensor, home)
+
+    def calling(self) -> AbstractContextManager[None]:
+        """The context of a layer's call."""
+        glue = self._current_glue()
+        return nullcontext() if glue is None else glue.off()
+
+    def running(self, residency: Residency) -> AbstractContextManager[None]:
+        """The context of a layer's own code."""
+        return nullcontext() if len(self._devices) == 1 else self._recorder.computing(residency.device)
+
+    def _current_glue(self) -> OneDevice | None:
+        if len(self._devices) == 1:
+            return None
+        progress = self._step.current()
+        return None if progress is None else progress.glue
+
+    def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operation of the glue whose operands may be on several devices."""
+        glue = self._current_glue()
+        return func(*args, **kwargs) if glue is None else glue.run(func, args, kwargs)
+
+    def device_of(self, layer: SwappedLayer) -> torch.device:
+        """Where a layer runs for the current lane."""
+        return self._devices[self._placement.device_of(self._placement.pack_of[layer.index])].torch_device
+
+    # ---- parameters that glue uses -------------------------------------------------------------------------------------
+
+    def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
+        """The layer that a parameter is when glue uses it; made when it is first used."""
+        layer = self._model.glue_layers.get(parameter)
+        if layer is None:
+            layer = self._model.add_glue_layer(parameter)
+            self._placement.add(layer)
+        return layer
+
+    def find_glue_layer(self, name: str) -> SwappedLayer | None:
+        """The layer that a parameter with a name is when glue uses it."""
+        return next((self.glue_layer(parameter) for parameter, own in self._model.names.items() if own == name), None)
+
+    def token(self, parameter: nn.Parameter) -> Tensor | None:
+        """The token of a parameter in the current microbatch."""
+        return self._tokens().get(parameter)
+
+    def keep_token(self, parameter: nn.Parameter, token: Tensor) -> None:
+        """Use a token for the rest of the microbatch's forward."""
+        self._tokens()[parameter] = token
+
+    def _tokens(self) -> dict[nn.Parameter, Tensor]:
+        progress = self._step.current()
+        assert progress is not None
+        return progress.tokens
+
+    def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
+        """The glue layer, and its parameter on the device, of which a tensor is a view."""
+        for parameter, layer in self._model.glue_layers.items():
+            for pack in self._placement.copies(self._placement.pack_of[layer.index]):
+                if pack.residency is not None and lies_in(tensor, pack.residency.weights):
+                    return layer, pack.residency.leaves[parameter]
+        return None
+
+    # ---- what a forward keeps ------------------------------------------------------------------------------------------
+
+    def stash(self, tensor: Tensor) -> Stashed:
+        """Keep what a layer takes for the backward: on the host, unless it is small or needed again at once."""
+        if is_small(tensor):
+            # Counters and the like, which code between layers may change afterwards.
+            tensor = tensor.detach().clone()
+        return self.stash_unchanged(tensor)
+
+    def stash_unchanged(self, tensor: Tensor) -> Stashed:
+        """Keep a tensor that nobody may change, such as those that autograd saves."""
+        progress = self._step.current()
+        number = self.home(tensor) or 0
+        if progress is None:
+            return self._placement.residents[number].stash.put(tensor) or Alias(tensor)
+        if self._visits.keeps_graphs_in(progress.task):
+            return Alias(tensor)
+        return progress.stashes[number].put(tensor) or Alias(tensor)
+
+    def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
+        """What a layer does with its weights, if that isn't known yet: the watch, to be active during its call."""
+        dtype = autocast_dtype(self._devices[0].torch_device)
+        if dtype is None or not self._observer.start_watching(layer):
+            return None
+        return CastWatch(residency, dtype)
+
+    def keep_graph(self, layer: SwappedLayer, call: LayerCall) -> bool:
+        """Whether a call may keep its graph, where there is room, and while its pack stays."""
+        index = self._placement.pack_of[layer.index]
+        if not self._visits.keeps_graphs_in((Phase.FORWARD, index)):
+            return False
+        residents, work = self._placement.residents_of(index), self._observer.work
+        if not residents.device.room_for(work.graph_bytes([layer]) + work.bytes([layer], Phase.FORWARD)):
+            return False
+        residents.keep_graph(residents.packs[index], call)
+        return True
+
+    @contextmanager
+    def measuring_graph(self, layer: SwappedLayer) -> Iterator[None]:
+        """The context in which a layer's graph is made again."""
+        device = self._placement.residents_of(self._placement.pack_of[layer.index]).device
+        before = device.allocated_bytes()
+        yield
+        if self._observer.is_measuring:
+            self._observer.work.note_graph(layer, device.allocated_bytes() - before)
+
+    # ---- backward ------------------------------------------------------------------------------------------------------
+
+    def expect_backward(self, layer: SwappedLayer) -> int:
+        """Announce a backward of a layer."""
+        progress = self._step.current()
+        if progress is None:
+            return 0
+        if progress.differentiating:
+            self._sums.refuse_late_call(layer)
+        progress.pending[self._placement.pack_of[layer.index]] += 1
+        use = progress.uses[layer.index]
+        progress.uses[layer.index] += 1
+        return use
+
+    def is_last_backward(self) -> bool:
+        """Whether the current lane differentiates its loss."""
+        progress = self._step.current()
+        return progress is not None and progress.differentiating
+
+    def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Take the gradients of one announced backward."""
+        progress = self._step.current()
+        if progress is not None:
+            if gradients and not progress.differentiating:
+                raise UnsupportedModelError(
+                    "the step runs a backward of its own, whose gradients of parameters must not add to those of the batch's "
+                    "loss: ask for the gradients of inputs alone with torch.autograd.grad(loss, inputs), or optimize manually "
+                    "(self.automatic_optimization = False)"
+                )
+            progress.pending[self._placement.pack_of[layer.index]] -= 1
+        elif gradients:
+            self._lone_calls.flush_after_this_backward()
+        if gradients:
+            self._sums.add(layer, use, gradients)
+
+    def verify(self, layer: SwappedLayer, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+        """Check a layer when it first runs backward."""
+        if layer.index in self._verified:
+            return
+        self._verified.add(layer.index)
+        index = self._placement.pack_of[layer.index]
+        residents = self._placement.residents_of(index)
+        residency = residents.packs[index].residency
+        assert residency is not None
+        with residents.device.on_host():
+            verify_layer(layer, residency, outputs, known)

@@ -1,0 +1,78 @@
+"""The step that runs: its lanes, and what all that they ask for depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from lightning_harmony.engine.lane import Lane, current_lane
+from lightning_harmony.engine.swap import SwappedPack
+from lightning_harmony.engine.turns import LaneProgress, Turns
+from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.task import Phase
+
+
+@dataclass
+class Grant:
+    """A lane's turn.
+
+    Attributes:
+        progress: whose it is.
+        device: the number of the device where it runs.
+        phase: the phase of the pack.
+        pack: the one that it runs; None for the code before the first layer.
+    """
+
+    progress: LaneProgress
+    device: int
+    phase: Phase
+    pack: SwappedPack | None
+
+
+class Step:
+    """The step that runs, or the last one, of which no lane runs any more.
+
+    Attributes:
+        turns: gives its lanes their turns.
+        predicted: the gradient of its loss, if that was known before: lanes then go through the fused packs to their losses
+            and back.
+        in_backward: whether the gradient of its loss has come.
+        granted: the turn that a lane has.
+    """
+
+    turns: Turns
+
+    def __init__(self) -> None:
+        self.predicted: float | None = None
+        self.in_backward = False
+        self.granted: Grant | None = None
+        self._progress: dict[Lane | None, LaneProgress] = {}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has lanes."""
+        return bool(self._progress)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether a lane that comes to the fused packs goes through them to its loss and back."""
+        return self.predicted is not None
+
+    def start(self, running: Sequence[LaneProgress], plan: Plan, having_buffers: Collection[int]) -> None:
+        """These lanes run from now on.
+
+        Args:
+            running: the lanes, in the order of microbatches.
+            plan: what runs where.
+            having_buffers: the packs whose layers have buffers, which they may change.
+        """
+        self._progress = {progress.lane: progress for progress in running}
+        self.turns = Turns(running, plan, having_buffers, fuses=self.fuses)
+
+    def of(self, lane: Lane | None) -> LaneProgress | None:
+        """How far a lane has come; None if it has no part in the step."""
+        return self._progress.get(lane)
+
+    def current(self) -> LaneProgress | None:
+        """How far the calling lane has come; None outside of lanes."""
+        return self._progress.get(current_lane())

@@ -1,0 +1,204 @@
+"""Visits: what a lane that comes to a pack finds ready there, and the room that it will need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch.utils._mode_utils import no_dispatch
+
+from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.narrow import autocast_dtype
+from lightning_harmony.engine.observer import Observer
+from lightning_harmony.engine.placement import Placement
+from lightning_harmony.engine.profile import Profiler
+from lightning_harmony.engine.report import Traffic
+from lightning_harmony.engine.residents import Place, Residents
+from lightning_harmony.engine.step import Step
+from lightning_harmony.engine.step_recorder import StepRecorder
+from lightning_harmony.engine.swap import Residency, SwappedPack
+from lightning_harmony.engine.turns import LaneProgress, Request
+from lightning_harmony.plan.task import Phase, Task
+
+
+class Visits:
+    """Brings packs to the lanes that visit them.
+
+    Args:
+        step: the step that runs.
+        placement: of its packs.
+        observer: knows what layers allocate.
+        profiler: times copies.
+        traffic: counts what is stashed.
+        recorder: notes tasks.
+        compute_dtype: the type in which layers compute, whatever autocast does; None to go by autocast.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        placement: Placement,
+        observer: Observer,
+        profiler: Profiler,
+        traffic: Traffic,
+        recorder: StepRecorder,
+        compute_dtype: torch.dtype | None,
+    ) -> None:
+        self._step = step
+        self._placement = placement
+        self._observer = observer
+        self._profiler = profiler
+        self._traffic = traffic
+        self._recorder = recorder
+        self._compute_dtype = compute_dtype
+        self._root = placement.residents[0].device.torch_device
+
+    @contextmanager
+    def visit(self, progress: LaneProgress, layer: SwappedLayer, phase: Phase) -> Iterator[Residency]:
+        """Wait for a layer's turn; within the context it resides on the device."""
+        placement = self._placement
+        index = placement.pack_of[layer.index]
+        number = placement.device_of(index)
+        residents = placement.residents[number]
+        pack = residents.packs[index]
+        if phase is Phase.FORWARD:
+            progress.calls.append(layer.index)
+        if progress.task != (phase, index) or pack.residency is None:
+            position = placement.plan.position(phase, index, progress.position[phase])
+            if self._may_go_on(progress, phase, pack):
+                with torch.no_grad(), no_dispatch(), residents.device.scheduling():
+                    self._recorder.leave()
+                    self.enter(progress, Place(pack, phase, position))
+                    self.note_task(number, progress, phase, pack)
+                if self._step.granted is not None:
+                    self._step.granted = replace(self._step.granted, pack=pack, phase=phase)
+            else:
+                progress.lane.park(Request(phase, index, position))
+        else:
+            # Between the layers of a pack, what the last one left to be swapped out may still be there.
+            place = Place(pack, phase, progress.position[phase])
+            with residents.device.scheduling():
+                residents.ensure_room(self._needed_bytes(pack, phase, [layer]), place)
+        if phase is Phase.FORWARD and pack.layout.casts and not self._casts_as_known(pack):
+            self._widen(residents, Place(pack, phase, progress.position[phase]))
+        residency = pack.residency
+        assert residency is not None
+        # Not known while it lasts. Nor afterwards, where an error ended it, or where glue uses its parameters later on.
+        residency.last_use = None
+        if layer.module is None:
+            # Glue reads its parameters in the lane's own work, which has only heard of the layers it came through.
+            with residents.device.selected():
+                residency.ready.wait()
+        stashed = self._traffic.swapped_out["stash"]
+        yield residency
+        if self._observer.is_profiling and phase is Phase.FORWARD:
+            # The code behind the layer stashes, too.
+            self._profiler.note_input(layer, self._traffic.swapped_out["stash"] - stashed)
+        if layer.module is not None:
+            residency.last_use = residents.device.record()
+
+    def _may_go_on(self, progress: LaneProgress, phase: Phase, pack: SwappedPack) -> bool:
+        """Whether a lane enters a pack without parking: within the fused ones, forth and back."""
+        step, fused = self._step, self._placement.plan.fused
+        if not step.fuses or step.in_backward or pack.index not in fused:
+            return False
+        if progress.task is None or progress.task[1] not in fused:
+            return False
+        if phase is Phase.FORWARD:
+            return not progress.differentiating
+        return not step.turns.is_overtaking(progress, pack.index)
+
+    def _casts_as_known(self, pack: SwappedPack) -> bool:
+        """Whether autocast does now what it did when the pack's layers were watched."""
+        if self._compute_dtype is not None:
+            return True
+        dtype = autocast_dtype(self._root)
+        return all(narrow == dtype for narrow in pack.narrow_parameters().values())
+
+    def _widen(self, residents: Residents, place: Place) -> None:
+        """Give a pack its weights as they are."""
+        with torch.no_grad(), no_dispatch(), residents.device.scheduling():
+            residents.evict(place.pack)
+            for pack in self._placement.copies(place.pack.index):
+                pack.widen()
+            work_bytes = self._needed_bytes(place.pack, place.phase)
+            residents.begin_visit(place, work_bytes, alone=self._observer.is_measuring)
+
+    # ---- coming to a pack ----------------------------------------------------------------------------------------------
+
+    def enter(self, progress: LaneProgress, place: Place) -> None:
+        """A lane comes to a pack: make it ready."""
+        progress.position[place.phase] = place.position
+        progress.task = place.phase, place.pack.index
+        placement, is_profiling = self._placement, self._observer.is_profiling
+        residents = placement.residents[placement.plan.device_of(place.pack.index, progress.lane.microbatch)]
+        residents.pinned = self._pinned() if self._step.fuses else frozenset()
+        work_bytes = self._needed_bytes(place.pack, place.phase)
+        if is_profiling and place.pack.residency is None and len(place.pack.layers) == 1:
+            self._time_swap_in(residents, place, work_bytes)
+            self._observer.note_found(residents, place)
+        else:
+            residents.enter(place, work_bytes, alone=self._observer.is_measuring)
+        if place.pack.buffers and place.phase is Phase.FORWARD and len(placement.residents) > 1:
+            self._pass_buffers_on(residents, place.pack)
+
+    def note_task(self, number: int, progress: LaneProgress, phase: Phase, pack: SwappedPack | None) -> None:
+        """Record what a lane does: before the first layer, and from its loss to the last, something to that layer's pack."""
+        if not self._recorder.is_recording:
+            return
+        ends = self._placement.plan.visits or (0,)
+        index = pack.index if pack is not None else ends[0 if phase is Phase.FORWARD else -1]
+        self._recorder.enter(number, Task(index, phase, progress.lane.microbatch), pack)
+
+    def _pinned(self) -> frozenset[int]:
+        """The fused packs, until all lanes came through them."""
+        return frozenset() if self._step.turns.have_come_to_their_losses() else self._placement.plan.fused
+
+    def _time_swap_in(self, residents: Residents, place: Place, work_bytes: int) -> None:
+        """Bring a layer to an empty device, and time its copy."""
+        pack = place.pack
+        residents.evict_all_but(pack)
+        with self._profiler.swapping_in(pack.layers[0], residents.device):
+            residents.enter(place, work_bytes, alone=True)
+            assert pack.residency is not None
+            pack.residency.ready.synchronize()
+
+    def _pass_buffers_on(self, residents: Residents, pack: SwappedPack) -> None:
+        """A microbatch finds the buffers of a pack as the one before it left them, on whichever device that was."""
+        for others in self._placement.residents:
+            copy = others.packs[pack.index]
+            if copy is not pack and copy.residency is not None:
+                with others.device.scheduling():
+                    others.swapper.write_back(copy, copy.residency)
+        residents.swapper.read_again(pack)
+
+    # ---- memory --------------------------------------------------------------------------------------------------------
+
+    def keeps_graphs_in(self, task: tuple[Phase, int] | None) -> bool:
+        """Whether a task keeps graphs on the device, and with them what would go to the stash."""
+        if task is None or task[0] is not Phase.FORWARD or self._observer.is_measuring:
+            return False
+        return task[1] in self._placement.plan.kept or self._is_fused(task[1], Phase.FORWARD)
+
+    def _is_fused(self, pack: int, phase: Phase) -> bool:
+        """Whether a lane that comes to a pack goes on to its loss and comes back through it, all in one turn."""
+        return self._step.fuses and phase is Phase.FORWARD and pack in self._placement.plan.fused
+
+    def _needed_bytes(self, pack: SwappedPack, phase: Phase, layers: Sequence[SwappedLayer] | None = None) -> int:
+        """What a pack will allocate in a phase: work, kept graphs, and sums of gradients; of the former, for some layers."""
+        layers, plan, seen = layers or pack.layers, self._placement.plan, self._observer.work
+        fused = self._is_fused(pack.index, phase)
+        work, graphs = seen.bytes(layers, phase), seen.graph_bytes(layers)
+        if phase is Phase.BACKWARD:
+            residents = self._placement.residents_of(pack.index)
+            gradients = 0 if pack.accumulators else pack.gradient_layout()[1]
+            # What was measured made the graph anew.
+            return gradients + (max(work - graphs, 0) if residents.has_graphs(pack) else work)
+        if fused or pack.index in plan.kept:
+            work += graphs
+        if fused and pack.index == plan.visits[-1]:
+            # A fused lane comes to its backward by itself, but the loss's is a part of this turn.
+            work = max(work, seen.bytes(layers, Phase.BACKWARD))
+        return work
