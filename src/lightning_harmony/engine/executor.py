@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from lightning_harmony.engine.layer import BufferKey, SwappedLayer, buffers_of, 
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.planning import Planner, Records, SeenStep, check_given
 from lightning_harmony.engine.postponed import Clip
-from lightning_harmony.engine.profile import Profiler
+from lightning_harmony.engine.profile import Period, Profiler
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.rng import RandomStreams
@@ -96,6 +96,7 @@ class Grant:
         phase: the phase of the pack.
         pack: the one that it runs; None for the code before the first layer.
         observation: what is measured of it.
+        recomputes: when layers ran again in it, where times are measured.
     """
 
     progress: LaneProgress
@@ -103,6 +104,7 @@ class Grant:
     phase: Phase
     pack: SwappedPack | None
     observation: Observation | None
+    recomputes: list[Period] = field(default_factory=list)
 
 
 class Executor:
@@ -703,7 +705,7 @@ class Executor:
         if observation.began is None or pack is None or len(pack.layers) > 1:
             return
         ended, stashed = self.devices[granted.device].moment(), self.traffic.swapped_out["stash"]
-        self._profiler.note_turn(pack.layers[0], granted.phase, observation.began, ended)
+        self._profiler.note_turn(pack.layers[0], granted.phase, (observation.began, ended), granted.recomputes)
         if granted.phase is Phase.FORWARD:
             self._profiler.note_stash(pack.layers[0], stashed - observation.stashed_before)
 
@@ -1087,10 +1089,12 @@ class Executor:
     def measuring_graph(self, layer: SwappedLayer) -> Iterator[None]:
         """The context in which a layer's graph is made again."""
         device = self.devices[self._device_of(self._pack_of[layer.index])]
-        before = device.allocated_bytes()
+        before, began = device.allocated_bytes(), device.moment() if self._is_profiling else None
         yield
         if self._measuring:
             self._work.note_graph(layer, device.allocated_bytes() - before)
+        if began is not None and self._granted is not None:
+            self._granted.recomputes.append((began, device.moment()))
 
     def _refuse_late_call(self, layer: SwappedLayer) -> None:
         """A layer that is called in backward (reentrant checkpointing) has gradients of which nobody knows the last."""

@@ -197,14 +197,16 @@ class _Step:
 
     def _cost(self, layer: LayerProfile, num_visits: int) -> Cost:
         """What a layer costs in each of the visits that a microbatch pays it."""
-        forward, backward = (max(self._compute_seconds(layer, part)) for part in ("forward", "backward"))
+        parts = ("forward", "backward", "recompute")
+        forward, backward, recompute = (max(self._compute_seconds(layer, part)) / max(num_visits, 1) for part in parts)
         return replace(
             layer.cost,
             copied_bytes=layer.swapped_bytes,
             input_bytes=layer.input_bytes,
             stash_bytes=layer.stash_bytes // max(num_visits, 1),
-            forward_seconds=forward / max(num_visits, 1),
-            backward_seconds=backward / max(num_visits, 1),
+            forward_seconds=forward,
+            backward_seconds=backward,
+            recompute_seconds=recompute,
         )
 
     def _compute_seconds(self, layer: LayerProfile, part: str) -> tuple[float, float]:
