@@ -68,6 +68,15 @@ class TestProfile:
         )
 
     @pytest.mark.cpu
+    @pytest.mark.parametrize("parallel", ["pipeline", "data"])
+    def test_copies_between_devices_have_a_speed(self, parallel: Any) -> None:
+        for devices in (1, 2):
+            strategy = HarmonyStrategy(device_memory="96KiB", num_microbatches=4, parallel=parallel)
+            plan, _ = fit(strategy, devices=devices)
+            assert plan.profile is not None
+            assert (plan.profile.machine.transfer_bytes_per_second is not None) == (devices > 1)
+
+    @pytest.mark.cpu
     def test_an_update_that_is_not_just_in_time_has_no_speed(self) -> None:
         strategy = HarmonyStrategy(device_memory="96KiB", num_microbatches=4, update="deferred")
         plan, _ = fit(strategy)

@@ -92,6 +92,21 @@ def test_copies_are_counted_while_they_are_timed(profiler: Profiler, traffic: Tr
     assert profiler.swap_in.seconds > 0
 
 
+def test_what_goes_from_device_to_device_is_timed_where_it_comes_from(
+    profiler: Profiler, device: VirtualDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = iter((1.0, 2.0, 10.0, 14.0))
+    source, target = VirtualDevice(None), device
+    monkeypatch.setattr(source, "lane_moment", lambda: At(next(moments)))
+    assert profiler.transfer.bytes_per_second is None
+    for num_bytes in (10, 40):
+        with profiler.transferring(source, target, num_bytes):
+            pass
+    assert profiler.transfer.bytes_per_second == 10.0
+    assert profiler.transfer.num_bytes == 50
+    source.close()
+
+
 def test_a_speed_is_that_of_all_together() -> None:
     speed = Speed()
     assert speed.bytes_per_second is None

@@ -173,7 +173,9 @@ class Executor:
             self.pool, devices, SPARED_THREADS if self._cuda_devices else 0, self.recorder.note_update
         )
         self._residents = [self._residents_on(number) for number in range(len(devices))]
-        self._transfers = Transfers(devices, self.traffic, lambda number, size: self._residents[number].admit(size))
+        self._transfers = Transfers(
+            devices, self.traffic, lambda number, size: self._residents[number].admit(size), self._timing_transfer
+        )
         self._glue = Glue(places_of(model, list(in_order)), self._root.torch_device, self, compute_dtype)
         self._profiler = Profiler(self.traffic)
         self._lanes = LanePool()
@@ -659,6 +661,10 @@ class Executor:
             residents.enter(place, work_bytes, alone=True)
             assert pack.residency is not None
             pack.residency.ready.synchronize()
+
+    def _timing_transfer(self, source: Device, target: Device, num_bytes: int) -> AbstractContextManager[None]:
+        """The context of a copy from device to device."""
+        return self._profiler.transferring(source, target, num_bytes) if self._is_profiling else nullcontext()
 
     def _note_found(self, residents: Residents, place: Place) -> None:
         """Keep what all lanes have on the device when the first comes to a layer; on several devices each may be anywhere."""

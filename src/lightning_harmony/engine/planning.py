@@ -313,6 +313,7 @@ class Planner:
             self._work.recall(layers[cost.name], cost, num_calls[cost.name])
         self._profiler.swap_in.recall(record.machine.swap_in_bytes_per_second)
         self._profiler.swap_out.recall(record.machine.swap_out_bytes_per_second)
+        self._profiler.transfer.recall(record.machine.transfer_bytes_per_second)
         self._update_speed.recall(record.machine.update_bytes_per_second)
 
     def _checked(self, seen: SeenStep) -> Plan | None:
@@ -462,5 +463,6 @@ class Planner:
             occupied_bytes=max(device.allocated_bytes() for device in self._devices),
             swap_in_bytes_per_second=self._profiler.swap_in.bytes_per_second,
             swap_out_bytes_per_second=self._profiler.swap_out.bytes_per_second,
+            transfer_bytes_per_second=self._profiler.transfer.bytes_per_second,
             update_bytes_per_second=self._update_speed.bytes_per_second,
         )

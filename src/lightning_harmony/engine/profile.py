@@ -54,7 +54,9 @@ class Speed:
 
 
 class Profiler:
-    """Times each layer's turns and the copies of its weights and gradients, in steps that run layer by layer.
+    """Times each layer's turns, the copies of its weights and gradients, and what goes from device to device.
+
+    It does so in steps that run layer by layer.
 
     Args:
         traffic: counts the copies.
@@ -64,6 +66,8 @@ class Profiler:
         self.swap_in = Speed()
         self.swap_out = Speed()
         self._traffic = traffic
+        self._transfer = Speed()
+        self._transfers: list[tuple[int, Period]] = []
         # By layers and the names of their costs: of each turn what counts, and what the host was busy with it.
         self._turns: defaultdict[tuple[int, str], list[Sequence[Period]]] = defaultdict(list)
         self._host_seconds: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
@@ -136,6 +140,24 @@ class Profiler:
         yield
         speed.note(counted() - before, time.perf_counter() - start)
 
+    @contextmanager
+    def transferring(self, source: Device, target: Device, num_bytes: int) -> Iterator[None]:
+        """The context of a copy from device to device, in the order of the one that it comes from."""
+        # It waits for what has been launched on the other one: that is not to count.
+        with source.selected():
+            target.record().wait()
+        began = source.lane_moment()
+        yield
+        self._transfers.append((num_bytes, (began, source.lane_moment())))
+
+    @property
+    def transfer(self) -> Speed:
+        """Of the copies from device to device."""
+        for num_bytes, period in self._transfers:
+            self._transfer.note(num_bytes, _seconds([period]))
+        self._transfers.clear()
+        return self._transfer
+
     def complete(self, cost: Cost, layer: SwappedLayer) -> Cost:
         """The cost of a layer with what was seen of it added."""
         self._read_clocks()
@@ -154,7 +176,7 @@ class Profiler:
         It lasts as long as the device computes, or as the host is busy with it if that is longer.
         """
         for key, turns in self._turns.items():
-            taken = median_low(sum(ended.seconds_since(began) for began, ended in periods) for periods in turns)
+            taken = median_low(map(_seconds, turns))
             if self._host_seconds[key]:
                 taken = max(taken, median_low(self._host_seconds[key]))
             if key not in self._scaled:
@@ -174,3 +196,8 @@ class Profiler:
         self._copied.clear()
         self._stashed.clear()
         self._inputs.clear()
+
+
+def _seconds(periods: Sequence[Period]) -> float:
+    """How long they last in all."""
+    return sum(ended.seconds_since(began) for began, ended in periods)
