@@ -388,12 +388,12 @@ class TestSearched:
         expected = train()
         searched = []
 
-        def found(plan: Plan, calls: list[int], *, with_its_packs: bool) -> Plan:
+        def found(plan: Plan, calls: list[int], *, with_its_packs: bool, most_tasks: float) -> Plan:
             searched.append((plan, calls, with_its_packs))
             packs = (("net.embed", "net.blocks.0"), ("net.blocks.1",), ("net.blocks.2", "net.blocks.3"), ("net.head",))
             return replace(plan, packs=packs, visits=(0, 1, 2, 3), first_fused=2, kept=frozenset({1}))
 
-        monkeypatch.setattr("lightning_harmony.engine.planning.search_better", found)
+        monkeypatch.setattr("lightning_harmony.plan.deciding.search_better", found)
         compare(expected, train())
         plan, calls, with_its_packs = searched[0]
         assert plan.profile is not None
@@ -409,7 +409,7 @@ class TestSearched:
 
     def test_a_plan_that_is_given_is_not_searched_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         plan = planned()
-        monkeypatch.setattr("lightning_harmony.engine.planning.search_better", None)
+        monkeypatch.setattr("lightning_harmony.plan.deciding.search_better", None)
         fit(HarmonyStrategy(device_memory="96KiB", plan=plan))
 
 

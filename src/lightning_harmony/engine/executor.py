@@ -23,6 +23,7 @@ from lightning_harmony.engine.host_store import HostPool, HostStore, lies_in
 from lightning_harmony.engine.intercept import InterceptedForward, LayerCall
 from lightning_harmony.engine.lane import Lane, LanePool, current_lane
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer, buffers_of, move_buffers, places_of
+from lightning_harmony.engine.measurements import Measurements
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.planning import Planner, Records, SeenStep, check_given
 from lightning_harmony.engine.postponed import Clip
@@ -194,13 +195,10 @@ class Executor:
         self._fuses = True
         self._planner = Planner(
             self._layers,
-            self.store,
             devices,
             parallel,
             model_fingerprint,
-            self._profiler,
-            self._works[True],
-            self.updater.speed,
+            Measurements(devices, self.store, self._profiler, self._works[True], self.updater.speed),
             plan,
             records,
         )
