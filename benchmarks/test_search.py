@@ -33,6 +33,7 @@ def profile(capacity_bytes: int | None) -> Profile:
             stash_bytes=2 * MIB,
             forward_seconds=1e-3 * (1 + index % 3),
             backward_seconds=1e-3 * (3 + index % 5),
+            recompute_seconds=1e-3 * (1 + index % 3),
         )
         for index in range(NUM_LAYERS)
     )

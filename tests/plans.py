@@ -29,7 +29,16 @@ tasks = st.builds(Task, numbers, with_microbatch, numbers) | st.builds(
 
 
 # A small step that uses every stream of one device: its weights take 1 s to come, its stash a quarter of that.
-STEP_PACK = Cost("pack", 1024, 1024, copied_bytes=2048, stash_bytes=512, forward_seconds=1.0, backward_seconds=2.0)
+STEP_PACK = Cost(
+    "pack",
+    1024,
+    1024,
+    copied_bytes=2048,
+    stash_bytes=512,
+    forward_seconds=1.0,
+    backward_seconds=2.0,
+    recompute_seconds=1.0,
+)
 STEP_MACHINE = MachineLimits(None, 2048.0, 2048.0)
 STEP = Plan(
     (("a & b",), ("c", "d")),
@@ -47,7 +56,7 @@ def names(num_packs: int) -> tuple[tuple[str, ...], ...]:
 @st.composite
 def costs(draw: st.DrawFn, name: str = "layer") -> Cost:
     sizes = [draw(small) for _ in range(8)]
-    return Cost(name, *sizes, draw(seconds), draw(seconds), *(draw(small) for _ in range(3)))
+    return Cost(name, *sizes, *(draw(seconds) for _ in range(3)), *(draw(small) for _ in range(3)))
 
 
 @st.composite

@@ -26,8 +26,10 @@ from lightning_harmony.engine.decompose import find_layers
 from lightning_harmony.engine.rehearse import rehearse
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.estimation import Estimate, estimate
+from lightning_harmony.plan.deciding import decide
 from lightning_harmony.plan.machine import H200
 from lightning_harmony.plan.memory_size import format_bytes
+from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.replay import predict
 from lightning_harmony.subject import casting, on_meta
 
@@ -131,6 +133,42 @@ def test_the_bytes_of_each_layer_and_the_packs_are_those_that_training_finds(pre
     assert result.outlook.swapped_out_bytes["stash"] == report.swapped_out_bytes["stash"]
     assert result.outlook.swapped_out_bytes["gradients"] == report.swapped_out_bytes["gradients"]
     assert max(report.peak_device_bytes) <= result.outlook.peak_bytes <= capacity
+
+
+def decided_anew(plan: Plan) -> Plan:
+    """What is decided from what a plan was made from; the packs of the GPT are in the order of its calls."""
+    assert plan.profile is not None
+    assert plan.num_microbatches is not None
+    costs = {cost.name: cost for cost in plan.profile.layers}
+    return replace(
+        decide(costs, list(costs), plan.num_microbatches, plan.profile.machine), fingerprint=plan.fingerprint
+    )
+
+
+@pytest.mark.parametrize("capacity", [None, 1_400_000])
+def test_given_the_same_costs_training_has_the_same_plan(capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("SHORT_SECONDS", "TURN_SECONDS", "CLEAR_SHARE"):
+        monkeypatch.setattr(f"lightning_harmony.plan.search.{limit}", 0.0)
+    slow = replace(MACHINE, **dict.fromkeys(("swap_in_bytes_per_second", "swap_out_bytes_per_second"), 1e6))
+    estimated = estimate(GPT, batch_of(8), device_memory=capacity, num_microbatches=4, machine=slow).outlook.plan
+    # What is not updated just in time is planned once.
+    options = {"num_microbatches": 4, "update": "deferred"}
+    trained = train(GPT(), samples(16), device_memory=capacity, strategy=options).plan
+    for plan in (estimated, trained):
+        assert decided_anew(plan) == plan
+
+
+def test_the_plan_of_an_estimate_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = ("swap_in_bytes_per_second", "swap_out_bytes_per_second", "updated_parameters_per_second")
+    given = partial(
+        estimate, GPT, batch_of(8), num_microbatches=4, machine=replace(MACHINE, **dict.fromkeys(rates, 1e6))
+    )
+    by_rules = given().outlook
+    monkeypatch.setattr("lightning_harmony.plan.search.SHORT_SECONDS", 0.0)
+    searched = given()
+    assert len(by_rules.plan.packs) == 1 < len(searched.outlook.plan.packs)
+    assert searched.outlook.seconds < by_rules.seconds
+    assert all(len(row.outlook.plan.packs) > 1 for row in searched.rows)
 
 
 class Wrapped(pl.LightningModule):
@@ -307,6 +345,7 @@ def test_many_microbatches_are_told_from_few() -> None:
     given = partial(estimate, GPT, batch_of(96), device_memory=2_000_000, machine=MACHINE)
     many = given(num_microbatches=96).outlook
     assert many.plan.num_microbatches == 96
+    assert many.plan.packs == given(num_microbatches=32).outlook.plan.packs
     assert predict(many.plan).seconds == pytest.approx(many.seconds, rel=0.01)
     (device,) = predict(many.plan).devices
     assert device.swapped_out_bytes == pytest.approx(many.swapped_out_bytes, rel=0.01)

@@ -50,7 +50,8 @@ class TestProfile:
         assert plan.profile is not None
         costs = {cost.name: cost for cost in plan.profile.layers}
         assert list(costs) == ["net.embed", *(f"net.blocks.{i}" for i in range(4)), "net.head"]
-        assert all(cost.forward_seconds > 0 and cost.backward_seconds > 0 for cost in costs.values())
+        assert all(cost.forward_seconds > 0 for cost in costs.values())
+        assert all(cost.backward_seconds > cost.recompute_seconds > 0 for cost in costs.values())
         block = sum(p.numel() * p.element_size() for p in nets.Block().parameters())
         assert costs["net.blocks.0"].copied_bytes >= block
         # Two samples of six tokens, as wide as the model.
@@ -65,6 +66,15 @@ class TestProfile:
                 machine.update_bytes_per_second,
             )
         )
+
+    @pytest.mark.cpu
+    @pytest.mark.parametrize("parallel", ["pipeline", "data"])
+    def test_copies_between_devices_have_a_speed(self, parallel: Any) -> None:
+        for devices in (1, 2):
+            strategy = HarmonyStrategy(device_memory="96KiB", num_microbatches=4, parallel=parallel)
+            plan, _ = fit(strategy, devices=devices)
+            assert plan.profile is not None
+            assert (plan.profile.machine.transfer_bytes_per_second is not None) == (devices > 1)
 
     @pytest.mark.cpu
     def test_an_update_that_is_not_just_in_time_has_no_speed(self) -> None:
@@ -379,12 +389,12 @@ class TestSearched:
         expected = train()
         searched = []
 
-        def found(plan: Plan, calls: list[int], *, with_its_packs: bool) -> Plan:
+        def found(plan: Plan, calls: list[int], *, with_its_packs: bool, most_tasks: float) -> Plan:
             searched.append((plan, calls, with_its_packs))
             packs = (("net.embed", "net.blocks.0"), ("net.blocks.1",), ("net.blocks.2", "net.blocks.3"), ("net.head",))
             return replace(plan, packs=packs, visits=(0, 1, 2, 3), first_fused=2, kept=frozenset({1}))
 
-        monkeypatch.setattr("lightning_harmony.engine.planning.search_better", found)
+        monkeypatch.setattr("lightning_harmony.plan.deciding.search_better", found)
         compare(expected, train())
         plan, calls, with_its_packs = searched[0]
         assert plan.profile is not None
@@ -400,7 +410,7 @@ class TestSearched:
 
     def test_a_plan_that_is_given_is_not_searched_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         plan = planned()
-        monkeypatch.setattr("lightning_harmony.engine.planning.search_better", None)
+        monkeypatch.setattr("lightning_harmony.plan.deciding.search_better", None)
         fit(HarmonyStrategy(device_memory="96KiB", plan=plan))
 
 

@@ -60,7 +60,7 @@ def train(
     given = {name: options.pop(name) for name in ("device_memory", "num_microbatches", "update") if name in options}
     given = {"device_memory": "96KiB", "num_microbatches": 4, **given}
     strategy = HarmonyStrategy(**given | {"device_memory": room(given["device_memory"])}, profile_cache=folder)
-    return train_harmony(build(net), samples, strategy, batch_size, with_gradients=False, devices=1, **options)
+    return train_harmony(build(net), samples, strategy, batch_size, with_gradients=False, **{"devices": 1, **options})
 
 
 def file_in(folder: Path) -> Path:
@@ -80,6 +80,17 @@ class TestFirstStep:
         assert plan.profile is not None
         assert plan.num_microbatches == 4
         assert plan.fused
+
+    @pytest.mark.cpu
+    def test_knows_how_fast_copies_between_devices_were(self, folder: Path, begun: list[tuple[Plan, bool]]) -> None:
+        train(folder, devices=2)
+        known = Record.from_json(file_in(folder).read_text()).machine.transfer_bytes_per_second
+        assert known is not None
+        begun.clear()
+        train(folder, devices=2)
+        profile = begun[0][0].profile
+        assert profile is not None
+        assert profile.machine.transfer_bytes_per_second == int(known)
 
     @pytest.mark.cpu
     def test_of_another_capacity_is_planned_from_what_was_measured_in_another(

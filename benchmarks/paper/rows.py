@@ -72,17 +72,22 @@ def costs_of(shape: Shape, microbatch_size: int, machine: Machine, capacity_byte
 
 def _cost(layer: LayerProfile, machine: Machine):
     """What the planner knows of a layer, with seconds on a machine."""
-    seconds = [
-        max(work.device_seconds(machine), work.host_seconds(machine) + machine.call_seconds)
-        for work in (layer.forward, layer.backward)
-    ]
+    forward, backward, recompute = (
+        max(work.device_seconds(machine), work.host_seconds(machine) + call_seconds)
+        for work, call_seconds in (
+            (layer.forward, machine.call_seconds),
+            (layer.backward, machine.call_seconds),
+            (layer.recompute, 0.0),
+        )
+    )
     return replace(
         layer.cost,
         copied_bytes=layer.swapped_bytes,
         input_bytes=layer.input_bytes,
         stash_bytes=layer.stash_bytes,
-        forward_seconds=seconds[0],
-        backward_seconds=seconds[1],
+        forward_seconds=forward,
+        backward_seconds=backward,
+        recompute_seconds=recompute,
     )
 
 

@@ -16,6 +16,7 @@ from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.machine import Machine, read_machine
 from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
 from lightning_harmony.plan.outlook import Outlook, look_ahead
+from lightning_harmony.plan.search import MOST_TASKS
 from lightning_harmony.plan.work import StepProfile, between
 from lightning_harmony.subject import Subject, casting, make_subject, precision_name
 
@@ -277,6 +278,9 @@ def estimate(
     profile = profile_of(size)
     second = profile if other == size else profile_of(other)
 
+    # The plans of all other sizes together are searched for as long as that of the size that is asked for.
+    others = [each for each in _sizes_to_show(subject.batch_size, size) if each != size]
+
     def row(of_size: int) -> Row:
         factor = 0.0 if of_size == size else (of_size - size) / (other - size)
         outlook = look_ahead(
@@ -286,9 +290,11 @@ def estimate(
             num_microbatches=len(microbatch_sizes(subject.batch_size, num_microbatches=None, microbatch_size=of_size)),
             is_deferred=is_deferred,
             state_copies=subject.state_copies,
+            most_tasks=MOST_TASKS if of_size == size else MOST_TASKS // len(others),
         )
         return Row(of_size, outlook)
 
+    chosen = row(size)
     result = Estimate(
         name=subject.name,
         precision=precision,
@@ -301,8 +307,8 @@ def estimate(
         items_per_step=subject.batch_size * subject.items_per_sample,
         machine=where,
         capacity_bytes=capacity,
-        chosen=row(size),
-        rows=tuple(row(each) for each in _sizes_to_show(subject.batch_size, size)),
+        chosen=chosen,
+        rows=tuple(sorted([chosen, *map(row, others)], key=lambda each: each.microbatch_size)),
         advice=(),
         notes=tuple(subject.notes),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -48,17 +48,24 @@ def device() -> Iterator[VirtualDevice]:
 
 def test_a_middle_turn_counts(profiler: Profiler) -> None:
     for began, ended in ((0.0, 50.0), (10.0, 12.0), (20.0, 23.0), (30.0, 34.0)):
-        profiler.note_turn(LAYER, Phase.FORWARD, At(began), At(ended))
+        profiler.note_turn(LAYER, Phase.FORWARD, (At(began), At(ended)))
     assert profiler.complete(Cost("layer", 1, 1), LAYER).forward_seconds == 3.0
-    profiler.note_turn(LAYER, Phase.FORWARD, At(0.0), At(3.5))
-    profiler.note_turn(LAYER, Phase.BACKWARD, At(0.0), At(4.0))
+    profiler.note_turn(LAYER, Phase.FORWARD, (At(0.0), At(3.5)))
+    profiler.note_turn(LAYER, Phase.BACKWARD, (At(0.0), At(4.0)))
     cost = profiler.complete(Cost("layer", 1, 1), LAYER)
     assert (cost.forward_seconds, cost.backward_seconds) == (3.0, 4.0)
 
 
+def test_a_recompute_is_all_that_a_turn_ran_again(profiler: Profiler) -> None:
+    for recomputes in ([(At(1.0), At(9.0))], [(At(1.0), At(2.0)), (At(3.0), At(5.0))], []):
+        profiler.note_turn(LAYER, Phase.BACKWARD, (At(0.0), At(10.0)), recomputes)
+    cost = profiler.complete(Cost("layer", 1, 1), LAYER)
+    assert (cost.backward_seconds, cost.recompute_seconds, cost.spared_backward_seconds) == (10.0, 3.0, 7.0)
+
+
 @pytest.mark.parametrize(("period", "expected"), [(1.0, 3.0), (7.0, 7.0)])
 def test_a_turn_lasts_as_long_as_the_host_is_busy_with_it(profiler: Profiler, period: float, expected: float) -> None:
-    profiler.note_turn(LAYER, Phase.FORWARD, At(0.0), At(3.0))
+    profiler.note_turn(LAYER, Phase.FORWARD, (At(0.0), At(3.0)))
     profiler.note_period(LAYER, Phase.FORWARD, period)
     assert profiler.complete(Cost("layer", 1, 1), LAYER).forward_seconds == expected
 
@@ -85,6 +92,21 @@ def test_copies_are_counted_while_they_are_timed(profiler: Profiler, traffic: Tr
     assert profiler.swap_in.seconds > 0
 
 
+def test_what_goes_from_device_to_device_is_timed_where_it_comes_from(
+    profiler: Profiler, device: VirtualDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = iter((1.0, 2.0, 10.0, 14.0))
+    source, target = VirtualDevice(None), device
+    monkeypatch.setattr(source, "lane_moment", lambda: At(next(moments)))
+    assert profiler.transfer.bytes_per_second is None
+    for num_bytes in (10, 40):
+        with profiler.transferring(source, target, num_bytes):
+            pass
+    assert profiler.transfer.bytes_per_second == 10.0
+    assert profiler.transfer.num_bytes == 50
+    source.close()
+
+
 def test_a_speed_is_that_of_all_together() -> None:
     speed = Speed()
     assert speed.bytes_per_second is None
@@ -103,7 +125,7 @@ def test_of_two_speeds_the_faster_is_kept() -> None:
 def test_what_is_forgotten_is_measured_anew_but_speeds_stay(
     profiler: Profiler, traffic: Traffic, device: VirtualDevice
 ) -> None:
-    profiler.note_turn(LAYER, Phase.FORWARD, At(0.0), At(1.0))
+    profiler.note_turn(LAYER, Phase.FORWARD, (At(0.0), At(1.0)))
     profiler.note_stash(LAYER, 5)
     profiler.note_input(LAYER, 5)
     with profiler.swapping_in(LAYER, device):
@@ -118,20 +140,21 @@ def test_layers_that_are_not_timed_alone_any_more_need_time_in_proportion(profil
         return profiler.complete(Cost("layer", 1, 1), LAYER).forward_seconds
 
     profiler.begin(10)
-    profiler.note_turn(LAYER, Phase.FORWARD, At(0.0), At(2.0))
+    profiler.note_turn(LAYER, Phase.FORWARD, (At(0.0), At(2.0)))
     assert seconds() == 2.0
     profiler.begin(30)
     assert seconds() == 6.0
     # Where one is, that counts, and the shorter times of smaller microbatches don't.
-    profiler.note_turn(LAYER, Phase.FORWARD, At(0.0), At(5.0))
-    profiler.note_turn(LAYER, Phase.FORWARD, At(0.0), At(7.0))
+    profiler.note_turn(LAYER, Phase.FORWARD, (At(0.0), At(5.0)))
+    profiler.note_turn(LAYER, Phase.FORWARD, (At(0.0), At(7.0)))
     assert seconds() == 5.0
     profiler.begin(20)
     assert seconds() == 5.0
 
 
 def test_what_is_recalled_is_as_if_it_had_been_measured(profiler: Profiler) -> None:
-    cost = Cost("layer", 1, 1, copied_bytes=4, input_bytes=2, stash_bytes=3, forward_seconds=0.5, backward_seconds=1.5)
+    counted = Cost("layer", 1, 1, copied_bytes=4, input_bytes=2, stash_bytes=3)
+    cost = replace(counted, forward_seconds=0.5, backward_seconds=1.5, recompute_seconds=0.25)
     profiler.recall(LAYER, cost)
     assert profiler.complete(Cost("layer", 1, 1), LAYER) == cost
     speed = Speed()

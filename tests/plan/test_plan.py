@@ -73,7 +73,7 @@ class TestJson:
         [
             ("{", "", "not JSON"),
             ('"lightning-harmony plan"', '"something"', 'no "format"'),
-            ('"version": 3', '"version": 4', "version 4, but this release reads version 3"),
+            ('"version": 4', '"version": 5', "version 5, but this release reads version 4"),
             ('"visits"', '"order"', "plan has no 'visits'"),
             ('"format"', '"colour": 1, "format"', "plan has 'colour', which is not known"),
             ('"first_fused": 1', '"first_fused": "1"', "plan.first_fused is '1', where int is needed"),

@@ -97,9 +97,15 @@ class TestRefuses:
 
 class TestSharing:
     def test_layers_that_are_alike_share_what_was_timed(self) -> None:
-        layers = [replace(costs(2)[0], name=f"{n}", forward_seconds=float(n), backward_seconds=0.0) for n in (1, 2, 90)]
+        layers = [
+            replace(
+                costs(2)[0], name=f"{n}", forward_seconds=float(n), backward_seconds=3.0 * n, recompute_seconds=n / 2
+            )
+            for n in (1, 2, 90)
+        ]
         shared = share_seconds(layers, ["block"] * 3)
         assert [cost.forward_seconds for cost in shared] == [2.0] * 3
+        assert [cost.spared_backward_seconds for cost in shared] == [5.0] * 3
         assert [cost.name for cost in shared] == ["1", "2", "90"]
 
     def test_others_do_not(self) -> None:

@@ -20,7 +20,7 @@ from lightning_harmony.plan.schedule import Schedule
 from lightning_harmony.plan.task import Errand, Task
 
 # Weights 10 (of which 20 cross the bus), gradients 8, work 3 and 5, graph 6, input 2, stash 4; 1 s forward, 2 s backward.
-PACK = Cost("pack", 10, 8, 3, 5, 6, 20, 2, 4, 1.0, 2.0)
+PACK = Cost("pack", 10, 8, 3, 5, 6, 20, 2, 4, 1.0, 2.0, 1.0)
 FREE = MachineLimits()
 Planned = tuple[Plan, tuple[Cost, ...]]
 

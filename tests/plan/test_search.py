@@ -30,7 +30,7 @@ from lightning_harmony.plan.search import (
 )
 
 SPEEDS = ("swap_in_bytes_per_second", "swap_out_bytes_per_second", "update_bytes_per_second")
-LAYER = Cost("layer", 100, 100, 5, 8, 30, 100, 4, 4, 1.0, 3.0)
+LAYER = Cost("layer", 100, 100, 5, 8, 30, 100, 4, 4, 1.0, 3.0, 1.0)
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ from lightning_harmony.engine.intercept import InterceptedForward
 from lightning_harmony.engine.lane import Lane, LanePool
 from lightning_harmony.engine.layer import SwappedLayer, places_of
 from lightning_harmony.engine.lone_calls import LoneCalls
+from lightning_harmony.engine.measurements import Measurements
 from lightning_harmony.engine.observer import Observer
 from lightning_harmony.engine.placement import Placement
 from lightning_harmony.engine.planning import Planner, Records, SeenStep, check_given
@@ -114,15 +115,15 @@ class Executor:
             model, swapped_layers, self.store, self.updater.postponed, root.torch_device, compute_dtype
         )
         self._residents = residents = [self._residents_on(number) for number in range(len(devices))]
-        self._transfers = transfers = Transfers(devices, self.traffic, lambda to, size: residents[to].admit(size))
         self._step = step = Step()
         self._placement = placement = Placement(self.store, residents)
         profiler = Profiler(self.traffic)
         self._observer = observer = Observer(step, placement, self.traffic, profiler)
-        work, speed = observer.works[True], self.updater.speed
-        self._planner = planner = Planner(
-            swapped.layers, self.store, devices, parallel, fingerprint, profiler, work, speed, plan, records
+        self._transfers = transfers = Transfers(
+            devices, self.traffic, lambda to, size: residents[to].admit(size), observer.timing_transfer
         )
+        measured = Measurements(devices, self.store, profiler, observer.works[True], self.updater.speed)
+        self._planner = planner = Planner(swapped.layers, devices, parallel, fingerprint, measured, plan, records)
         self._sums = sums = GradientSums(swapped, step, placement, transfers, self.updater, observer, profiler)
         self._visits = visits = Visits(step, placement, observer, profiler, self.traffic, self.recorder, compute_dtype)
         lone_calls = LoneCalls(swapped, placement, sums, self.recorder, planner.discard_record)

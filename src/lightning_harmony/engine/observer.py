@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.placement import Placement
-from lightning_harmony.engine.profile import Profiler
+from lightning_harmony.engine.profile import Period, Profiler
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.step import Grant, Step
@@ -83,6 +84,7 @@ class Observer:
         self._traffic = traffic
         self._profiler = profiler
         self._observation: Observation | None = None
+        self._recomputes: list[Period] = []
         self._last_turn: LastTurn | None = None
 
     @property
@@ -112,6 +114,7 @@ class Observer:
         """A lane has its turn in a pack, which is ready for it."""
         self._note_period(pack, phase)
         self._observation = self._observe(device, pack) if self.is_measuring else None
+        self._recomputes = []
 
     def _observe(self, device: Device, pack: SwappedPack | None) -> Observation:
         peak = device.watch_peak()
@@ -152,7 +155,7 @@ class Observer:
         if observation.began is None or pack is None or len(pack.layers) > 1:
             return
         ended, stashed = device.moment(), self._traffic.swapped_out["stash"]
-        self._profiler.note_turn(pack.layers[0], granted.phase, observation.began, ended)
+        self._profiler.note_turn(pack.layers[0], granted.phase, (observation.began, ended), self._recomputes)
         if granted.phase is Phase.FORWARD:
             self._profiler.note_stash(pack.layers[0], stashed - observation.stashed_before)
 
@@ -188,6 +191,21 @@ class Observer:
         state = pack.layout.num_bytes + pack.buffer_bytes + sum(a.buffer.numel() for a in pack.accumulators.values())
         num_bytes = residents.device.allocated_bytes() - state
         self.work.note_found(pack.layers, place.phase, num_bytes, len(self._step.turns.running))
+
+    @contextmanager
+    def measuring_graph(self, layer: SwappedLayer, device: Device) -> Iterator[None]:
+        """The context in which a layer's graph is made again."""
+        times = self.is_profiling and self._observation is not None
+        before, began = device.allocated_bytes(), device.moment() if times else None
+        yield
+        if self.is_measuring:
+            self.work.note_graph(layer, device.allocated_bytes() - before)
+        if began is not None:
+            self._recomputes.append((began, device.moment()))
+
+    def timing_transfer(self, source: Device, target: Device, num_bytes: int) -> AbstractContextManager[None]:
+        """The context of a copy from device to device."""
+        return self._profiler.transferring(source, target, num_bytes) if self.is_profiling else nullcontext()
 
     def start_watching(self, layer: SwappedLayer) -> bool:
         """Watch a layer unless it is known what it does with its weights. A turn in which one is watched tells no work."""

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Protocol
 
 from lightning_harmony.engine.device import Device
-from lightning_harmony.engine.host_store import HostStore
 from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.measurements import Measurements
 from lightning_harmony.engine.origin import kind_of
-from lightning_harmony.engine.profile import Profiler, Speed
-from lightning_harmony.engine.workspace import WorkSpace
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.deciding import decide, foreseen, improved
 from lightning_harmony.plan.given import refuse_unfit
 from lightning_harmony.plan.microbatches import choose_number
-from lightning_harmony.plan.plan import Parallel, Plan, Predicted, fingerprint
-from lightning_harmony.plan.profile import MachineLimits, Profile, share_seconds
+from lightning_harmony.plan.plan import Parallel, Plan, fingerprint
+from lightning_harmony.plan.profile import MachineLimits, share_seconds
 from lightning_harmony.plan.record import NarrowWeights, Origin, Record, SeenSize
-from lightning_harmony.plan.replay import predict
 from lightning_harmony.plan.rules import Packs, fitting_packs, packed, smallest, with_graphs
-from lightning_harmony.plan.search import search_better
 
 # After how many steps a plan that rests on a record is held against them, of which the first ones warm up.
 CHECKED_STEPS, WARM_UP_STEPS = 8, 3
@@ -126,13 +122,10 @@ class Planner:
 
     Args:
         layers: of the model. Parameters that glue uses come to it as they are found.
-        store: the host store.
         devices: where they run.
         parallel: how packs are placed on several devices.
         fingerprint: of the model.
-        profiler: what was timed.
-        work: what training steps were seen to allocate.
-        update_speed: of updates just in time.
+        measured: what training steps were seen to take.
         given: what to run by instead of planning.
         records: of earlier fits; None to begin anew and keep nothing.
 
@@ -145,19 +138,15 @@ class Planner:
     def __init__(
         self,
         layers: Sequence[SwappedLayer],
-        store: HostStore,
         devices: Sequence[Device],
         parallel: Parallel,
         fingerprint: str,
-        profiler: Profiler,
-        work: WorkSpace,
-        update_speed: Speed,
+        measured: Measurements,
         given: Plan | None,
         records: Records | None,
     ) -> None:
-        self._layers, self._store, self._devices, self._parallel = layers, store, devices, parallel
-        self._fingerprint, self._given, self._records = fingerprint, given, records
-        self._profiler, self._work, self._update_speed = profiler, work, update_speed
+        self._layers, self._devices, self._parallel = layers, devices, parallel
+        self._fingerprint, self._measured, self._given, self._records = fingerprint, measured, given, records
         self.measured_elements = -1
         self.is_planned = False
         self.knows_casts = False
@@ -228,18 +217,18 @@ class Planner:
             return self._from_measured(seen) if seen.calls else None
         if seen.is_measured:
             # The packs stay, but the graphs of larger microbatches may no longer fit.
-            plan = self._decided(self._packed(self._plan.packs, self._calls), seen.num_microbatches)
-            self._plan = self._improved(plan, with_its_packs=True)
+            self._plan = self._with_its_packs(self._packed(self._plan.packs, self._calls), seen.num_microbatches)
             return self._plan
         if self._sees_faster_updates():
-            self._plan = self._improved(self._foreseen(self._plan, self._costs()))
+            plan = foreseen(self._plan, self._costs(), self._measured.machine())
+            self._plan = plan if self._given is not None else improved(plan, self._names(self._calls))
             self._write(self._record)
             return self._plan
         return None
 
     def _sees_faster_updates(self) -> bool:
         """Whether updates are clearly faster than when the plan was made, or none had been seen by then."""
-        profile, now = self._plan.profile, self._update_speed.bytes_per_second
+        profile, now = self._plan.profile, self._measured.update_speed.bytes_per_second
         if profile is None or now is None:
             return False
         known = profile.machine.update_bytes_per_second
@@ -266,7 +255,7 @@ class Planner:
         self._changes_number = False
         record = self._record
         assert record is not None
-        self._forget()
+        self._measured.forget_layers()
         if num_elements > record.most_elements:
             self.is_planned, self.measured_elements = False, -1
             return self.layer_by_layer(self._calls)
@@ -305,15 +294,7 @@ class Planner:
 
     def _recall(self, record: Record, num_elements: int) -> None:
         """Take over what an earlier fit has seen."""
-        layers = {layer.name: layer for layer in self._layers}
-        num_calls = Counter(record.calls)
-        self._profiler.begin(num_elements)
-        for cost in record.costs_at(num_elements):
-            self._profiler.recall(layers[cost.name], cost)
-            self._work.recall(layers[cost.name], cost, num_calls[cost.name])
-        self._profiler.swap_in.recall(record.machine.swap_in_bytes_per_second)
-        self._profiler.swap_out.recall(record.machine.swap_out_bytes_per_second)
-        self._update_speed.recall(record.machine.update_bytes_per_second)
+        self._measured.recall(record, num_elements, {layer.name: layer for layer in self._layers})
 
     def _checked(self, seen: SeenStep) -> Plan | None:
         """After a first step that ran by a record: whether it was like those that the record is of."""
@@ -332,7 +313,7 @@ class Planner:
         if self.is_planned:
             return None
         self.knows_casts = True
-        self._forget()
+        self._measured.forget_layers()
         self._recall(record, seen.num_elements)
         return self._planned(seen.num_elements, seen.num_microbatches)
 
@@ -340,19 +321,15 @@ class Planner:
         """Measure anew, layer by layer."""
         self.knows_casts = self.knows_casts or seen.is_cast
         self.is_planned, self.measured_elements = False, -1
-        self._forget()
+        self._measured.forget_layers()
         return self.layer_by_layer(seen.calls)
-
-    def _forget(self) -> None:
-        self._work.clear()
-        self._profiler.clear()
 
     def _from_measured(self, seen: SeenStep) -> Plan:
         """Plan from what a step that went layer by layer was seen to do, and let later fits do so, too."""
         self._calls = seen.calls
         plan = self._planned(seen.num_elements, seen.num_microbatches)
         self._rests_on_record = False
-        size = SeenSize(seen.num_elements, tuple(self._cost(layer) for layer in self._layers))
+        size = SeenSize(seen.num_elements, tuple(map(self._measured.cost, self._layers)))
         calls = tuple(self._names(seen.calls))
         is_cast = self.knows_casts or seen.is_cast
         origin = Origin("", "", "") if self._records is None else self._records.origin
@@ -366,7 +343,7 @@ class Planner:
     def _write(self, record: Record | None) -> None:
         if record is None:
             return
-        self._record = replace(record, machine=replace(self._machine(), capacity_bytes=None, occupied_bytes=0))
+        self._record = replace(record, machine=replace(self._measured.machine(), capacity_bytes=None, occupied_bytes=0))
         if self._records is not None:
             self._records.write(self._record)
 
@@ -383,8 +360,19 @@ class Planner:
     def _planned(self, num_elements: int, num_microbatches: int) -> Plan:
         """A plan from what is known of the layers."""
         self.is_planned, self.measured_elements = True, num_elements
-        packs = self._fitting_packs() if self._given is None else self._given_packs(self._given)
-        self._plan = self._improved(self._decided(self._packed(packs, self._calls), num_microbatches))
+        if self._given is not None:
+            packs = self._given_packs(self._given)
+            self._plan = self._with_its_packs(self._packed(packs, self._calls), num_microbatches)
+            return self._plan
+        plan = decide(
+            self._costs(),
+            self._names(self._calls),
+            num_microbatches,
+            self._measured.machine(),
+            num_devices=len(self._devices),
+            parallel=self._parallel,
+        )
+        self._plan = replace(plan, fingerprint=self._fingerprint)
         return self._plan
 
     def _fitting_packs(self) -> Packs:
@@ -405,62 +393,29 @@ class Planner:
     def _names(self, calls: Sequence[int]) -> list[str]:
         return [self._layers[call].name for call in calls]
 
-    def _decided(self, plan: Plan, num_microbatches: int) -> Plan:
+    def _with_its_packs(self, plan: Plan, num_microbatches: int) -> Plan:
         """A plan for a number of microbatches, with whose graphs are kept, and what is foreseen."""
-        given, costs = self._given, self._costs()
+        given, costs, machine = self._given, self._costs(), self._measured.machine()
         if given is not None:
             plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead)
-        plan = with_graphs(plan, costs, num_microbatches, [self._machine().free_bytes] * len(self._devices))
-        if given is not None:
-            plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead)
-            # A step that differs from what a given plan foresees goes by its packs, but decides on graphs anew.
-            if all(getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")):
-                plan = replace(plan, first_fused=given.first_fused, kept=given.kept)
-            elif not plan.just_in_time:
-                plan = replace(plan, first_fused=len(plan.visits), kept=frozenset())
-        return self._foreseen(plan, costs)
-
-    def _foreseen(self, plan: Plan, costs: Mapping[str, Cost]) -> Plan:
-        """A plan with what it was made from, and what that predicts."""
-        layers = tuple(costs[name] for pack in plan.packs for name in pack)
-        plan = replace(plan, profile=Profile(layers, self._machine()), predicted=None)
-        try:
-            prediction = predict(plan)
-        except PlanError:
-            # Where the plan's order leaves no room, the executor still finds some: it may drop graphs, and park sums.
-            return plan
-        return replace(plan, predicted=Predicted(prediction.seconds, prediction.peak_bytes))
-
-    def _improved(self, plan: Plan, *, with_its_packs: bool = False) -> Plan:
-        """A plan that is predicted to be clearly faster than one, if the search finds one."""
-        if self._given is not None or plan.profile is None:
-            return plan
-        places = {cost.name: place for place, cost in enumerate(plan.profile.layers)}
-        order = [places[name] for name in self._names(self._calls)]
-        better = search_better(plan, order, with_its_packs=with_its_packs)
-        return plan if better is plan else self._foreseen(better, self._costs())
+        plan = with_graphs(plan, costs, num_microbatches, [machine.free_bytes] * len(self._devices))
+        if given is None:
+            return improved(foreseen(plan, costs, machine), self._names(self._calls), with_its_packs=True)
+        # A step that differs from what a given plan foresees goes by its packs, but decides on graphs anew.
+        if all(getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")):
+            plan = replace(plan, first_fused=given.first_fused, kept=given.kept)
+        elif not plan.just_in_time:
+            plan = replace(plan, first_fused=len(plan.visits), kept=frozenset())
+        return foreseen(plan, costs, machine)
 
     # ---- costs ---------------------------------------------------------------------------------------------------------
 
     def _costs(self) -> dict[str, Cost]:
         """The cost of each layer by its name, layers that are alike sharing what was timed."""
         kinds = [self._kind(layer) for layer in self._layers]
-        return {cost.name: cost for cost in share_seconds([self._cost(layer) for layer in self._layers], kinds)}
-
-    def _cost(self, layer: SwappedLayer) -> Cost:
-        return self._profiler.complete(self._work.cost(layer, self._store), layer)
+        return {cost.name: cost for cost in share_seconds(list(map(self._measured.cost, self._layers)), kinds)}
 
     def _kind(self, layer: SwappedLayer) -> str:
         if layer.index not in self._kinds:
             self._kinds[layer.index] = "a parameter" if layer.module is None else kind_of(layer.module)
         return self._kinds[layer.index]
-
-    def _machine(self) -> MachineLimits:
-        return MachineLimits(
-            smallest(_capacities(self._devices)),
-            # Between steps, when nothing of a step is there.
-            occupied_bytes=max(device.allocated_bytes() for device in self._devices),
-            swap_in_bytes_per_second=self._profiler.swap_in.bytes_per_second,
-            swap_out_bytes_per_second=self._profiler.swap_out.bytes_per_second,
-            update_bytes_per_second=self._update_speed.bytes_per_second,
-        )

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median_low
+from typing import Any, TypeAlias
 
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stream import Moment
-from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.cost import SECONDS, Cost
 from lightning_harmony.plan.task import Phase
+
+# From one moment to another.
+Period: TypeAlias = tuple[Moment, Moment]
+
+# What of a cost a turn tells.
+_SECONDS_OF = {Phase.FORWARD: "forward_seconds", Phase.BACKWARD: "backward_seconds"}
 
 
 @dataclass
@@ -47,7 +54,9 @@ class Speed:
 
 
 class Profiler:
-    """Times each layer's turns and the copies of its weights and gradients, in steps that run layer by layer.
+    """Times each layer's turns, the copies of its weights and gradients, and what goes from device to device.
+
+    It does so in steps that run layer by layer.
 
     Args:
         traffic: counts the copies.
@@ -57,14 +66,17 @@ class Profiler:
         self.swap_in = Speed()
         self.swap_out = Speed()
         self._traffic = traffic
-        self._turns: defaultdict[tuple[int, Phase], list[tuple[Moment, Moment]]] = defaultdict(list)
-        self._periods: defaultdict[tuple[int, Phase], list[float]] = defaultdict(list)
-        self._seconds: dict[tuple[int, Phase], float] = {}
+        self._transfer = Speed()
+        self._transfers: list[tuple[int, Period]] = []
+        # By layers and the names of their costs: of each turn what counts, and what the host was busy with it.
+        self._turns: defaultdict[tuple[int, str], list[Sequence[Period]]] = defaultdict(list)
+        self._host_seconds: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+        self._seconds: dict[tuple[int, str], float] = {}
         self._copied: Counter[int] = Counter()
         self._stashed: Counter[int] = Counter()
         self._inputs: Counter[int] = Counter()
         self._num_elements = 0
-        self._scaled: set[tuple[int, Phase]] = set()
+        self._scaled: set[tuple[int, str]] = set()
 
     def begin(self, num_elements: int) -> None:
         """A step of microbatches of so many elements is timed.
@@ -80,20 +92,22 @@ class Profiler:
 
     def recall(self, layer: SwappedLayer, cost: Cost) -> None:
         """What an earlier fit has seen of a layer."""
-        for phase, seconds in zip(Phase, (cost.forward_seconds, cost.backward_seconds), strict=True):
-            if seconds:
-                self._seconds[layer.index, phase] = seconds
+        for name in SECONDS:
+            if seconds := getattr(cost, name):
+                self._seconds[layer.index, name] = seconds
         self._copied[layer.index] = cost.copied_bytes
         self._stashed[layer.index] = cost.stash_bytes
         self._inputs[layer.index] = cost.input_bytes
 
-    def note_turn(self, layer: SwappedLayer, phase: Phase, began: Moment, ended: Moment) -> None:
-        """A lane's turn in a layer."""
-        self._turns[layer.index, phase].append((began, ended))
+    def note_turn(self, layer: SwappedLayer, phase: Phase, turn: Period, recomputes: Sequence[Period] = ()) -> None:
+        """A lane's turn in a layer, and when it ran the layer again in it."""
+        self._turns[layer.index, _SECONDS_OF[phase]].append([turn])
+        if phase is Phase.BACKWARD:
+            self._turns[layer.index, "recompute_seconds"].append(recomputes)
 
     def note_period(self, layer: SwappedLayer, phase: Phase, seconds: float) -> None:
         """From the beginning of a turn on the host to that of the next one in the same layer."""
-        self._periods[layer.index, phase].append(seconds)
+        self._host_seconds[layer.index, _SECONDS_OF[phase]].append(seconds)
 
     def note_stash(self, layer: SwappedLayer, num_bytes: int) -> None:
         """What a forward stashed."""
@@ -126,17 +140,34 @@ class Profiler:
         yield
         speed.note(counted() - before, time.perf_counter() - start)
 
+    @contextmanager
+    def transferring(self, source: Device, target: Device, num_bytes: int) -> Iterator[None]:
+        """The context of a copy from device to device, in the order of the one that it comes from."""
+        # It waits for what has been launched on the other one: that is not to count.
+        with source.selected():
+            target.record().wait()
+        began = source.lane_moment()
+        yield
+        self._transfers.append((num_bytes, (began, source.lane_moment())))
+
+    @property
+    def transfer(self) -> Speed:
+        """Of the copies from device to device."""
+        for num_bytes, period in self._transfers:
+            self._transfer.note(num_bytes, _seconds([period]))
+        self._transfers.clear()
+        return self._transfer
+
     def complete(self, cost: Cost, layer: SwappedLayer) -> Cost:
         """The cost of a layer with what was seen of it added."""
         self._read_clocks()
-        forward, backward = (self._seconds.get((layer.index, phase), 0.0) for phase in Phase)
+        seconds: dict[str, Any] = {name: self._seconds.get((layer.index, name), 0.0) for name in SECONDS}
         return replace(
             cost,
             copied_bytes=self._copied[layer.index],
             input_bytes=self._inputs[layer.index],
             stash_bytes=self._stashed[layer.index],
-            forward_seconds=forward,
-            backward_seconds=backward,
+            **seconds,
         )
 
     def _read_clocks(self) -> None:
@@ -145,23 +176,28 @@ class Profiler:
         It lasts as long as the device computes, or as the host is busy with it if that is longer.
         """
         for key, turns in self._turns.items():
-            taken = median_low(ended.seconds_since(began) for began, ended in turns)
-            if self._periods[key]:
-                taken = max(taken, median_low(self._periods[key]))
+            taken = median_low(map(_seconds, turns))
+            if self._host_seconds[key]:
+                taken = max(taken, median_low(self._host_seconds[key]))
             if key not in self._scaled:
                 taken = min(taken, self._seconds.get(key, taken))
             self._seconds[key] = taken
             self._scaled.discard(key)
         self._turns.clear()
-        self._periods.clear()
+        self._host_seconds.clear()
 
     def clear(self) -> None:
         """Forget what layers took: from now on they run otherwise."""
         self._turns.clear()
-        self._periods.clear()
+        self._host_seconds.clear()
         self._seconds.clear()
         self._scaled.clear()
         self._num_elements = 0
         self._copied.clear()
         self._stashed.clear()
         self._inputs.clear()
+
+
+def _seconds(periods: Sequence[Period]) -> float:
+    """How long they last in all."""
+    return sum(ended.seconds_since(began) for began, ended in periods)

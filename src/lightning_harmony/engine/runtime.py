@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -190,14 +190,10 @@ class Runtime:
         residents.keep_graph(residents.packs[index], call)
         return True
 
-    @contextmanager
-    def measuring_graph(self, layer: SwappedLayer) -> Iterator[None]:
+    def measuring_graph(self, layer: SwappedLayer) -> AbstractContextManager[None]:
         """The context in which a layer's graph is made again."""
         device = self._placement.residents_of(self._placement.pack_of[layer.index]).device
-        before = device.allocated_bytes()
-        yield
-        if self._observer.is_measuring:
-            self._observer.work.note_graph(layer, device.allocated_bytes() - before)
+        return self._observer.measuring_graph(layer, device)
 
     # ---- backward ------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -26,12 +26,20 @@ class Transfers:
         devices: all of them, the root first: where what belongs to none is taken to be.
         traffic: counts the copies.
         admit: called with the number of a device and the bytes that are about to arrive there.
+        timing: called with where a copy comes from, where it goes and its bytes: the context of the copy itself.
     """
 
-    def __init__(self, devices: Sequence[Device], traffic: Traffic, admit: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        traffic: Traffic,
+        admit: Callable[[int, int], None],
+        timing: Callable[[Device, Device, int], AbstractContextManager[None]],
+    ) -> None:
         self.devices = devices
         self._traffic = traffic
         self._admit = admit
+        self._timing = timing
 
     def home(self, tensor: Tensor) -> int | None:
         """The number of the device where a tensor is; None for one on a GPU machine's host."""
@@ -52,14 +60,14 @@ class Transfers:
         home = self.home(tensor)
         if home is None or home == to:
             return tensor
-        target = self.devices[to]
+        came_from, target = self.devices[home], self.devices[to]
         source = compact(tensor.detach())
         num_bytes = source.numel() * source.element_size()
         self._admit(to, num_bytes)
         # Not through the mode below: its choice of a device is not the one that is asked for here.
         with torch._C.DisableTorchFunction(), target.selected(), torch.no_grad():
             copied = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=target.torch_device)
-            with target.receiving(self.devices[home], num_bytes, task):
+            with self._timing(came_from, target, num_bytes), target.receiving(came_from, num_bytes, task):
                 copied.copy_(source, non_blocking=True)
             self._traffic.transferred += num_bytes
             return restore(copied, tensor.size(), tensor.stride())

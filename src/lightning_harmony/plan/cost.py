@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# What is timed of a layer; all else is counted.
+SECONDS = ("forward_seconds", "backward_seconds", "recompute_seconds")
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -22,6 +25,7 @@ class Cost:
             input that several take is stashed once.
         forward_seconds: of its forward, for one microbatch.
         backward_seconds: of its recompute and backward, for one microbatch.
+        recompute_seconds: of the recompute alone, which ends with the last tensor that the backward needs.
         staging_bytes: what its weights take besides while they come, where they are cast on their way.
         arriving_bytes: what a microbatch has on the device when it comes to its forward: the input, and what else code keeps.
         returning_bytes: the same when it comes to its backward.
@@ -38,6 +42,7 @@ class Cost:
     stash_bytes: int = 0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    recompute_seconds: float = 0.0
     staging_bytes: int = 0
     arriving_bytes: int = 0
     returning_bytes: int = 0
@@ -54,8 +59,8 @@ class Cost:
 
     @property
     def spared_backward_seconds(self) -> float:
-        """Of its backward alone, where its graph was kept: the recompute is its forward once more."""
-        return max(self.backward_seconds - self.forward_seconds, 0.0)
+        """Of its backward alone, where its graph was kept."""
+        return max(self.backward_seconds - self.recompute_seconds, 0.0)
 
     @property
     def work_bytes(self) -> int:
@@ -77,6 +82,7 @@ def pack_cost(costs: Sequence[Cost]) -> Cost:
         sum(cost.stash_bytes for cost in costs),
         sum(cost.forward_seconds for cost in costs),
         sum(cost.backward_seconds for cost in costs),
+        sum(cost.recompute_seconds for cost in costs),
         max(cost.staging_bytes for cost in costs),
         costs[0].arriving_bytes,
         costs[-1].returning_bytes,

@@ -1,7 +1,7 @@
 """The outlook: what a step will take of a machine, told from what its layers compute, before anything ran.
 
-A plan is made as training makes it, and `replay` tells its seconds and bytes. Besides, this says what a step cannot do
-without: the first one goes layer by layer, with weights as they are.
+A plan is made as training makes it after its first step, and `replay` tells its seconds and bytes. Besides, this says what
+a step cannot do without: the first one goes layer by layer, with weights as they are.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from dataclasses import dataclass, replace
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost, pack_cost
+from lightning_harmony.plan.deciding import decide
 from lightning_harmony.plan.line import on_line
 from lightning_harmony.plan.machine import Machine
-from lightning_harmony.plan.plan import Plan, Predicted
-from lightning_harmony.plan.profile import MachineLimits, Profile
+from lightning_harmony.plan.plan import Plan, Predicted, visits_of
+from lightning_harmony.plan.profile import MachineLimits
 from lightning_harmony.plan.replay import COMPUTE, Prediction, predict
-from lightning_harmony.plan.rules import fitting_packs, packed, with_graphs
+from lightning_harmony.plan.rules import with_graphs
+from lightning_harmony.plan.search import MOST_TASKS
 from lightning_harmony.plan.work import LayerProfile, StepProfile
 
-# More microbatches are not replayed: each of them adds as much as the one before.
+# More microbatches are not replayed, and have the packs of so many: each of them adds as much as the one before.
 MOST_REPLAYED = 32
 _PARTS = {"swap-in": "swap in", "stash-in": "swap in", "swap-out": "swap out", "update": "update"}
 
@@ -112,6 +114,7 @@ def look_ahead(
     num_microbatches: int,
     is_deferred: bool = False,
     state_copies: int = 2,
+    most_tasks: float = MOST_TASKS,
 ) -> Outlook:
     """Tell what a step will take.
 
@@ -122,8 +125,9 @@ def look_ahead(
         num_microbatches: how many there are.
         is_deferred: whether parameters are updated after the backward.
         state_copies: bytes of optimizer state for each byte of a trained parameter.
+        most_tasks: how many tasks are replayed in the search for a plan.
     """
-    return _Step(profile, machine, capacity_bytes, num_microbatches, is_deferred, state_copies).look_ahead()
+    return _Step(profile, machine, capacity_bytes, num_microbatches, is_deferred, state_copies, most_tasks).look_ahead()
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,7 @@ class _Step:
         num_microbatches: int,
         is_deferred: bool,
         state_copies: int,
+        most_tasks: float,
     ) -> None:
         self._profile = profile
         self._machine = machine
@@ -161,19 +166,19 @@ class _Step:
         self._lanes = num_microbatches
         self._is_deferred = is_deferred
         self._state_copies = state_copies
-        # As training begins; what it is seen to take there may lead to a better one.
-        costs = {layer.cost.name: layer.cost for layer in profile.layers}
+        costs = {cost.name: cost for cost in self._costs()}
         calls = [profile.layers[call].cost.name for call in profile.calls]
-        packs = fitting_packs(costs, calls, [capacity_bytes], "pipeline")
-        plan = packed(packs, costs, calls, 1, "pipeline")
-        self._plan = with_graphs(plan, costs, num_microbatches, [capacity_bytes])
+        limits, replayed = self._limits(), min(num_microbatches, MOST_REPLAYED)
+        self._plan = decide(costs, calls, replayed, limits, most_tasks=most_tasks)
+        if num_microbatches > replayed:
+            self._plan = with_graphs(self._plan, costs, num_microbatches, [limits.free_bytes])
         index_of = {name: index for index, name in enumerate(costs)}
-        self._packs = [[index_of[name] for name in pack] for pack in plan.packs]
+        self._packs = [[index_of[name] for name in pack] for pack in self._plan.packs]
 
     def look_ahead(self) -> Outlook:
-        plan, need = replace(self._plan, profile=self._costs()), self._need()
+        plan, need = self._plan, self._need()
         course = self._course(plan)
-        peak = max(course.peak_bytes + self._other_bytes, need.num_bytes)
+        peak = max(course.peak_bytes, need.num_bytes)
         return Outlook(
             num_microbatches=self._lanes,
             plan=replace(plan, predicted=Predicted(course.seconds, (course.peak_bytes,))),
@@ -188,23 +193,22 @@ class _Step:
 
     # ---- costs ---------------------------------------------------------------------------------------------------------
 
-    def _costs(self) -> Profile:
-        layers, num_visits = self._profile.layers, Counter(self._plan.visits)
-        costs = [
-            self._cost(layers[index], num_visits[number]) for number, pack in enumerate(self._packs) for index in pack
-        ]
-        return Profile(tuple(costs), self._limits())
+    def _costs(self) -> list[Cost]:
+        num_visits = Counter(visits_of(self._profile.calls))
+        return [self._cost(layer, num_visits[index]) for index, layer in enumerate(self._profile.layers)]
 
     def _cost(self, layer: LayerProfile, num_visits: int) -> Cost:
-        """What a layer costs in each of the visits that a microbatch pays it."""
-        forward, backward = (max(self._compute_seconds(layer, part)) for part in ("forward", "backward"))
+        """What a layer costs in each of the visits that a microbatch pays it, where it is a pack of its own."""
+        parts = ("forward", "backward", "recompute")
+        forward, backward, recompute = (max(self._compute_seconds(layer, part)) / max(num_visits, 1) for part in parts)
         return replace(
             layer.cost,
             copied_bytes=layer.swapped_bytes,
             input_bytes=layer.input_bytes,
             stash_bytes=layer.stash_bytes // max(num_visits, 1),
-            forward_seconds=forward / max(num_visits, 1),
-            backward_seconds=backward / max(num_visits, 1),
+            forward_seconds=forward,
+            backward_seconds=backward,
+            recompute_seconds=recompute,
         )
 
     def _compute_seconds(self, layer: LayerProfile, part: str) -> tuple[float, float]:
@@ -214,16 +218,17 @@ class _Step:
         return work.device_seconds(machine), work.host_seconds(machine) + calls
 
     def _limits(self) -> MachineLimits:
-        machine, capacity = self._machine, self._capacity
+        machine = self._machine
         called = [self._profile.layers[index] for index in dict.fromkeys(self._profile.calls)]
         num_trained = sum(layer.num_trained for layer in called)
         gradients = sum(layer.cost.gradient_bytes for layer in called)
         rate = gradients / num_trained if num_trained else 1.0
         return MachineLimits(
-            None if capacity is None else max(capacity - self._other_bytes, 0),
+            self._capacity,
             swap_in_bytes_per_second=machine.swap_in_bytes_per_second,
             swap_out_bytes_per_second=machine.swap_out_bytes_per_second,
             update_bytes_per_second=machine.updated_parameters_per_second * rate,
+            occupied_bytes=self._other_bytes,
         )
 
     # ---- its course ----------------------------------------------------------------------------------------------------

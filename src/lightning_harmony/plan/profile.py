@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
+from typing import Any
 
-from lightning_harmony.plan.cost import Cost, pack_cost
+from lightning_harmony.plan.cost import SECONDS, Cost, pack_cost
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,12 @@ def share_seconds(layers: Sequence[Cost], kinds: Sequence[str]) -> list[Cost]:
     alike: defaultdict[object, list[Cost]] = defaultdict(list)
     for cost, kind in zip(layers, kinds, strict=True):
         alike[_key(cost, kind)].append(cost)
-    return [
-        replace(
-            cost,
-            forward_seconds=median(other.forward_seconds for other in alike[_key(cost, kind)]),
-            backward_seconds=median(other.backward_seconds for other in alike[_key(cost, kind)]),
-        )
-        for cost, kind in zip(layers, kinds, strict=True)
-    ]
+    shared: dict[object, dict[str, Any]] = {
+        key: {name: median(getattr(cost, name) for cost in costs) for name in SECONDS} for key, costs in alike.items()
+    }
+    return [replace(cost, **shared[_key(cost, kind)]) for cost, kind in zip(layers, kinds, strict=True)]
 
 
 def _key(cost: Cost, kind: str) -> object:
-    return kind, replace(cost, name="", forward_seconds=0.0, backward_seconds=0.0)
+    untimed: dict[str, Any] = dict.fromkeys(SECONDS, 0.0)
+    return kind, replace(cost, name="", **untimed)

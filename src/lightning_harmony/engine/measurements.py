@@ -1,0 +1,75 @@
+"""Measurements: what steps were seen to take of a machine, from which plans are made and which later fits recall."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.host_store import HostStore
+from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.profile import Profiler, Speed
+from lightning_harmony.engine.workspace import WorkSpace
+from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.profile import MachineLimits
+from lightning_harmony.plan.record import Record
+from lightning_harmony.plan.rules import smallest
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What is measured of training steps.
+
+    Attributes:
+        devices: where they run.
+        store: the host store, from which layers come.
+        profiler: what was timed.
+        work: what was allocated.
+        update_speed: of updates just in time.
+    """
+
+    devices: Sequence[Device]
+    store: HostStore
+    profiler: Profiler
+    work: WorkSpace
+    update_speed: Speed
+
+    def cost(self, layer: SwappedLayer) -> Cost:
+        """What a layer was seen to cost."""
+        return self.profiler.complete(self.work.cost(layer, self.store), layer)
+
+    def machine(self) -> MachineLimits:
+        """The capacity, and the speeds that were seen."""
+        return MachineLimits(
+            smallest(device.capacity_bytes for device in self.devices),
+            swap_in_bytes_per_second=self.profiler.swap_in.bytes_per_second,
+            swap_out_bytes_per_second=self.profiler.swap_out.bytes_per_second,
+            transfer_bytes_per_second=self.profiler.transfer.bytes_per_second,
+            update_bytes_per_second=self.update_speed.bytes_per_second,
+            # Between steps, when nothing of a step is there.
+            occupied_bytes=max(device.allocated_bytes() for device in self.devices),
+        )
+
+    def recall(self, record: Record, num_elements: int, layers: Mapping[str, SwappedLayer]) -> None:
+        """Take over what was seen before.
+
+        Args:
+            record: tells it.
+            num_elements: of the largest microbatch.
+            layers: those that it knows, by their names.
+        """
+        num_calls = Counter(record.calls)
+        self.profiler.begin(num_elements)
+        for cost in record.costs_at(num_elements):
+            self.profiler.recall(layers[cost.name], cost)
+            self.work.recall(layers[cost.name], cost, num_calls[cost.name])
+        self.profiler.swap_in.recall(record.machine.swap_in_bytes_per_second)
+        self.profiler.swap_out.recall(record.machine.swap_out_bytes_per_second)
+        self.profiler.transfer.recall(record.machine.transfer_bytes_per_second)
+        self.update_speed.recall(record.machine.update_bytes_per_second)
+
+    def forget_layers(self) -> None:
+        """Forget what layers cost: from now on they run otherwise."""
+        self.work.clear()
+        self.profiler.clear()
