@@ -130,6 +130,7 @@ class Executor:
     """
 
     _flushed_backward: int | None = None
+    _asked_for: frozenset[nn.Parameter] | None = None
 
     def __init__(
         self,
@@ -420,18 +421,27 @@ class Executor:
                 torch.autograd.backward(loss, gradient.expand_as(loss))
 
     def backward(
-        self, gradient: Tensor, optimizer: Optimizer | None, *, clip: Clip | None = None, with_norms: bool = False
+        self,
+        gradient: Tensor,
+        optimizer: Optimizer | None,
+        *,
+        asked_for: frozenset[nn.Parameter] | None = None,
+        clip: Clip | None = None,
+        with_norms: bool = False,
     ) -> None:
         """Run the backward of all microbatches, and the update of each pack behind it.
 
         Args:
             gradient: of the loss of the batch.
+            asked_for: the parameters whose gradients are summed; None for all. Fused packs must not have summed
+                others.
             optimizer: the one to step just in time; None if gradients are only collected. In the first step of all it is
                 stepped when the backward has succeeded.
             clip: changes gradients before they are used just in time.
             with_norms: whether the norm of each collected gradient will be asked for.
         """
         self._upstream = gradient.detach()
+        self._asked_for = asked_for
         self._in_backward = True
         self._delivered = set()
         factor = self._check_prediction(gradient)
@@ -527,6 +537,7 @@ class Executor:
 
     def _reset(self) -> None:
         self._last_turn = None
+        self._asked_for = None
         self._start([])
         self._random.switch_back()
         for layer in self._layers:
@@ -1114,6 +1125,8 @@ class Executor:
             self._progress[lane].pending[index] -= 1
         elif gradients:
             self._flush_after_this_backward()
+        if self._asked_for is not None:
+            gradients = [(p, gradient) for p, gradient in gradients if p in self._asked_for]
         if gradients:
             if any(parameter._backward_hooks for parameter, _ in gradients):
                 gradients = [(p, self._after_hooks(p, gradient, use)) for p, gradient in gradients]

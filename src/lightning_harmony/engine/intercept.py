@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_harmony.engine.asked import anchored, is_asked_for
+from lightning_harmony.engine.asked import anchored, asked_for
 from lightning_harmony.engine.compiled import compiled_whole, is_compiled
 from lightning_harmony.engine.containers import Containers
 from lightning_harmony.engine.derived import derives_weights
@@ -133,7 +133,7 @@ class InterceptedForward:
                 return call.run_without_gradients()
             with call.visit(Phase.FORWARD):
                 # In a lane, user's code sees stand-ins for parameters.
-                anchor = anchored(self._anchor, self.layer) if current_lane() is None else self._anchor
+                anchor = anchored(self._anchor, self.layer.parameters) if current_lane() is None else self._anchor
                 outputs = _LayerFunction.apply(call, anchor, *call.tensors)
             call.tensors = []
             return call.unflatten_outputs(outputs)
@@ -210,9 +210,9 @@ class LayerCall:
             self._given = [of_caller[n] for n in range(len(of_caller))]
 
     @property
-    def name(self) -> str:
-        """The layer's."""
-        return self._layer.name
+    def layer(self) -> SwappedLayer:
+        """What is called."""
+        return self._layer
 
     def needs_gradients(self) -> bool:
         """Whether a backward can come of it."""
@@ -378,19 +378,24 @@ class LayerCall:
         self._given = []
         return returned
 
-    def backward(self, gradients: Sequence[Tensor | None], *, sum_parameters: bool) -> list[Tensor | None]:
-        """Recompute, and return the gradients of the tensors that it was called with, each where that is."""
+    def backward(self, gradients: Sequence[Tensor | None], summed: frozenset[nn.Parameter]) -> list[Tensor | None]:
+        """Recompute, and return the gradients of the tensors that it was called with, each where that is.
+
+        Args:
+            gradients: of the tensors that it returned.
+            summed: the parameters to whose sums it adds.
+        """
         with self.visit(Phase.BACKWARD):
             given = iter(self._runtime.brought([g for g in gradients if g is not None], self.residency))
             brought = [None if gradient is None else next(given) for gradient in gradients]
             with self._runtime.running(self.residency):
-                found = self._recompute_and_differentiate(brought, sum_parameters=sum_parameters)
+                found = self._recompute_and_differentiate(brought, summed)
             self.residency.device.hand_out(gradient for gradient in found if gradient is not None)
         homes = zip(found, self._homes, strict=True)
         return [None if gradient is None else self._runtime.sent(gradient, home) for gradient, home in homes]
 
     def _recompute_and_differentiate(
-        self, gradients: Sequence[Tensor | None], *, sum_parameters: bool
+        self, gradients: Sequence[Tensor | None], summed: frozenset[nn.Parameter]
     ) -> list[Tensor | None]:
         graph = self._graph_of_forward()
         # A checkpoint within the layer runs a part of it again now, and must find the weights here, too;
@@ -400,10 +405,10 @@ class LayerCall:
             found = _gradients(graph.outputs, gradients, [*graph.inputs, *graph.hidden, *graph.leaves.values()])
         of_inputs = iter(found[: len(graph.inputs)])
         self._refuse_hidden(found[len(graph.inputs) : len(graph.inputs) + len(graph.hidden)])
-        if sum_parameters:
+        if summed:
             of_parameters = zip(graph.leaves, found[len(graph.inputs) + len(graph.hidden) :], strict=True)
-            summed = [(parameter, gradient) for parameter, gradient in of_parameters if gradient is not None]
-            self._runtime.accumulate(self._layer, self._use, summed)
+            wanted = [(p, gradient) for p, gradient in of_parameters if gradient is not None and p in summed]
+            self._runtime.accumulate(self._layer, self._use, wanted)
         if self._runtime.is_last_backward():
             # The node lives as long as its graph; what it kept need not.
             self._inputs, self._objects = [], []
@@ -626,9 +631,9 @@ class _LayerFunction(torch.autograd.Function):
                 "train with another strategy, or leave the layers concerned out with HarmonyStrategy(layers=...)"
             )
         # torch.autograd.grad with respect to activations runs this node, but wants no gradients of parameters.
-        wanted = is_asked_for(ctx.next_functions[0][0], call.name)
+        summed = asked_for(ctx.next_functions[0][0], call.layer.parameters, f"layer {call.layer.name!r}")
         of_tensors = [g for g, is_tensor in zip(gradients, ctx.is_tensor, strict=True) if is_tensor]
-        return None, None, *call.backward(of_tensors, sum_parameters=wanted)
+        return None, None, *call.backward(of_tensors, summed)
 
 
 def _drop(tensor: Tensor) -> None:
