@@ -124,7 +124,8 @@ class Training:
         seed = torch.initial_seed()
         seeds = [stream_seed(seed, batch_number, number) if len(steps) > 1 else None for number in range(len(steps))]
         microbatches = [Microbatch(*each) for each in zip(steps, weights, seeds, strict=True)]
-        with merging_logs(self.engine, self.trainer._results, sizes, self._attributes), without_caches(self._module):
+        logs = merging_logs(self.engine, self.trainer._results, sizes, self._attributes)
+        with self.split_check.explaining(sizes), logs, without_caches(self._module):
             self.engine.forward(
                 microbatches,
                 num_elements=max(step.num_elements() for step in steps),
