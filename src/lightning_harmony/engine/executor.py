@@ -392,7 +392,7 @@ class Executor:
 
     def _begin(self, lane: Lane, microbatch: Microbatch) -> LaneProgress:
         stashes = [LaneStash(residents.stash) for residents in self._residents]
-        transfers = LaneTransfers(self._transfers)
+        transfers = LaneTransfers(self._transfers, lane.microbatch)
         glue = OneDevice(transfers, self._transfers, self._draw_on) if len(self.devices) > 1 else None
         return LaneProgress(lane, microbatch, stashes, transfers, glue)
 
@@ -538,6 +538,7 @@ class Executor:
     def _reset(self) -> None:
         self._last_turn = None
         self._asked_for = None
+        self._transfers.shared.clear()
         self._start([])
         self._random.switch_back()
         for layer in self._layers:
@@ -970,6 +971,13 @@ class Executor:
         progress = self._progress.get(lane) if lane is not None else None
         transfers = self._transfers if progress is None else progress.transfers
         return [transfers.copy(tensor, number) for tensor in tensors]
+
+    def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
+        """What a layer made goes to the lane."""
+        residency.device.hand_out(tensors)
+        lane = current_lane()
+        if len(self.devices) > 1 and lane in self._progress:
+            self._progress[lane].transfers.made(tensors)
 
     def sent(self, tensor: Tensor, home: int | None) -> Tensor:
         """The tensor at another one's home."""

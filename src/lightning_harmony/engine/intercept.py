@@ -46,6 +46,9 @@ class Runtime(Protocol):
     def home(self, tensor: Tensor) -> int | None:
         """Where a tensor is."""
 
+    def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
+        """What a layer made goes to its caller."""
+
     def sent(self, tensor: Tensor, home: int | None) -> Tensor:
         """The tensor at another one's home."""
 
@@ -237,7 +240,7 @@ class LayerCall:
             with self._runtime.running(self.residency):
                 leaves, unflatten = self._flatten(self._run_only())
                 leaves = [self.own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            self.residency.device.hand_out(leaf for leaf in leaves if isinstance(leaf, Tensor))
+            self._runtime.hand_out([leaf for leaf in leaves if isinstance(leaf, Tensor)], self.residency)
             return self._returned(unflatten(iter(leaves)))
 
     def _run_only(self) -> tuple[Any, list[Any]]:
@@ -357,7 +360,7 @@ class LayerCall:
     def hand_out(self, outputs: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs for the caller, without their graph."""
         handed = tuple(self.own(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in outputs)
-        self.residency.device.hand_out(leaf for leaf in handed if isinstance(leaf, Tensor))
+        self._runtime.hand_out([leaf for leaf in handed if isinstance(leaf, Tensor)], self.residency)
         return handed
 
     def own(self, tensor: Tensor) -> Tensor:
@@ -390,7 +393,7 @@ class LayerCall:
             brought = [None if gradient is None else next(given) for gradient in gradients]
             with self._runtime.running(self.residency):
                 found = self._recompute_and_differentiate(brought, summed)
-            self.residency.device.hand_out(gradient for gradient in found if gradient is not None)
+            self._runtime.hand_out([gradient for gradient in found if gradient is not None], self.residency)
         homes = zip(found, self._homes, strict=True)
         return [None if gradient is None else self._runtime.sent(gradient, home) for gradient, home in homes]
 
