@@ -251,7 +251,7 @@ class LayerCall:
         contents = self._containers.watched(args, kwargs, self.tensors)
         unknown = self._layer.has_unknown_buffers()
         before = {key: tensor.clone() for key, tensor in self.residency.buffers.items()} if unknown else {}
-        with self._bound(self.residency.buffers) as left, self._watching(watch):
+        with self._bound(self.residency.buffers) as left, self._explaining(), self._watching(watch):
             result = self._run(*args, **kwargs), contents()
         changed = self._keep_buffers(left, before)
         if watch is not None and not changed:
@@ -536,13 +536,29 @@ class LayerCall:
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Say what it means that an input is a leaf of the layer's own graph."""
+        """Say what it means that an input is a leaf of the layer's own graph, or that a tensor is on another device."""
         try:
             yield
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise UnsupportedModelError(self._in_place_message()) from error
+            if "on the same device" in str(error):
+                self._refuse_elsewhere(error)
             raise
+
+    def _refuse_elsewhere(self, error: RuntimeError) -> None:
+        """Refuse attributes that a layer reads on another device than theirs."""
+        device = self.residency.device
+        found = self._layer.attributes.read().tensors()
+        here = self._runtime.home(self.residency.weights)
+        elsewhere = [name for name, tensor in found.items() if self._runtime.home(tensor) not in (None, here)]
+        if elsewhere:
+            raise UnsupportedModelError(
+                f"layer {self._layer.name!r} runs on device {here} of several, {device.torch_device}, but the tensor in its "
+                f"attribute {elsewhere[0]!r} is on another one. Buffers go with their layers, other tensors stay: register it "
+                "with register_buffer(..., persistent=False), or, if it is the state of a metric, update that in the step. "
+                f"Or train on Trainer(devices=1). ({error})"
+            ) from error
 
     def _in_place_message(self) -> str:
         return (
