@@ -718,6 +718,26 @@ def test_checkpointing_around_layers_gives_equal_bits(reentrant: bool) -> None:
     assert_same(plain, swapped)
 
 
+class RunsAgain(Checkpointed):
+    """Has the layers called again in the backward, for what follows them saves their outputs."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.net.embed(batch)
+        for block in self.net.blocks:
+            x = checkpoint(lambda y, block=block: F.gelu(block(y)), x, use_reentrant=False)
+        return self.net.logits(x) * self.scale
+
+
+@pytest.mark.parametrize("memory", [CAPACITY, None], ids=["some", "all"])
+@pytest.mark.devices(1, 2)
+def test_layers_that_are_called_again_in_the_backward_give_equal_bits(memory: Any) -> None:
+    """With room for a pack whose backward follows its forward, the second step was refused: as if the first still ran."""
+    plain = fit("plain", RunsAgain(reentrant=False), max_epochs=2)
+    swapped = trainer_for(harmony(device_memory=memory), max_epochs=2)
+    swapped.fit(RunsAgain(reentrant=False), loader())
+    assert_same(plain, swapped)
+
+
 # --- Shared parameters.
 
 

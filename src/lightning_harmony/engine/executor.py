@@ -367,6 +367,7 @@ class Executor:
         self._random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
         self.updater.reclaim()
         self._in_backward = False
+        self._delivered = set()
         host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         for layer in self._layers:
             layer.is_training, layer.host_buffers = is_training, host_buffers
@@ -443,7 +444,6 @@ class Executor:
         self._upstream = gradient.detach()
         self._asked_for = asked_for
         self._in_backward = True
-        self._delivered = set()
         factor = self._check_prediction(gradient)
         # Gradients of the last step that were zeroed since.
         self.updater.reclaim()
