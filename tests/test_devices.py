@@ -15,7 +15,8 @@ from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_harmony import HarmonyStrategy
+from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+from lightning_harmony.engine import device as device_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -231,3 +232,55 @@ def test_manual_optimization_runs_on_the_first_device() -> None:
         trainer_for(HarmonyStrategy(), 3, [], devices=devices).fit(module, DataLoader(nets.tokens(), batch_size=8))
         states.append(module.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+class Shifted(nets.Block):
+    """Reads a tensor beside its parameters. As on GPUs, it must be on the same device as what it is used with."""
+
+    offset: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        devices = {device_module._owners.get(tensor.untyped_storage()._cdata) for tensor in (self.offset, x)}
+        if len(devices) > 1:
+            raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices")
+        return super().forward(x + self.offset)
+
+
+class ShiftedBlocks(nets.Language):
+    def __init__(self, *, as_buffers: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Shifted() for _ in range(4))
+        offset = torch.full((nets.WIDTH,), 0.5)
+        for block in self.blocks:
+            if as_buffers:
+                block.register_buffer("offset", offset.clone(), persistent=False)
+            else:
+                block.offset = offset
+
+    def body(self, x: Tensor) -> Tensor:
+        # What glue looks at first is on the root.
+        return super().body(x + self.blocks[0].offset.detach())
+
+
+class Predicting(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise AssertionError
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch)
+        return loss
+
+
+def predict(module: Net, devices: int, **options: Any) -> Any:
+    trainer = trainer_for(HarmonyStrategy(**options), 1, [], devices=devices)
+    return trainer.predict(Predicting(module.net), DataLoader(nets.tokens(), batch_size=8))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("run", [train, predict])
+def test_tensors_that_do_not_go_with_their_layers_are_named_with_the_way_out(run: Callable[..., Any]) -> None:
+    """Torch names devices, but not what is on them."""
+    with pytest.raises(UnsupportedModelError, match=r"layer 'net\.blocks\.\d'.*'offset'.*register_buffer.*devices=1"):
+        run(build(lambda: ShiftedBlocks(as_buffers=False)), 2, layers={Shifted})
+    run(build(lambda: ShiftedBlocks(as_buffers=False)), 1, layers={Shifted})
+    run(build(lambda: ShiftedBlocks(as_buffers=True)), 2, layers={Shifted})

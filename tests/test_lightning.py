@@ -488,6 +488,22 @@ def test_by_default_no_microbatch_has_too_few_samples_for_batch_norm(batch_size:
     assert trainer.strategy.step_report.num_microbatches == microbatches
 
 
+@pytest.mark.filterwarnings("ignore:.*normalize with the statistics of microbatches")
+@pytest.mark.parametrize(
+    "arguments", [{"num_microbatches": 4}, {"num_microbatches": None, "microbatch_size": 1}], ids=str
+)
+def test_microbatches_that_are_too_small_for_batch_norm_are_named_with_the_way_out(arguments: dict[str, Any]) -> None:
+    """Whoever asked for them used to be told by torch of a size that is nowhere in the code."""
+    with pytest.raises(
+        ValueError, match=r"batch of 4 samples .* 4 microbatches.*'norm'.*num_microbatches=.*drop_last"
+    ) as e:
+        trainer_for(harmony(**arguments)).fit(Normalized(), loader(4))
+    assert "more than 1 value per channel" in str(e.value.__cause__)
+    trainer = trainer_for(harmony(num_microbatches=2))
+    trainer.fit(Normalized(), loader(4))
+    assert trainer.global_step > 1
+
+
 # --- Ways to optimize.
 
 

@@ -12,7 +12,19 @@ import torch
 import torch.nn.functional as F
 from same_training import assert_within
 from test_callbacks import fit
-from test_lightning import CAPACITY, Manual, Model, assert_equal, assert_same, harmony, loader, trainer_for, values
+from test_lightning import (
+    CAPACITY,
+    Manual,
+    Model,
+    assert_equal,
+    assert_same,
+    fit_harmony,
+    fit_plain,
+    harmony,
+    loader,
+    trainer_for,
+    values,
+)
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -156,15 +168,29 @@ def test_gradients_are_there_as_soon_as_a_backward_by_hand_returns(kind: type[Pl
     assert_equal(plain.lightning_module.norms, swapped.lightning_module.norms)
 
 
+def biases(module: nn.Module) -> list[nn.Parameter]:
+    """Some parameters of most layers."""
+    return [parameter for name, parameter in module.named_parameters() if name.endswith("bias")]
+
+
 class ForSome(Plainly):
-    """Asks for the gradients of some layers: nothing used to come."""
+    """Asks for the gradients of some parameters: nothing used to come, and later those of whole layers alone."""
 
     def backward_of(self, loss: Tensor) -> None:
-        loss.backward(inputs=[self.scale, *self.net.parameters()] if self.norms else list(self.parameters()))
+        loss.backward(inputs=[self.scale, *biases(self)] if len(self.norms) % 2 else list(self.parameters()))
 
 
-def test_a_backward_by_hand_for_some_parameters_gives_equal_bits() -> None:
-    plain, swapped = assert_same_fits(ForSome, num_microbatches=1)
+class ForOneAfterTheOther(Plainly):
+    """Keeps the graph between two backwards."""
+
+    def backward_of(self, loss: Tensor) -> None:
+        loss.backward(torch.tensor(0.5), retain_graph=True, inputs=biases(self))
+        self.manual_backward(loss, inputs=list(self.parameters()))
+
+
+@pytest.mark.parametrize("kind", [ForSome, ForOneAfterTheOther])
+def test_a_backward_by_hand_for_some_parameters_gives_equal_bits(kind: type[Plainly]) -> None:
+    plain, swapped = assert_same_fits(kind, num_microbatches=1)
     assert_equal(plain.lightning_module.norms, swapped.lightning_module.norms)
 
 
@@ -486,6 +512,24 @@ class OwnBackward(Model):
             parameter.grad.mul_(0.5)
 
 
+class BackwardForSome(Model):
+    """Trains no weights but those of the first block. Nothing used to be trained."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(torch.tensor(0.5), inputs=[self.scale, *self.net.blocks[0].parameters(), *biases(self)])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.devices(1, 2)
+def test_a_backward_for_some_parameters_gives_equal_bits(accumulate: int) -> None:
+    plain = fit_plain(BackwardForSome(sgd), accumulate=accumulate)
+    swapped = fit_harmony(BackwardForSome(sgd), accumulate_grad_batches=accumulate)
+    assert_same(plain, swapped)
+    untrained, trained = Model(), swapped.lightning_module
+    assert torch.equal(untrained.net.blocks[1].up.weight, trained.net.blocks[1].up.weight)
+    assert not torch.equal(untrained.net.blocks[1].up.bias, trained.net.blocks[1].up.bias)
+
+
 class OwnStep(Model):
     """Warms up, and passes over a step: Lightning's recipe."""
 
@@ -671,6 +715,26 @@ def test_checkpointing_around_layers_gives_equal_bits(reentrant: bool) -> None:
     plain = fit("plain", Checkpointed(reentrant=reentrant), max_epochs=2)
     swapped = trainer_for(harmony(update="deferred" if reentrant else "auto"), max_epochs=2)
     swapped.fit(Checkpointed(reentrant=reentrant), loader())
+    assert_same(plain, swapped)
+
+
+class RunsAgain(Checkpointed):
+    """Has the layers called again in the backward, for what follows them saves their outputs."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.net.embed(batch)
+        for block in self.net.blocks:
+            x = checkpoint(lambda y, block=block: F.gelu(block(y)), x, use_reentrant=False)
+        return self.net.logits(x) * self.scale
+
+
+@pytest.mark.parametrize("memory", [CAPACITY, None], ids=["some", "all"])
+@pytest.mark.devices(1, 2)
+def test_layers_that_are_called_again_in_the_backward_give_equal_bits(memory: Any) -> None:
+    """With room for a pack whose backward follows its forward, the second step was refused: as if the first still ran."""
+    plain = fit("plain", RunsAgain(reentrant=False), max_epochs=2)
+    swapped = trainer_for(harmony(device_memory=memory), max_epochs=2)
+    swapped.fit(RunsAgain(reentrant=False), loader())
     assert_same(plain, swapped)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,9 @@ from lightning_harmony.microbatches import TrainingStep, run_without_backward
 from lightning_harmony.separability import explain_difference
 from lightning_harmony.settings import Settings
 from lightning_harmony.snapshot import Snapshot
+
+# What torch says of a single sample that is to be normalized with its own statistics.
+_TOO_FEW = "more than 1 value per channel"
 
 
 @dataclass
@@ -48,6 +52,26 @@ class SplitCheck:
             return
         if self.settings.checks_reduction and not self._is_over:
             self._step = batch, rest, kwargs, sizes
+
+    @contextmanager
+    def explaining(self, sizes: Sequence[int]) -> Iterator[None]:
+        """The context in which microbatches of these sizes run. What a single sample is too few for says why there is one.
+
+        Raises:
+            ValueError: if the statistics of a microbatch of one sample are asked for.
+        """
+        try:
+            yield
+        except ValueError as error:
+            if min(sizes) > 1 or len(sizes) == 1 or _TOO_FEW not in str(error):
+                raise
+            names = list(batch_norms(self.trainer.lightning_module))
+            raise ValueError(
+                f"a batch of {sum(sizes)} samples is split into {len(sizes)} microbatches, some of a single one, of which "
+                f"{f'{names[0]!r} needs' if names else 'the step asks for'} the statistics. Let each have two at least, with "
+                "a smaller HarmonyStrategy(num_microbatches=...) or a larger microbatch_size; where the last batch of an "
+                f"epoch alone is so short, with DataLoader(drop_last=True). ({error})"
+            ) from error
 
     def after_backward(self) -> None:
         """Look at the loss of the step that was noted, if none was looked at before."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_harmony.deferred_update import DeferredUpdate
+from lightning_harmony.engine.asked import anchored, asked_for
 from lightning_harmony.engine.batch import DEFAULT_NUM_MICROBATCHES, merge_outputs, split_batch
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.fused import FusedGroups
@@ -89,9 +91,8 @@ class Training:
         if self.trainer.fit_loop._skip_backward or not any(each.requires_grad for each in steps):
             self._abandon()
         else:
-            loss = _DeferredBackward.apply(
-                torch.zeros((), requires_grad=True), loss, lambda gradient: self._backward(gradient, len(sizes))
-            )
+            anchor = anchored(torch.zeros((), requires_grad=True), self._module.parameters())
+            loss = _DeferredBackward.apply(anchor, loss, partial(self._backward, len(sizes)))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def after_backward(self) -> None:
@@ -123,7 +124,8 @@ class Training:
         seed = torch.initial_seed()
         seeds = [stream_seed(seed, batch_number, number) if len(steps) > 1 else None for number in range(len(steps))]
         microbatches = [Microbatch(*each) for each in zip(steps, weights, seeds, strict=True)]
-        with merging_logs(self.engine, self.trainer._results, sizes, self._attributes), without_caches(self._module):
+        logs = merging_logs(self.engine, self.trainer._results, sizes, self._attributes)
+        with self.split_check.explaining(sizes), logs, without_caches(self._module):
             self.engine.forward(
                 microbatches,
                 num_elements=max(step.num_elements() for step in steps),
@@ -141,14 +143,35 @@ class Training:
         scaler = self.deferred.policy.scaler
         return 1.0 if scaler is None else float(scaler.get_scale())
 
-    def _backward(self, gradient: Tensor, num_microbatches: int) -> None:
-        """Run the backward of all microbatches, with the gradient of the batch's loss."""
+    def _backward(self, num_microbatches: int, gradient: Tensor, anchor: Any) -> None:
+        """Run the backward of all microbatches, with the gradient of the batch's loss.
+
+        Args:
+            num_microbatches: how many there are.
+            gradient: of that loss.
+            anchor: the node that knows whose gradients are asked for.
+        """
         try:
-            self._backward_and_report(gradient, num_microbatches)
+            self._backward_and_report(gradient, self._asked_for(anchor), num_microbatches)
         finally:
             self._finish_attributes()
 
-    def _backward_and_report(self, gradient: Tensor, num_microbatches: int) -> None:
+    def _asked_for(self, anchor: Any) -> frozenset[nn.Parameter] | None:
+        """The parameters that the running backward asks for; None for all."""
+        parameters = frozenset(self._module.parameters())
+        asked = asked_for(anchor, parameters, "the module")
+        if asked == parameters:
+            return None
+        if not self.tree.overrides(self._module, "backward"):
+            raise UnsupportedModelError(
+                "backward(inputs=...) asks for the gradients of some parameters, but those of others were summed with the "
+                "forward, for nobody said so before: override LightningModule.backward, and call it there"
+            )
+        return asked
+
+    def _backward_and_report(
+        self, gradient: Tensor, asked: frozenset[nn.Parameter] | None, num_microbatches: int
+    ) -> None:
         self._fuse()
         policy = self.deferred.policy
         update, reason = policy.choose()
@@ -159,11 +182,12 @@ class Training:
             self.engine.backward(
                 gradient,
                 self.trainer.optimizers[0],
+                asked_for=asked,
                 clip=by_value(limit) if limit else None,
                 may_outlast=policy.why_at_once() is None,
             )
         else:
-            self.engine.backward(gradient, None, with_norms=policy.needs_norms())
+            self.engine.backward(gradient, None, asked_for=asked, with_norms=policy.needs_norms())
             if self.deferred.may_wait:
                 waits = policy.why_at_once()
                 reason += f"; before the next batch, as {waits}" if waits else "; under the forward of the next batch"
@@ -198,10 +222,10 @@ class Training:
 
 
 class _DeferredBackward(torch.autograd.Function):
-    """The loss of a batch: its backward runs those of the microbatches."""
+    """The loss of a batch: its backward runs those of the microbatches, and tells the anchor's node who asks for it."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, run: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, run: Callable[[Tensor, Any], None]) -> Tensor:
         ctx.run, ctx.has_run = run, False
         return loss.clone()
 
@@ -218,5 +242,5 @@ class _DeferredBackward(torch.autograd.Function):
                 "losses and call backward once, or optimize manually (self.automatic_optimization = False)"
             )
         ctx.has_run = True
-        ctx.run(gradient)
+        ctx.run(gradient, ctx.next_functions[0][0])
         return None, None, None

@@ -27,6 +27,7 @@ ALL: Mapping[str, Callable[[], nn.Module]] = {
     **{name: net for name, net in {**NETS, **SUMMED_IN_ANOTHER_ORDER}.items() if name != "hooked"},
     "skip-connections": nets.SkipConnections,
     "regularized": nets.Regularized,
+    "remembering": nets.Remembering,
 }
 
 

@@ -2,49 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.errors import UnsupportedModelError
 
 
-def anchored(anchor: Tensor, layer: SwappedLayer) -> Tensor:
-    """An anchor with the parameters of a layer behind it, so that the engine knows who leads to them.
+def anchored(anchor: Tensor, parameters: Iterable[nn.Parameter]) -> Tensor:
+    """An anchor with parameters behind it, so that the engine knows what leads to them.
 
     Those with hooks are left out: the engine would call these, too, with no gradient.
     """
-    shown = [p for p in layer.parameters if p.requires_grad and not p._backward_hooks]
+    shown = [p for p in parameters if p.requires_grad and not p._backward_hooks]
     result: Tensor = _Anchor.apply(anchor, *shown)
     return result
 
 
-def is_asked_for(anchor: Any, name: str) -> bool:
-    """Whether the running backward sums the gradients of the parameters behind an anchor, a node of the graph.
+def asked_for(anchor: Any, parameters: Iterable[nn.Parameter], what: str) -> frozenset[nn.Parameter]:
+    """Those parameters to whose ``grad`` the running backward adds.
+
+    Args:
+        anchor: the node of an anchor, behind which the parameters may be.
+        parameters: all that could be asked for.
+        what: whose parameters they are.
 
     Raises:
-        UnsupportedModelError: if it wants those of some of them, or to have them returned.
+        UnsupportedModelError: if the backward is to return gradients of any of them, or it asks for some, and nobody knows
+            which, as others have hooks.
     """
-    if anchor is None or not torch._C._will_engine_execute_node(anchor):
-        return False
-    if not all(_sums(node) for node, _ in anchor.next_functions[1:] if node is not None):
+    executes = torch._C._will_engine_execute_node
+    if anchor is None or not executes(anchor):
+        return frozenset()
+    leaf = anchor.next_functions[0][0] if anchor.next_functions else anchor
+    if executes(leaf):
+        # Nobody asks for the anchor itself: a backward that comes to it goes everywhere.
+        return frozenset(parameters)
+    return frozenset(parameter for parameter in parameters if parameter.requires_grad and _sums(parameter, what))
+
+
+def _sums(parameter: nn.Parameter, what: str) -> bool:
+    if parameter._backward_hooks:
         raise UnsupportedModelError(
-            f"gradients are asked for by parameters of layer {name!r}, as by torch.autograd.grad(loss, parameters), but "
-            "come to p.grad alone while layers are swapped: call backward() and read p.grad, or ask backward(inputs=...) "
-            "for those of whole layers"
+            f"backward(inputs=...) asks for some parameters of {what}, of which one has a hook (register_hook), so that "
+            "nobody knows whether it is asked for, too: call backward() without inputs, or change its gradient afterwards"
         )
-    return True
-
-
-def _sums(parameter: Any) -> bool:
-    """Whether the running backward adds to the ``grad`` of a parameter, a leaf of the graph."""
     try:
-        executes: bool = torch._C._will_engine_execute_node(parameter)
-    except RuntimeError:
-        # As torch.autograd.grad returns it, the engine does not say.
-        return False
+        executes: bool = torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError as error:
+        # The engine does not say, of a leaf whose gradient it is to return.
+        raise UnsupportedModelError(
+            f"gradients are asked for by parameters of {what}, as by torch.autograd.grad(loss, parameters), but come to "
+            "p.grad alone while layers are swapped: call backward(), or backward(inputs=parameters), and read p.grad"
+        ) from error
     return executes
 
 

@@ -65,6 +65,10 @@ class Attributes:
         """The tensors among them that need gradients."""
         return [kept.tensor for kept in self._tensors.values() if kept.tensor.requires_grad]
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors among them, by the names of the attributes that hold them."""
+        return {kept.name: kept.tensor for kept in self._tensors.values()}
+
     def restore(self) -> None:
         """Make everything what it was, tensors that were changed in place by copies that take their places.
 
@@ -143,7 +147,7 @@ class _Kept:
     """A tensor, and what it takes to have it again."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:
-        self._name = name
+        self.name = name
         self.tensor = tensor
         # Inference tensors count no versions, and are written to in inference mode alone.
         self._version = None if tensor.is_inference() else tensor._version
@@ -156,7 +160,7 @@ class _Kept:
     def again(self) -> Tensor:
         if self._copy is None:
             raise UnsupportedModelError(
-                f"the tensor in the attribute {self._name!r} of a layer was changed in place after the layer was called, so "
+                f"the tensor in the attribute {self.name!r} of a layer was changed in place after the layer was called, so "
                 "that its backward cannot run the call again: register it with register_buffer, or assign a new tensor"
             )
         return self._copy.clone().requires_grad_(self.tensor.requires_grad)

@@ -153,6 +153,10 @@ class Device(ABC):
         """Order the running lane's own work after what had been launched when lanes last began."""
 
     @abstractmethod
+    def await_lane(self, number: int) -> None:
+        """Order the running lane's own work after all that another one has launched here."""
+
+    @abstractmethod
     def join_lanes(self) -> None:
         """Order what the caller computes next after all that lanes have launched."""
 
@@ -346,6 +350,11 @@ class CudaDevice(Device):
         assert self._began is not None
         torch.cuda.current_stream(self.torch_device).wait_event(self._began)
 
+    def await_lane(self, number: int) -> None:
+        """Let the one's stream wait for the other's."""
+        if number in self._lane_streams:
+            torch.cuda.current_stream(self.torch_device).wait_stream(self._lane_streams[number])
+
     def join_lanes(self) -> None:
         """Let the compute stream wait for all lanes."""
         for stream in self._lane_streams.values():
@@ -498,6 +507,9 @@ class VirtualDevice(Device):
 
     def catch_up(self) -> None:
         """Nothing to do."""
+
+    def await_lane(self, number: int) -> None:
+        """One lane computes at a time."""
 
     def join_lanes(self) -> None:
         """Nothing to do."""

@@ -250,7 +250,7 @@ class Executor:
 
     def _begin(self, lane: Lane, microbatch: Microbatch) -> LaneProgress:
         stashes = [LaneStash(residents.stash) for residents in self._residents]
-        transfers = LaneTransfers(self._transfers)
+        transfers = LaneTransfers(self._transfers, lane.microbatch)
         glue = OneDevice(transfers, self._transfers, self._draw_on) if len(self.devices) > 1 else None
         return LaneProgress(lane, microbatch, stashes, transfers, glue)
 
@@ -283,6 +283,7 @@ class Executor:
         gradient: Tensor,
         optimizer: Optimizer | None,
         *,
+        asked_for: frozenset[nn.Parameter] | None = None,
         clip: Clip | None = None,
         with_norms: bool = False,
         may_outlast: bool = False,
@@ -293,13 +294,14 @@ class Executor:
             gradient: of the loss of the batch.
             optimizer: the one to step just in time; None if gradients are only collected. In the first step of all it is
                 stepped when the backward has succeeded.
+            asked_for: the parameters whose gradients are summed; None for all. Fused packs must not have summed others.
             clip: changes gradients before they are used just in time.
             with_norms: whether the norm of each collected gradient will be asked for.
             may_outlast: whether updates just in time may go on until the next forward, as one does that is postponed.
         """
         self._upstream = gradient.detach()
         self._step.in_backward = True
-        self._sums.begin(self._check_prediction(gradient))
+        self._sums.begin_backward(self._check_prediction(gradient), asked_for)
         # Gradients of the last step that were zeroed since.
         self.updater.reclaim()
         for device in self.devices:
@@ -394,6 +396,8 @@ class Executor:
 
     def _reset(self) -> None:
         self._observer.forget_turns()
+        self._sums.reset()
+        self._transfers.shared.clear()
         self._start([])
         self._random.switch_back()
         self._model.end_step()

@@ -55,12 +55,22 @@ class GradientSums:
         self._updater = updater
         self._observer = observer
         self._profiler = profiler
+        self.reset()
+
+    def reset(self) -> None:
+        """No step runs."""
         self._factor = 1.0
+        self._asked_for: frozenset[nn.Parameter] | None = None
         self._delivered: set[int] = set()
 
-    def begin(self, factor: float) -> None:
-        """The backward of a step begins; its gradients are multiplied with a factor before they are handed over."""
-        self._factor, self._delivered = factor, set()
+    def begin_backward(self, factor: float, asked_for: frozenset[nn.Parameter] | None) -> None:
+        """The backward of a step begins.
+
+        Args:
+            factor: its gradients are multiplied with it before they are handed over.
+            asked_for: the parameters whose gradients are summed; None for all.
+        """
+        self._factor, self._asked_for = factor, asked_for
 
     # ---- adding up -----------------------------------------------------------------------------------------------------
 
@@ -72,6 +82,10 @@ class GradientSums:
             use: which call of the layer in its microbatch they are of.
             gradients: of each parameter that has one.
         """
+        if self._asked_for is not None:
+            gradients = [(p, gradient) for p, gradient in gradients if p in self._asked_for]
+            if not gradients:
+                return
         if any(parameter._backward_hooks for parameter, _ in gradients):
             gradients = [(p, self._after_hooks(p, gradient, use)) for p, gradient in gradients]
         index = self._placement.pack_of[layer.index]

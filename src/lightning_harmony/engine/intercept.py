@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_harmony.engine.asked import anchored, is_asked_for
+from lightning_harmony.engine.asked import anchored, asked_for
 from lightning_harmony.engine.compiled import compiled_whole, is_compiled
 from lightning_harmony.engine.containers import Containers
 from lightning_harmony.engine.derived import derives_weights
@@ -45,6 +45,9 @@ class Runtime(Protocol):
 
     def home(self, tensor: Tensor) -> int | None:
         """Where a tensor is."""
+
+    def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
+        """What a layer made goes to its caller."""
 
     def sent(self, tensor: Tensor, home: int | None) -> Tensor:
         """The tensor at another one's home."""
@@ -133,7 +136,7 @@ class InterceptedForward:
                 return call.run_without_gradients()
             with call.visit(Phase.FORWARD):
                 # In a lane, user's code sees stand-ins for parameters.
-                anchor = anchored(self._anchor, self.layer) if current_lane() is None else self._anchor
+                anchor = anchored(self._anchor, self.layer.parameters) if current_lane() is None else self._anchor
                 outputs = _LayerFunction.apply(call, anchor, *call.tensors)
             call.tensors = []
             return call.unflatten_outputs(outputs)
@@ -210,9 +213,9 @@ class LayerCall:
             self._given = [of_caller[n] for n in range(len(of_caller))]
 
     @property
-    def name(self) -> str:
-        """The layer's."""
-        return self._layer.name
+    def layer(self) -> SwappedLayer:
+        """What is called."""
+        return self._layer
 
     def needs_gradients(self) -> bool:
         """Whether a backward can come of it."""
@@ -237,7 +240,7 @@ class LayerCall:
             with self._runtime.running(self.residency):
                 leaves, unflatten = self._flatten(self._run_only())
                 leaves = [self.own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            self.residency.device.hand_out(leaf for leaf in leaves if isinstance(leaf, Tensor))
+            self._runtime.hand_out([leaf for leaf in leaves if isinstance(leaf, Tensor)], self.residency)
             return self._returned(unflatten(iter(leaves)))
 
     def _run_only(self) -> tuple[Any, list[Any]]:
@@ -248,7 +251,7 @@ class LayerCall:
         contents = self._containers.watched(args, kwargs, self.tensors)
         unknown = self._layer.has_unknown_buffers()
         before = {key: tensor.clone() for key, tensor in self.residency.buffers.items()} if unknown else {}
-        with self._bound(self.residency.buffers) as left, self._watching(watch):
+        with self._bound(self.residency.buffers) as left, self._explaining(), self._watching(watch):
             result = self._run(*args, **kwargs), contents()
         changed = self._keep_buffers(left, before)
         if watch is not None and not changed:
@@ -357,7 +360,7 @@ class LayerCall:
     def hand_out(self, outputs: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs for the caller, without their graph."""
         handed = tuple(self.own(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in outputs)
-        self.residency.device.hand_out(leaf for leaf in handed if isinstance(leaf, Tensor))
+        self._runtime.hand_out([leaf for leaf in handed if isinstance(leaf, Tensor)], self.residency)
         return handed
 
     def own(self, tensor: Tensor) -> Tensor:
@@ -378,19 +381,24 @@ class LayerCall:
         self._given = []
         return returned
 
-    def backward(self, gradients: Sequence[Tensor | None], *, sum_parameters: bool) -> list[Tensor | None]:
-        """Recompute, and return the gradients of the tensors that it was called with, each where that is."""
+    def backward(self, gradients: Sequence[Tensor | None], summed: frozenset[nn.Parameter]) -> list[Tensor | None]:
+        """Recompute, and return the gradients of the tensors that it was called with, each where that is.
+
+        Args:
+            gradients: of the tensors that it returned.
+            summed: the parameters to whose sums it adds.
+        """
         with self.visit(Phase.BACKWARD):
             given = iter(self._runtime.brought([g for g in gradients if g is not None], self.residency))
             brought = [None if gradient is None else next(given) for gradient in gradients]
             with self._runtime.running(self.residency):
-                found = self._recompute_and_differentiate(brought, sum_parameters=sum_parameters)
-            self.residency.device.hand_out(gradient for gradient in found if gradient is not None)
+                found = self._recompute_and_differentiate(brought, summed)
+            self._runtime.hand_out([gradient for gradient in found if gradient is not None], self.residency)
         homes = zip(found, self._homes, strict=True)
         return [None if gradient is None else self._runtime.sent(gradient, home) for gradient, home in homes]
 
     def _recompute_and_differentiate(
-        self, gradients: Sequence[Tensor | None], *, sum_parameters: bool
+        self, gradients: Sequence[Tensor | None], summed: frozenset[nn.Parameter]
     ) -> list[Tensor | None]:
         graph = self._graph_of_forward()
         # A checkpoint within the layer runs a part of it again now, and must find the weights here, too;
@@ -400,10 +408,10 @@ class LayerCall:
             found = _gradients(graph.outputs, gradients, [*graph.inputs, *graph.hidden, *graph.leaves.values()])
         of_inputs = iter(found[: len(graph.inputs)])
         self._refuse_hidden(found[len(graph.inputs) : len(graph.inputs) + len(graph.hidden)])
-        if sum_parameters:
+        if summed:
             of_parameters = zip(graph.leaves, found[len(graph.inputs) + len(graph.hidden) :], strict=True)
-            summed = [(parameter, gradient) for parameter, gradient in of_parameters if gradient is not None]
-            self._runtime.accumulate(self._layer, self._use, summed)
+            wanted = [(p, gradient) for p, gradient in of_parameters if gradient is not None and p in summed]
+            self._runtime.accumulate(self._layer, self._use, wanted)
         if self._runtime.is_last_backward():
             # The node lives as long as its graph; what it kept need not.
             self._inputs, self._objects = [], []
@@ -528,13 +536,29 @@ class LayerCall:
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Say what it means that an input is a leaf of the layer's own graph."""
+        """Say what it means that an input is a leaf of the layer's own graph, or that a tensor is on another device."""
         try:
             yield
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise UnsupportedModelError(self._in_place_message()) from error
+            if "on the same device" in str(error):
+                self._refuse_elsewhere(error)
             raise
+
+    def _refuse_elsewhere(self, error: RuntimeError) -> None:
+        """Refuse attributes that a layer reads on another device than theirs."""
+        device = self.residency.device
+        found = self._layer.attributes.read().tensors()
+        here = self._runtime.home(self.residency.weights)
+        elsewhere = [name for name, tensor in found.items() if self._runtime.home(tensor) not in (None, here)]
+        if elsewhere:
+            raise UnsupportedModelError(
+                f"layer {self._layer.name!r} runs on device {here} of several, {device.torch_device}, but the tensor in its "
+                f"attribute {elsewhere[0]!r} is on another one. Buffers go with their layers, other tensors stay: register it "
+                "with register_buffer(..., persistent=False), or, if it is the state of a metric, update that in the step. "
+                f"Or train on Trainer(devices=1). ({error})"
+            ) from error
 
     def _in_place_message(self) -> str:
         return (
@@ -626,9 +650,9 @@ class _LayerFunction(torch.autograd.Function):
                 "train with another strategy, or leave the layers concerned out with HarmonyStrategy(layers=...)"
             )
         # torch.autograd.grad with respect to activations runs this node, but wants no gradients of parameters.
-        wanted = is_asked_for(ctx.next_functions[0][0], call.name)
+        summed = asked_for(ctx.next_functions[0][0], call.layer.parameters, f"layer {call.layer.name!r}")
         of_tensors = [g for g, is_tensor in zip(gradients, ctx.is_tensor, strict=True) if is_tensor]
-        return None, None, *call.backward(of_tensors, sum_parameters=wanted)
+        return None, None, *call.backward(of_tensors, summed)
 
 
 def _drop(tensor: Tensor) -> None:

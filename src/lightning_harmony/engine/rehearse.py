@@ -230,6 +230,10 @@ class _Rehearsal:
         """The one device."""
         return None
 
+    def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
+        """It is there."""
+        residency.device.hand_out(tensors)
+
     def sent(self, tensor: Tensor, home: int | None) -> Tensor:
         """It is there."""
         return tensor

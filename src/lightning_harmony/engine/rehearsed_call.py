@@ -132,7 +132,7 @@ class RehearsedCall(LayerCall):
             outputs.append(leaf)
         return tuple(outputs)
 
-    def backward(self, gradients: Sequence[Tensor | None], *, sum_parameters: bool) -> list[Tensor | None]:
+    def backward(self, gradients: Sequence[Tensor | None], summed: frozenset[nn.Parameter]) -> list[Tensor | None]:
         """Leave the marks of the backward."""
         with self.visit(Phase.BACKWARD):
             self._rehearsal.redo_backward(self._layer, self._known)
@@ -167,7 +167,7 @@ class RehearsedCall(LayerCall):
             stock.take()
             # What the glue saves goes to the stash, but no glue is left when a layer recomputes.
             with torch.autograd.graph.saved_tensors_hooks(keep, given):
-                found = super().backward(of_tensors, sum_parameters=True)
+                found = super().backward(of_tensors, frozenset(self._layer.parameters))
             backward, backward_bytes = stock.take(), peak() - before
         # The visit goes on, of which that of the backward was a part.
         self.residency = residency

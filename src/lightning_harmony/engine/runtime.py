@@ -90,6 +90,13 @@ class Runtime:
         transfers = self._transfers if progress is None else progress.transfers
         return [transfers.copy(tensor, number) for tensor in tensors]
 
+    def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
+        """What a layer made goes to the lane."""
+        residency.device.hand_out(tensors)
+        progress = self._step.current()
+        if len(self._devices) > 1 and progress is not None:
+            progress.transfers.made(tensors)
+
     def sent(self, tensor: Tensor, home: int | None) -> Tensor:
         """The tensor at another one's home."""
         return tensor if home is None or len(self._devices) == 1 else self._transfers.copy(tensor, home)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,12 +15,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.glue import StandIn
 from lightning_harmony.engine.report import Traffic
+from lightning_harmony.engine.shared import SharedTensors, storage_of
 from lightning_harmony.engine.strides import compact, restore
 from lightning_harmony.plan.task import Task
 
 
 class Transfers:
     """Knows where tensors are, and copies them from device to device.
+
+    Attributes:
+        shared: what lanes use together.
 
     Args:
         devices: all of them, the root first: where what belongs to none is taken to be.
@@ -37,6 +41,7 @@ class Transfers:
         timing: Callable[[Device, Device, int], AbstractContextManager[None]],
     ) -> None:
         self.devices = devices
+        self.shared = SharedTensors(devices)
         self._traffic = traffic
         self._admit = admit
         self._timing = timing
@@ -78,15 +83,21 @@ class LaneTransfers:
 
     Args:
         transfers: makes the copies.
+        lane: the lane's number.
     """
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, transfers: Transfers, lane: int) -> None:
         self._transfers = transfers
+        self._lane = lane
         self._copies: dict[tuple[int, int], tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
 
     def copy(self, tensor: Tensor, to: int) -> Tensor:
         """Like `Transfers.copy`. The copy is kept for as long as the tensor lives."""
-        if self._transfers.home(tensor) in (None, to):
+        home = self._transfers.home(tensor)
+        if home is None:
+            return tensor
+        self._transfers.shared.reading(self._lane, tensor, home)
+        if home == to:
             return tensor
         key = id(tensor), to
         known = self._copies.get(key)
@@ -98,6 +109,25 @@ class LaneTransfers:
         forget = weakref.ref(tensor, lambda _: self._copies.pop(key, None))
         self._copies[key] = forget, _version(tensor), copied, _version(copied)
         return copied
+
+    def made(self, tensors: Iterable[Tensor]) -> None:
+        """The lane has made these."""
+        for tensor in tensors:
+            self._transfers.shared.made(self._lane, tensor)
+
+    @contextmanager
+    def using(self, tensors: Iterable[Tensor], changed: Iterable[Tensor]) -> Iterator[None]:
+        """The context of an operation on these tensors, some of which it changes."""
+        shared = self._transfers.shared
+        at_home = [(tensor, home) for tensor in tensors if (home := self._transfers.home(tensor)) is not None]
+        versions = [_version(tensor) for tensor, _ in at_home]
+        for tensor, home in at_home:
+            shared.reading(self._lane, tensor, home)
+        for tensor in changed:
+            shared.writing(self._lane, tensor, self._transfers.home(tensor) or 0)
+        yield
+        # What changes its operands does not always look like it.
+        self.made(t for (t, _), version in zip(at_home, versions, strict=True) if _version(t) != version)
 
     def moved(self, tensor: Tensor, to: int) -> Tensor:
         """The tensor on a device, differentiable: each use brings its own gradient back, in the order of one device."""
@@ -181,8 +211,12 @@ class OneDevice(TorchFunctionMode):
         else:
             target = places.pop() if places else 0
         self._follow(target)
-        with self._transfers.devices[target].selected():
-            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        with self._transfers.devices[target].selected(), self._lane.using(tensors, _changed(func, args, kwargs)):
+            result = func(*args, **kwargs)
+        known = {storage_of(tensor) for tensor in tensors}
+        self._lane.made(t for t in tree_leaves(result) if isinstance(t, Tensor) and storage_of(t) not in known)
+        return result
 
     def _target(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> int:
         chosen = max(tensors, key=lambda tensor: (self._transfers.home(tensor) is not None, tensor.numel()))
@@ -192,6 +226,12 @@ class OneDevice(TorchFunctionMode):
             chosen = kwargs["out"]
         home = self._transfers.home(chosen)
         return 0 if home is None else home
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The operands that an operation changes, by its name."""
+    operands = [args[0]] if _changes_first(getattr(func, "__name__", "")) else []
+    return [leaf for leaf in tree_leaves([*operands, kwargs.get("out")]) if isinstance(leaf, Tensor)]
 
 
 def _changes_first(name: str) -> bool:
