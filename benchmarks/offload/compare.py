@@ -26,8 +26,9 @@ CONTENDERS: dict[str, list[str]] = {
     "harmony, 16 GiB, gradients clipped": ["--device-memory", "16GiB", "--clip", "1.0"],
     "harmony, 16 GiB, a quarter of the tokens": ["--device-memory", "16GiB", "--num-microbatches", "2"],
     **{
-        f"harmony, {number} x 16 GiB, twice the tokens": [
-            *("--devices", str(number), "--device-memory", "16GiB", "--num-microbatches", "16")
+        f"harmony, {number} x 16 GiB, bf16-compute, twice the tokens": [
+            *("--devices", str(number), "--device-memory", "16GiB", "--num-microbatches", "16"),
+            *("--precision", "bf16-compute"),
         ]
         for number in (1, 2, 4)
     },
