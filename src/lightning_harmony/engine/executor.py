@@ -632,7 +632,7 @@ class Executor:
         progress.position[place.phase] = place.position
         progress.task = place.phase, place.pack.index
         residents = self._residents[self.plan.device_of(place.pack.index, progress.lane.microbatch)]
-        residents.pinned = frozenset() if self._predicted is None else self._pinned()
+        residents.pinned = self._pinned(place)
         work_bytes = self._needed_bytes(place.pack, place.phase)
         if self._is_profiling and place.pack.residency is None and len(place.pack.layers) == 1:
             self._time_swap_in(residents, place, work_bytes)
@@ -673,9 +673,13 @@ class Executor:
         num_bytes = residents.device.allocated_bytes() - state
         self._work.note_found(pack.layers, place.phase, num_bytes, len(self._turns.running))
 
-    def _pinned(self) -> frozenset[int]:
-        """The fused packs, until all lanes came through them."""
-        return frozenset() if self._turns.have_come_to_their_losses() else self.plan.fused
+    def _pinned(self, place: Place) -> frozenset[int]:
+        """The packs that the lanes behind come through: the fused ones, and those of the same turn of the forward."""
+        fuses = self._predicted is not None and not self._turns.have_come_to_their_losses()
+        fused = self.plan.fused if fuses else frozenset[int]()
+        if place.phase is Phase.BACKWARD or not self.plan.joined:
+            return fused
+        return fused | self.plan.packs_of_turn(place.position)
 
     def _take_stock(self, granted: Grant) -> None:
         """After a lane's turn: what it took, what can go now, and which gradients are final."""
@@ -866,7 +870,7 @@ class Executor:
             progress.calls.append(layer.index)
         if progress.task != (phase, index) or pack.residency is None:
             position = self.plan.position(phase, index, progress.position[phase])
-            if self._may_go_on(progress, phase, pack):
+            if self._may_go_on(progress, Request(phase, index, position)):
                 with torch.no_grad(), no_dispatch(), residents.device.scheduling():
                     self.recorder.leave()
                     self._enter(progress, Place(pack, phase, position))
@@ -913,15 +917,23 @@ class Executor:
                 pack.widen()
             residents.begin_visit(place, self._needed_bytes(place.pack, place.phase), alone=self._measuring)
 
-    def _may_go_on(self, progress: LaneProgress, phase: Phase, pack: SwappedPack) -> bool:
-        """Whether a lane enters a pack without parking: within the fused ones, forth and back."""
-        if self._predicted is None or self._in_backward or pack.index not in self.plan.fused:
+    def _may_go_on(self, progress: LaneProgress, request: Request) -> bool:
+        """Whether a lane enters a pack without parking: in one turn of the forward, or within the fused packs."""
+        pack, task, fused = request.pack, progress.task, self.plan.fused
+        if pack is None or task is None:
             return False
-        if progress.task is None or progress.task[1] not in self.plan.fused:
+        if request.phase is Phase.FORWARD and request.position in self.plan.joined:
+            # Where work space isn't known, a lane goes from pack to pack.
+            return (
+                not (self._measuring or progress.differentiating)
+                and task == (Phase.FORWARD, self.plan.visits[request.position - 1])
+                and not self._turns.would_overtake_buffers(progress, request)
+            )
+        if self._predicted is None or self._in_backward or pack not in fused or task[1] not in fused:
             return False
-        if phase is Phase.FORWARD:
+        if request.phase is Phase.FORWARD:
             return not progress.differentiating
-        return not self._turns.is_overtaking(progress, pack.index)
+        return not self._turns.is_overtaking(progress, pack)
 
     @contextmanager
     def _alone(self, index: int, phase: Phase) -> Iterator[Residency]:
