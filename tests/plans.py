@@ -73,14 +73,19 @@ def plans(draw: st.DrawFn, *, max_devices: int = 3, repeats: bool = True) -> tup
     reuse = draw(st.sampled_from(["just-in-time", "just-in-time", "visit", "none"]))
     if reuse != "just-in-time":
         first, kept, lookahead = len(visits), frozenset(), 0
+    num_devices, parallel = draw(st.integers(1, max_devices)), draw(st.sampled_from(["pipeline", "data"]))
+    joined: frozenset[int] = frozenset()
+    if first > 1 and reuse == "just-in-time" and (num_devices == 1 or parallel == "data"):
+        joined = frozenset(draw(st.sets(st.integers(1, first - 1))))
     plan = Plan(
         names(num_packs),
         visits,
         first,
         kept,
+        joined,
         num_microbatches=draw(st.integers(1, 4)),
-        num_devices=draw(st.integers(1, max_devices)),
-        parallel=draw(st.sampled_from(["pipeline", "data"])),
+        num_devices=num_devices,
+        parallel=parallel,
         reuse=reuse,
         lookahead=lookahead,
     )

@@ -7,16 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import nets
 import pytest
 import torch
 from same_training import SEED, Net, Reports, compare, room, train_harmony, trainer_for
+from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
 from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy, PlanError, StepReport
 from lightning_harmony.engine.stream import HostStream
+from lightning_harmony.plan.graphs import fused_alone
 from lightning_harmony.plan.lowering import lower
-from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.plan import Plan, visits_of
 from lightning_harmony.plan.replay import DevicePrediction, predict
 from lightning_harmony.plan.task import Phase, Task
 
@@ -130,9 +133,10 @@ class TestPrediction:
         for device, peak in zip(devices, report.peak_device_bytes, strict=True):
             assert device.peak_bytes == pytest.approx(peak, rel=0.15)
 
+    @pytest.mark.parametrize("joined", [(), (2, 3), (1, 3, 4)])
     @pytest.mark.parametrize("capacity", [None, "96KiB", "64KiB"])
     def test_lanes_are_granted_in_the_order_that_the_schedule_tells(
-        self, capacity: str | None, monkeypatch: pytest.MonkeyPatch
+        self, capacity: str | None, joined: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from lightning_harmony.engine.executor import Executor
         from lightning_harmony.engine.visits import Visits
@@ -151,6 +155,11 @@ class TestPrediction:
         monkeypatch.setattr(Visits, "enter", spy)
         monkeypatch.setattr(Executor, "forward", begin)
         plan = planned(capacity)
+        if joined:
+            layers = tuple((name,) for pack in plan.packs for name in pack)
+            plan = Plan(layers, tuple(range(6)), 5, joined=frozenset(joined), num_microbatches=4)
+            plan = fit(HarmonyStrategy(device_memory=capacity, plan=plan))[0]
+            assert plan.joined == set(joined)
         assert plan.profile is not None
         (tasks,) = lower(plan, plan.profile.pack_costs(plan.packs), plan.profile.machine.free_bytes).devices
         assert entered == [task for task in tasks if isinstance(task.kind, Phase)]
@@ -202,7 +211,7 @@ class Peaks(Reports):
 
 
 def swept(
-    capacity: str | None, num_microbatches: int, net: type[torch.nn.Module], update: Any = "auto", **plan: Any
+    capacity: str | None, num_microbatches: int | None, net: type[torch.nn.Module], update: Any = "auto", **plan: Any
 ) -> Peaks | None:
     """What four steps swapped and took; None if they don't fit."""
     strategy = HarmonyStrategy(device_memory=capacity, num_microbatches=num_microbatches, update=update, **plan)
@@ -269,6 +278,34 @@ class TestForeseen:
         assert on_demand is not None
         assert run.reports[-1].swapped_in_bytes == on_demand.reports[-1].swapped_in_bytes
 
+    @pytest.mark.parametrize("stream", [Prompt, Late])
+    @pytest.mark.parametrize("num_microbatches", [2, 4])
+    def test_bytes_and_peaks_where_a_turn_of_the_forward_takes_several_packs(
+        self, num_microbatches: int, stream: type[HostStream], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("lightning_harmony.engine.device.HostStream", stream)
+        found = 0
+        for capacity in self.CAPACITIES:
+            run = swept(capacity, num_microbatches, Wide)
+            if run is None or run.plan.predicted is None:
+                continue
+            for joined in (frozenset(range(1, run.plan.first_fused, 2)), frozenset(range(1, run.plan.first_fused))):
+                plan = replace(run.plan, joined=joined)
+                try:
+                    predict(plan)
+                except PlanError:
+                    continue
+                found += bool(joined)
+                again = swept(capacity, None, Wide, plan=plan)
+                assert again is not None
+                assert again.plan.joined == joined
+                (device,) = predict(again.plan).devices
+                for report in again.reports[2:]:
+                    self.compare(device, report)
+                if stream is Prompt:
+                    assert max(again.peaks[2:]) - 4 * 4 * num_microbatches <= device.peak_bytes
+        assert found >= 3
+
     def compare(self, device: DevicePrediction, report: StepReport) -> None:
         for kind in ("weights", "gradients", "stash"):
             assert device.swapped_out_bytes.get(kind, 0) == report.swapped_out_bytes[kind]
@@ -327,6 +364,44 @@ class TestGiven:
         plan = planned()
         _, reports = fit(HarmonyStrategy(plan=plan), samples=nets.tokens(8 + 8 + 3))
         assert [report.num_microbatches for report in reports] == [4, 4, 3]
+
+
+class TestForwardPacks:
+    @pytest.mark.parametrize("capacity", [None, "128KiB"])
+    @pytest.mark.parametrize("net", ["plain", "dropout", "tied-by-code", "skipped", "used-twice", "own-parameters"])
+    def test_change_no_bit(self, net: str, capacity: str | None) -> None:
+        self.compare({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net], nets.tokens(24), capacity, "pipeline", 1)
+
+    @pytest.mark.cpu
+    @pytest.mark.parametrize("num_devices", [1, 2])
+    def test_of_layers_that_change_their_buffers(self, num_devices: int) -> None:
+        self.compare(nets.Convolutions, nets.images(24), None, "data", num_devices)
+
+    def compare(self, net: Any, samples: Any, capacity: Any, parallel: Any, num_devices: int) -> None:
+        calls: list[str] = []
+
+        def train(**given: Any) -> tuple[Any, Plan]:
+            strategy = HarmonyStrategy(device_memory=room(capacity), parallel=parallel, **given)
+            plans: list[Plan] = []
+
+            class Look(pl.Callback):
+                def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+                    plans.append(trainer.strategy.plan)
+                    planner = trainer.strategy._executor._planner
+                    calls[:] = planner._names(planner._calls)
+
+            options: dict[str, Any] = {"with_gradients": False, "devices": num_devices, "more_callbacks": [Look()]}
+            return train_harmony(build(net), samples, strategy, 8, **options), plans[0]
+
+        expected, plan = train(num_microbatches=4)
+        names = [name for pack in plan.packs for name in pack]
+        visits = visits_of([names.index(name) for name in calls])
+        end = fused_alone(visits)
+        other = Plan(tuple((name,) for name in names), visits, end, joined=frozenset(range(1, end)), num_microbatches=4)
+        given = replace(other, num_devices=num_devices, parallel=parallel)
+        again, used = train(plan=given)
+        compare(expected, again)
+        assert used.joined == given.joined
 
 
 class TestReuse:

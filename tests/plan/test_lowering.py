@@ -171,3 +171,11 @@ def test_moves_are_made_where_lanes_come_to_a_pack() -> None:
 def test_a_plan_without_a_number_of_microbatches_is_refused() -> None:
     with pytest.raises(PlanError, match="for how many microbatches"):
         lower(plan_of(2, 1), [PACK] * 2, None)
+
+
+def test_a_turn_of_the_forward_may_take_several_packs_which_then_are_there_together() -> None:
+    plan = plan_of(3, 2, num_microbatches=2, joined=frozenset({1}), lookahead=0)
+    (tasks,) = lower(plan, [Cost("pack", 10, 0)] * 3, 20).devices
+    assert " ".join(map(str, tasks)) == (
+        "0SWAP_IN 1SWAP_IN 0F0 1F0 0F1 1F1 0EVICT 2SWAP_IN 2F0 2B0 2F1 2B1 1B0 1B1 1EVICT 0SWAP_IN 0B0 0B1 0EVICT 2EVICT"
+    )

@@ -40,6 +40,10 @@ visits: 0 1 2 0 [3]"""
         plan = Plan((("one",), ("two",), ("three",)), (0, 1, 2), 2, frozenset({1, 0}))
         assert str(plan).splitlines()[-2:] == ["visits: 0 1 [2]", "keep their graphs: 0 1"]
 
+    def test_it_joins_what_a_turn_of_the_forward_takes(self) -> None:
+        plan = replace(TWICE, joined=frozenset({1, 3}))
+        assert str(plan).splitlines()[-1] == "visits: 0+1 2+0 [3]"
+
     def test_it_tells_what_it_was_made_for_and_what_was_predicted(self) -> None:
         predicted = Predicted(1.2345, (2**30, 2**29))
         plan = Plan((("one",),), (0,), 0, num_microbatches=8, num_devices=2, parallel="data", predicted=predicted)
@@ -49,6 +53,14 @@ visits: 0 1 2 0 [3]"""
     def test_it_says_what_it_does_without(self) -> None:
         plan = Plan((("one",),), (0,), 1, reuse="visit", lookahead=0)
         assert str(plan).splitlines()[1:] == ["visits: 0 []", "reuse: visit", "packs fetched ahead: 0"]
+
+
+def test_turns_of_the_forward_are_runs_of_visits() -> None:
+    plan = Plan(tuple((name,) for name in "abcde"), (0, 1, 2, 3, 4), 4, joined=frozenset({1, 2}))
+    assert plan.forward_turns == (range(0, 3), range(3, 4))
+    assert [plan.packs_of_turn(position) for position in range(5)] == [{0, 1, 2}] * 3 + [{3}, set()]
+    assert replace(plan, joined=frozenset()).forward_turns == tuple(range(place, place + 1) for place in range(4))
+    assert Plan((), (), 0).forward_turns == ()
 
 
 FULL = Plan(
@@ -73,7 +85,7 @@ class TestJson:
         [
             ("{", "", "not JSON"),
             ('"lightning-harmony plan"', '"something"', 'no "format"'),
-            ('"version": 4', '"version": 5', "version 5, but this release reads version 4"),
+            ('"version": 5', '"version": 6', "version 6, but this release reads version 5"),
             ('"visits"', '"order"', "plan has no 'visits'"),
             ('"format"', '"colour": 1, "format"', "plan has 'colour', which is not known"),
             ('"first_fused": 1', '"first_fused": "1"', "plan.first_fused is '1', where int is needed"),

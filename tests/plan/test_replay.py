@@ -308,7 +308,12 @@ class TestMutations:
         plan, packs, schedule = accepted(planned, machine)
         device, place = data.draw(places(schedule))
         tasks = schedule.devices[device]
-        refused(plan, packs, changed(schedule, device, (*tasks[:place], *tasks[place + 1 :])), machine)
+        mutant = changed(schedule, device, (*tasks[:place], *tasks[place + 1 :]))
+        if tasks[place].kind is Errand.PARK:
+            # Sums that nothing is in the way of may as well stay.
+            refused_or_harmless(plan, packs, schedule, mutant, machine)
+        else:
+            refused(plan, packs, mutant, machine)
 
     @given(plans(), machines, st.data())
     def test_what_is_repeated_is_noticed(self, planned: Planned, machine: MachineLimits, data: st.DataObject) -> None:
@@ -429,6 +434,19 @@ class TestPlans:
             (Plan((("a",),), (0,), 2), "it fuses from visit 2 of 1"),
             (Plan((("a",), ("b",)), (0, 1, 0), 1), "pack 0 is fused, but visited before"),
             (Plan((("a",), ("b",)), (0, 1), 1, frozenset({1})), "pack 1 keeps its graphs, but isn't before"),
+            (
+                Plan((("a",), ("b",)), (0, 1), 1, joined=frozenset({1})),
+                "the forward of visit 1 is joined to the one before",
+            ),
+            (Plan((("a",),), (0,), 1, joined=frozenset({0})), "isn't between the first one and the fused ones"),
+            (
+                Plan((("a",), ("b",)), (0, 1), 2, joined=frozenset({1}), num_devices=2),
+                "it joins forwards, but consecutive",
+            ),
+            (
+                Plan((("a",), ("b",)), (0, 1), 2, joined=frozenset({1}), reuse="visit"),
+                "it joins forwards, but with reuse=",
+            ),
             (Plan((("a",),), (0,), 0, num_microbatches=0), "it is for 0 microbatches"),
             (Plan((("a",),), (0,), 0, num_devices=0), "it is for 0 devices"),
             (Plan((("a",),), (0,), 0, reuse="visit", lookahead=0), "it keeps graphs, but with reuse='visit'"),

@@ -138,7 +138,7 @@ class TestLeastSeconds:
     def test_counts_what_each_device_has_where_these_are_stages(self) -> None:
         """Packs go round the devices, but not where each microbatch goes through all of them by itself."""
         costs = tuple(Cost(f"layer {number}", 0, 0, backward_seconds=float(number in (0, 4))) for number in range(5))
-        plan = Plan(tuple((cost.name,) for cost in costs), tuple(range(5)), 5, frozenset(), 2, num_microbatches=2)
+        plan = Plan(tuple((cost.name,) for cost in costs), tuple(range(5)), 5, num_devices=2, num_microbatches=2)
         plan = replace(plan, reuse="none", lookahead=0, profile=Profile(costs, MachineLimits()))
         assert least_seconds(plan, costs, MachineLimits()) == replayed_seconds(plan) == 3.0
 

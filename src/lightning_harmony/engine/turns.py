@@ -203,7 +203,7 @@ class Turns:
         if request is None:
             return True
         if request.phase is Phase.FORWARD:
-            return not self._is_too_early(progress, request) and not self._would_overtake_buffers(progress, request)
+            return not self._is_too_early(progress, request) and not self.would_overtake_buffers(progress, request)
         if request.pack is None:
             return until is Phase.BACKWARD
         if not progress.differentiating:
@@ -217,7 +217,7 @@ class Turns:
             return False
         return not all(other.has_come_to_its_loss for other in self._earlier(progress))
 
-    def _would_overtake_buffers(self, progress: LaneProgress, request: Request) -> bool:
+    def would_overtake_buffers(self, progress: LaneProgress, request: Request) -> bool:
         """Whether an earlier microbatch is still on its way to a pack whose layers may change their buffers."""
         if not self._has_several_devices or request.pack not in self._having_buffers:
             return False

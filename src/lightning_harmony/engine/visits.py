@@ -67,7 +67,8 @@ class Visits:
             progress.calls.append(layer.index)
         if progress.task != (phase, index) or pack.residency is None:
             position = placement.plan.position(phase, index, progress.position[phase])
-            if self._may_go_on(progress, phase, pack):
+            request = Request(phase, index, position)
+            if self._may_go_on(progress, request):
                 with torch.no_grad(), no_dispatch(), residents.device.scheduling():
                     self._recorder.leave()
                     self.enter(progress, Place(pack, phase, position))
@@ -75,7 +76,7 @@ class Visits:
                 if self._step.granted is not None:
                     self._step.granted = replace(self._step.granted, pack=pack, phase=phase)
             else:
-                progress.lane.park(Request(phase, index, position))
+                progress.lane.park(request)
         else:
             # Between the layers of a pack, what the last one left to be swapped out may still be there.
             place = Place(pack, phase, progress.position[phase])
@@ -99,16 +100,23 @@ class Visits:
         if layer.module is not None:
             residency.last_use = residents.device.record()
 
-    def _may_go_on(self, progress: LaneProgress, phase: Phase, pack: SwappedPack) -> bool:
-        """Whether a lane enters a pack without parking: within the fused ones, forth and back."""
-        step, fused = self._step, self._placement.plan.fused
-        if not step.fuses or step.in_backward or pack.index not in fused:
+    def _may_go_on(self, progress: LaneProgress, request: Request) -> bool:
+        """Whether a lane enters a pack without parking: in one turn of the forward, or within the fused packs."""
+        step, plan, pack, task = self._step, self._placement.plan, request.pack, progress.task
+        if pack is None or task is None:
             return False
-        if progress.task is None or progress.task[1] not in fused:
+        if request.phase is Phase.FORWARD and request.position in plan.joined:
+            # Where work space isn't known, a lane goes from pack to pack.
+            return (
+                not (self._observer.is_measuring or progress.differentiating)
+                and task == (Phase.FORWARD, plan.visits[request.position - 1])
+                and not step.turns.would_overtake_buffers(progress, request)
+            )
+        if not step.fuses or step.in_backward or pack not in plan.fused or task[1] not in plan.fused:
             return False
-        if phase is Phase.FORWARD:
+        if request.phase is Phase.FORWARD:
             return not progress.differentiating
-        return not step.turns.is_overtaking(progress, pack.index)
+        return not step.turns.is_overtaking(progress, pack)
 
     def _casts_as_known(self, pack: SwappedPack) -> bool:
         """Whether autocast does now what it did when the pack's layers were watched."""
@@ -134,7 +142,7 @@ class Visits:
         progress.task = place.phase, place.pack.index
         placement, is_profiling = self._placement, self._observer.is_profiling
         residents = placement.residents[placement.plan.device_of(place.pack.index, progress.lane.microbatch)]
-        residents.pinned = self._pinned() if self._step.fuses else frozenset()
+        residents.pinned = self._pinned(place)
         work_bytes = self._needed_bytes(place.pack, place.phase)
         if is_profiling and place.pack.residency is None and len(place.pack.layers) == 1:
             self._time_swap_in(residents, place, work_bytes)
@@ -152,9 +160,13 @@ class Visits:
         index = pack.index if pack is not None else ends[0 if phase is Phase.FORWARD else -1]
         self._recorder.enter(number, Task(index, phase, progress.lane.microbatch), pack)
 
-    def _pinned(self) -> frozenset[int]:
-        """The fused packs, until all lanes came through them."""
-        return frozenset() if self._step.turns.have_come_to_their_losses() else self._placement.plan.fused
+    def _pinned(self, place: Place) -> frozenset[int]:
+        """The packs that the lanes behind come through: the fused ones, and those of the same turn of the forward."""
+        step, plan = self._step, self._placement.plan
+        fused = plan.fused if step.fuses and not step.turns.have_come_to_their_losses() else frozenset[int]()
+        if place.phase is Phase.BACKWARD or not plan.joined:
+            return fused
+        return fused | plan.packs_of_turn(place.position)
 
     def _time_swap_in(self, residents: Residents, place: Place, work_bytes: int) -> None:
         """Bring a layer to an empty device, and time its copy."""

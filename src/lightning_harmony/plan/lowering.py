@@ -7,7 +7,7 @@ does as told here: what it finds on a device in the middle of a step depends on 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import product, takewhile
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
@@ -43,7 +43,7 @@ class Stay:
 
 
 def stays(plan: Plan) -> Iterator[Stay]:
-    """The order of a step: all microbatches run through a pack while it is there, and back at once through fused ones.
+    """The order of a step: all microbatches run through packs while they are there, and back at once through fused ones.
 
     Or, in a plan that doesn't group, one after the other through all packs, and then one after the other back.
     """
@@ -54,8 +54,9 @@ def stays(plan: Plan) -> Iterator[Stay]:
                 position = place if phase is Phase.FORWARD else num_visits - 1 - place
                 yield Stay(phase, place, (Run(phase, position, number),))
         return
-    for position in range(plan.first_fused):
-        yield Stay(Phase.FORWARD, position, tuple(Run(Phase.FORWARD, position, number) for number in numbers))
+    for turn in plan.forward_turns:
+        runs = tuple(Run(Phase.FORWARD, position, number) for number, position in product(numbers, turn))
+        yield Stay(Phase.FORWARD, turn.start, runs)
     fused = range(plan.first_fused, num_visits)
     through = [(Phase.FORWARD, position) for position in fused] + [(Phase.BACKWARD, p) for p in reversed(fused)]
     if through:
@@ -326,23 +327,21 @@ class _Lowering:
             self._resident[pack].last = self._now
 
     def _wanted(self, stay: Stay) -> list[int]:
-        """The packs of a stay, in the order of their first use."""
-        return list(dict.fromkeys(self._plan.visits[run.position] for run in stay.runs))
+        """The packs of a stay, in the order of their first use. All microbatches run through the same ones."""
+        first = stay.runs[0].microbatch
+        runs = takewhile(lambda run: run.microbatch == first, stay.runs)
+        return list(dict.fromkeys(self._plan.visits[run.position] for run in runs))
 
     def _following(self, number: int) -> list[int]:
         """The next packs that this device needs after a stay."""
         following: list[int] = []
         wanted = self._wanted(self._stays[number])
         for stay in self._stays[number + 1 :]:
-            for run in stay.runs:
+            for pack in self._wanted(stay):
                 if len(following) == self._plan.lookahead:
                     return following
-                pack = self._plan.visits[run.position]
                 if pack not in following and pack not in wanted:
                     following.append(pack)
-                if stay.phase is Phase.BACKWARD or stay.place < self._plan.first_fused:
-                    # All runs of such a stay are of one pack.
-                    break
         return following
 
     def _make_room(self, num_bytes: int, stay: Stay, wanted: frozenset[int], *, at_once: bool = False) -> None:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Literal
 
 from lightning_harmony.plan.document import DocumentKind
@@ -17,7 +17,7 @@ from lightning_harmony.plan.task import Phase
 from lightning_harmony.plan.values import decode, encode
 
 # A reader of one version refuses all others: plans are quickly made anew.
-_KIND = DocumentKind("lightning-harmony plan", 4, "plan", "plan", way_out=": plan anew")
+_KIND = DocumentKind("lightning-harmony plan", 5, "plan", "plan", way_out=": plan anew")
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class Plan:
             used twice is visited twice; the backward goes the same way in reverse.
         first_fused: the visit from which a microbatch runs through to its loss and back without parking.
         kept: the packs before that keep their graphs from forward to backward.
+        joined: the visits before that whose forward a microbatch runs in one turn with the visit before, without parking. So
+            the forward goes by packs of its own: each is a run of those that are swapped, and that the backward goes by.
         num_devices: how many devices share the work.
         parallel: "pipeline", where each pack has its device, or "data", where each microbatch has.
         num_microbatches: how many the step is planned for; None before it was seen.
@@ -71,6 +73,7 @@ class Plan:
     visits: tuple[int, ...]
     first_fused: int
     kept: frozenset[int] = frozenset()
+    joined: frozenset[int] = frozenset()
     num_devices: int = 1
     parallel: Parallel = "pipeline"
     num_microbatches: int | None = None
@@ -108,7 +111,8 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"pack {index}: {', '.join(layers)}" for index, layers in enumerate(self.packs)]
-        before, fused = (" ".join(map(str, part)) for part in (self.visits[: self.first_fused], self.fused_visits))
+        before = " ".join("+".join(str(self.visits[place]) for place in turn) for turn in self.forward_turns)
+        fused = " ".join(map(str, self.fused_visits))
         kept = [f"keep their graphs: {' '.join(map(str, sorted(self.kept)))}"] if self.kept else []
         number = [f"microbatches: {self.num_microbatches}"] if self.num_microbatches is not None else []
         devices = [f"{self.parallel} on {self.num_devices} devices"] if self.num_devices > 1 else []
@@ -134,6 +138,16 @@ class Plan:
     def keeps_graph(self, position: int) -> bool:
         """Whether the visit at a position of the forward keeps graphs for its backward, so that it stashes nothing."""
         return position >= self.first_fused or self.visits[position] in self.kept
+
+    @cached_property
+    def forward_turns(self) -> tuple[range, ...]:
+        """The visits before the fused ones, as positions, by the turns in which the forward runs through them."""
+        starts = [position for position in range(self.first_fused) if position not in self.joined]
+        return tuple(range(start, end) for start, end in pairwise([*starts, self.first_fused]))
+
+    def packs_of_turn(self, position: int) -> frozenset[int]:
+        """The packs that a microbatch runs through in one turn of the forward, as it does that of the visit at a position."""
+        return frozenset(self.visits[place] for turn in self.forward_turns if position in turn for place in turn)
 
     @property
     def fused_visits(self) -> tuple[int, ...]:

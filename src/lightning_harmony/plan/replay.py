@@ -125,6 +125,14 @@ def refuse_invalid(plan: Plan) -> None:
         before = set(plan.visits[: plan.first_fused])
         problems += [f"pack {pack} is fused, but visited before" for pack in sorted(before & plan.fused)]
         problems += [f"pack {p} keeps its graphs, but isn't before the fused ones" for p in sorted(plan.kept - before)]
+        problems += [
+            f"the forward of visit {place} is joined to the one before, but isn't between the first one and the fused ones"
+            for place in sorted(plan.joined - set(range(1, plan.first_fused)))
+        ]
+        if plan.joined and plan.num_devices > 1 and plan.parallel == "pipeline":
+            problems.append("it joins forwards, but consecutive packs are on several devices")
+        if plan.joined and not plan.just_in_time:
+            problems.append(f"it joins forwards, but with reuse={plan.reuse!r} no weights stay for them")
         if not plan.just_in_time and (plan.first_fused < len(plan.visits) or plan.kept):
             problems.append(f"it keeps graphs, but with reuse={plan.reuse!r} no weights stay for them")
     if plan.lookahead < 0 or (plan.lookahead and not plan.just_in_time):

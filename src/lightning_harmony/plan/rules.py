@@ -42,7 +42,7 @@ def packed(packs: Packs, layers: Iterable[str], calls: Sequence[str], num_device
     every = tuple(tuple(pack) for pack in [*packs, *([name] for name in layers if name not in known)])
     pack_of = {name: number for number, pack in enumerate(every) for name in pack}
     visits = visits_of([pack_of[name] for name in calls])
-    return Plan(every, visits, len(visits), frozenset(), num_devices, parallel)
+    return Plan(every, visits, len(visits), num_devices=num_devices, parallel=parallel)
 
 
 def with_graphs(plan: Plan, costs: Mapping[str, Cost], num_microbatches: int, capacities: Sequence[int | None]) -> Plan:
