@@ -408,7 +408,8 @@ def _describe_packs(outlook: Outlook) -> str:
     of_layers = "each a layer" if largest == 1 else f"of up to {largest} layers"
     fused = f"; the last {_plural(len(plan.fused), 'runs', 'run')} forward and backward at once" if plan.fused else ""
     keeping = f"; {len(plan.kept)} more keep their graphs" if plan.kept else ""
-    return f"{len(packs)} {of_layers}{fused}{keeping}"
+    joining = f"; the forward takes up to {max(map(len, plan.forward_turns))} in a turn" if plan.joined else ""
+    return f"{len(packs)} {of_layers}{fused}{keeping}{joining}"
 
 
 def _plural(number: int, one: str, several: str) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
+from lightning_harmony.plan.plan import Plan
 
 pytestmark = [
     pytest.mark.cpu,
@@ -97,6 +98,17 @@ def test_nothing_races_with_an_update_after_the_backward(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("net", ["dropout", "own-parameters"])
 def test_nothing_races_in_evaluation(monkeypatch: pytest.MonkeyPatch, net: str) -> None:
     assert find_races(monkeypatch, net, device_memory="22KiB", validates=True) == []
+
+
+@pytest.mark.parametrize("device_memory", [None, "40KiB"])
+def test_nothing_races_where_a_turn_of_the_forward_takes_several_packs(
+    monkeypatch: pytest.MonkeyPatch, device_memory: str | None
+) -> None:
+    packs = (("net.embed",), *((f"net.blocks.{number}",) for number in range(4)), ("net.head",))
+    shape = {"num_devices": 2, "parallel": "data", "num_microbatches": 4}
+    plan = Plan(packs, tuple(range(6)), 5, joined=frozenset({1, 2, 4}), **shape)  # type: ignore[arg-type]
+    options = {"parallel": "data", "plan": plan, "device_memory": device_memory}
+    assert find_races(monkeypatch, "dropout", **options) == []
 
 
 @pytest.mark.parametrize(

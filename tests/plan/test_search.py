@@ -23,6 +23,7 @@ from lightning_harmony.plan.search import (
     ALL_LAYERS,
     CLEAR_SHARE,
     SHORT_SECONDS,
+    SPARE_SHARE,
     TURN_SECONDS,
     least_seconds,
     search,
@@ -69,6 +70,15 @@ def every_plan(profile: Profile, calls: Sequence[int], num_microbatches: int) ->
                     yield replace(plan, num_microbatches=num_microbatches)
 
 
+def with_every_forward(plan: Plan) -> Iterator[Plan]:
+    """The plan with each of the packs of the forward that are claimed to be searched."""
+    end = plan.first_fused
+    for length in range(1, end + 1):
+        starts = {0, *range(end, 0, -length)}
+        yield replace(plan, joined=frozenset(range(end)) - starts)
+    yield replace(plan, joined=frozenset())
+
+
 def seconds_of(plan: Plan) -> float:
     assert plan.predicted is not None
     return plan.predicted.seconds
@@ -95,17 +105,24 @@ class TestBruteForce:
         calls: Sequence[int] = range(len(profile.layers))
         if data.draw(st.booleans()):
             calls = data.draw(st.lists(st.sampled_from(calls), min_size=1, max_size=6))
-        fastest = min(map(replayed_seconds, every_plan(profile, calls, num_microbatches)))
-        assert found_seconds(profile, calls, num_microbatches) == fastest
+        self.check(profile, calls, num_microbatches)
 
     def test_no_plan_of_eight_layers_is_faster(self) -> None:
         layers = tuple(
             replace(LAYER, name=f"layer {i}", gradient_bytes=40 + i * 37 % 100, forward_seconds=float(1 + i % 3))
             for i in range(ALL_LAYERS)
         )
-        profile = Profile(layers, MachineLimits(900, 50.0, 50.0, None, 30.0))
-        fastest = min(map(replayed_seconds, every_plan(profile, range(8), 2)))
-        assert found_seconds(profile, range(8), 2) == fastest
+        self.check(Profile(layers, MachineLimits(900, 50.0, 50.0, None, 30.0)), range(8), 2)
+
+    def check(self, profile: Profile, calls: Sequence[int], num_microbatches: int) -> None:
+        fastest = min(map(replayed_seconds, every_plan(profile, calls, num_microbatches)))
+        try:
+            plan = search(profile, calls, num_microbatches, most_tasks=inf)
+        except CapacityError:
+            assert fastest == inf
+            return
+        assert replayed_seconds(replace(plan, joined=frozenset())) == fastest
+        assert seconds_of(plan) == min(map(replayed_seconds, with_every_forward(plan)))
 
     @given(profiles(4), st.integers(1, 3), st.integers(2, 3), st.sampled_from(["pipeline", "data"]))
     @settings(max_examples=30, deadline=None)
@@ -249,6 +266,27 @@ class TestBetter:
         assert seconds_of(better) < seconds_of(plan) * (1 - CLEAR_SHARE)
         assert (better.fingerprint, better.profile, better.num_microbatches) == ("of the model", plan.profile, 2)
         assert seconds_of(better) == seconds_of(search(plan.profile, range(6), 2))  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("capacity", [None, 1500])
+    def test_the_forward_joins_turns_that_take_longer_than_what_that_costs(
+        self, capacity: int | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        profile = chain(6, MachineLimits(capacity, 150.0, 150.0, 1000.0, 90.0))
+        names = tuple(cost.name for cost in profile.layers)
+        plan = Plan(tuple((name,) for name in names), tuple(range(6)), 6, num_microbatches=3, profile=profile)
+        plan = replace(plan, predicted=Predicted(1000.0, ()))
+        for seconds in (0.0, 0.01, 5.0):
+            monkeypatch.setattr("lightning_harmony.plan.search.TURN_SECONDS", seconds)
+            better = search_better(plan, range(6))
+            assert better.profile is not None
+            spared = replace(better.profile.machine, capacity_bytes=capacity and int(capacity * (1 - SPARE_SHARE)))
+
+            def score(one: Plan, seconds: float = seconds, spared: MachineLimits = spared) -> float:
+                turns = 3 * (len(one.forward_turns) + one.first_fused + 1)
+                return replayed_seconds(replace(one, profile=Profile(profile.layers, spared))) + seconds * turns
+
+            assert score(better) == pytest.approx(min(map(score, with_every_forward(better))))
+        assert better.joined
 
     def test_its_packs_may_stay(self) -> None:
         plan = replace(self.plan(graph_bytes=0), first_fused=2)

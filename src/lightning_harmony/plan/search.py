@@ -7,6 +7,9 @@ What is searched, all within the capacity:
   last one.
 - how many of the packs before keep the graphs of all microbatches: the last ones, on each device, as far as there is room.
 
+Then, for the plan that was found, the packs of its forward: runs of packs that a microbatch goes through in one turn. They
+are of one length, counted from the fused packs: what is left over is the first one, whose way in nothing hides.
+
 A larger capacity only adds to this. So it makes the best no slower, but for a rarity of a single plan: with more room a
 prefetch may come so early that it takes what another task waits for.
 
@@ -35,6 +38,8 @@ from lightning_harmony.plan.replay import predict
 ALL_LAYERS = 8
 # Of all replays together: they take about two seconds.
 MOST_TASKS = 80_000
+# What of that is left for packs of the forward.
+FORWARD_SHARE = 0.1
 # A prediction may be wrong by so much, and more by what a lane's turn takes beside what its layers do: that is in what was
 # measured for each layer, but a pack has it once.
 CLEAR_SHARE = 0.1
@@ -91,7 +96,7 @@ def search_better(
         plan: the plan, with its profile and number of microbatches, and with its prediction. One that breaks a rule has none
             and stays: where it is so tight that the executor has to improvise, no prediction holds.
         calls: the order in which a microbatch's forward calls the layers, as indices into those of the profile.
-        with_its_packs: whether only its graphs are searched.
+        with_its_packs: whether only its graphs and the turns of its forward are searched.
         most_tasks: how many tasks are replayed in all.
 
     Returns:
@@ -199,10 +204,9 @@ def _num_tasks(plan: Plan) -> int:
 
 def _num_turns(plan: Plan) -> int:
     """How often a lane has to wait for its turn in a step, on the busiest device."""
-    number, num_places = _num_microbatches_of(plan, 0), plan.first_fused
-    if plan.parallel == "pipeline":
-        num_places = -(-num_places // plan.num_devices)
-    return number * (2 * num_places + 1)
+    around = plan.num_devices if plan.parallel == "pipeline" else 1
+    forward, backward = (-(-number // around) for number in (len(plan.forward_turns), plan.first_fused))
+    return _num_microbatches_of(plan, 0) * (forward + backward + 1)
 
 
 def _seconds_of(plan: Plan) -> float:
@@ -258,6 +262,7 @@ class _Space:
         """
         if below <= 0:
             return None
+        tasks_of_forward, most_tasks = FORWARD_SHARE * most_tasks, (1 - FORWARD_SHARE) * most_tasks
         plans: list[Plan] = []
         candidates: list[_Candidate] = []
         machine = self._profile.machine
@@ -281,7 +286,22 @@ class _Space:
         if below == inf:
             for plan in sorted(left, key=_num_tasks):
                 found = found or self._better(None, plan, inf)
-        return found
+        return None if found is None else self._joined(found, tasks_of_forward, turn_seconds)
+
+    def _joined(self, plan: Plan, most_tasks: float, turn_seconds: float) -> Plan:
+        """The plan with those packs of the forward with which it takes the least time."""
+        if self._num_devices > 1 and self._parallel == "pipeline":
+            return plan
+        best, end = plan, plan.first_fused
+        for length in self._rungs(end):
+            joined = frozenset(place for place in range(1, end) if length and (end - place) % length)
+            if not joined or _num_tasks(plan) > most_tasks:
+                continue
+            most_tasks -= _num_tasks(plan)
+            other = replace(plan, joined=joined)
+            below = _seconds_of(best) + turn_seconds * (_num_turns(best) - _num_turns(other))
+            best = self._better(None, other, below) or best
+        return best
 
     def _better(self, found: Plan | None, plan: Plan, below: float) -> Plan | None:
         """The faster one of a plan that was found and another one, if that fits and keeps below a limit."""
