@@ -129,6 +129,8 @@ class Executor:
         PlanError: if the plan is for another model, for other devices or for a larger capacity.
     """
 
+    # The context of a layer's code that runs again, and has been heard before.
+    recomputing: Callable[[], AbstractContextManager[None]] = nullcontext
     _flushed_backward: int | None = None
     _asked_for: frozenset[nn.Parameter] | None = None
 
