@@ -649,8 +649,8 @@ class _LayerFunction(torch.autograd.Function):
         call: LayerCall = ctx.call
         if torch.is_grad_enabled():
             raise UnsupportedModelError(
-                "double backward (create_graph=True) goes through a swapped layer, which recomputes and keeps no graph; "
-                "train with another strategy, or leave the layers concerned out with HarmonyStrategy(layers=...)"
+                f"double backward (create_graph=True) goes through swapped layer {call.layer.name!r}, which recomputes and "
+                "keeps no graph: use Trainer(strategy='auto'), or penalize a difference of two outputs instead of a gradient"
             )
         # torch.autograd.grad with respect to activations runs this node, but wants no gradients of parameters.
         summed = asked_for(ctx.next_functions[0][0], call.layer.parameters, f"layer {call.layer.name!r}")
