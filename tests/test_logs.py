@@ -1,8 +1,20 @@
 from importlib import import_module
 
+import nets
 import pytest
 import same_training
 import torch
+from test_lightning import (
+    BATCH_SIZE,
+    CAPACITY,
+    NUM_MICROBATCHES,
+    NUM_STEPS,
+    Manual,
+    Model,
+    harmony,
+    loader,
+    trainer_for,
+)
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, MinMetric, SumMetric
 
@@ -380,3 +392,42 @@ def test_harmony_shows_what_training_on_the_whole_batch_shows(tree, tmp_path):
     } <= (expected[-1].keys())
     assert [list(metrics) for metrics in got] == [list(metrics) for metrics in expected]
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+class Talks(nets.Block):
+    """Has its module log what it computes, as it computes it."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        log = self.listener[0].log
+        log("count", 1.0, reduce_fx="sum", on_step=False, on_epoch=True)
+        log("largest", x.detach().max(), reduce_fx="max", on_step=True, on_epoch=True)
+        log("mean", x.detach().mean())
+        return x
+
+
+def make_talking(kind):
+    torch.manual_seed(0)
+    module = kind()
+    module.net.blocks[1] = Talks()
+    module.net.blocks[1].listener = [module]
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@pytest.mark.parametrize("kind", [Model, Manual])
+@pytest.mark.parametrize("memory", [CAPACITY, None], ids=["some", "all"])
+@pytest.mark.devices(1, 2)
+def test_what_a_layer_logs_is_logged_once(kind, memory):
+    """The recompute in the backward logged it again, apart, and that was what was shown."""
+    manual, shown = kind is Manual, []
+    for strategy in ("auto", harmony(device_memory=memory, num_microbatches=1 if manual else NUM_MICROBATCHES)):
+        is_plain = strategy == "auto" and not manual
+        size = BATCH_SIZE // NUM_MICROBATCHES if is_plain else BATCH_SIZE
+        trainer = trainer_for(strategy, accumulate_grad_batches=NUM_MICROBATCHES if is_plain else 1)
+        trainer.fit(make_talking(kind), loader(size))
+        shown.append(trainer.callback_metrics)
+    plain, swapped = shown
+    names = ("count", "largest_epoch") if not manual else ("count", "largest_epoch", "largest_step", "mean")
+    assert {name: plain[name] for name in names} == {name: swapped[name] for name in names}
+    assert plain["count"] == NUM_STEPS * (1 if manual else NUM_MICROBATCHES)

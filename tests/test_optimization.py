@@ -10,6 +10,7 @@ import nets
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins.precision import Precision
 from same_training import assert_within
 from test_callbacks import fit
 from test_lightning import (
@@ -519,11 +520,23 @@ class BackwardForSome(Model):
         loss.backward(torch.tensor(0.5), inputs=[self.scale, *self.net.blocks[0].parameters(), *biases(self)])
 
 
+class PluginForSome(Precision):
+    """Calls the backward in the place of the module."""
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        BackwardForSome.backward(model, tensor)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("module", "plugins"), [(BackwardForSome, ()), (Model, (PluginForSome,))], ids=["hook", "plugin"]
+)
 @pytest.mark.devices(1, 2)
-def test_a_backward_for_some_parameters_gives_equal_bits(accumulate: int) -> None:
-    plain = fit_plain(BackwardForSome(sgd), accumulate=accumulate)
-    swapped = fit_harmony(BackwardForSome(sgd), accumulate_grad_batches=accumulate)
+def test_a_backward_for_some_parameters_gives_equal_bits(module: Any, plugins: Any, accumulate: int) -> None:
+    plain = fit_plain(module(sgd), accumulate=accumulate, plugins=[plugin() for plugin in plugins])
+    strategy = harmony(device_memory=None if plugins else CAPACITY)
+    options = {"accumulate_grad_batches": accumulate, "plugins": [plugin() for plugin in plugins]}
+    swapped = fit_harmony(module(sgd), strategy, **options)
     assert_same(plain, swapped)
     untrained, trained = Model(), swapped.lightning_module
     assert torch.equal(untrained.net.blocks[1].up.weight, trained.net.blocks[1].up.weight)

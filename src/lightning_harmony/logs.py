@@ -7,7 +7,8 @@ whole batch in the epoch's. So the calls are held back while the microbatches ru
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,28 @@ from torch import Tensor
 from torchmetrics.aggregation import MaxMetric, MinMetric, SumMetric
 
 _Merge = Callable[[list[Tensor], list[Any]], Tensor]
+
+
+@contextmanager
+def unheard(module: Any) -> Iterator[None]:
+    """The context in which a layer's code runs again: what it logs has been logged.
+
+    Args:
+        module: the LightningModule.
+    """
+    attributes = vars(module)
+    own = attributes.get("log")
+    attributes["log"] = _ignore
+    try:
+        yield
+    finally:
+        del attributes["log"]
+        if own is not None:
+            attributes["log"] = own
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 @dataclass(frozen=True)

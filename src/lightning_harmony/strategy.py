@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +30,7 @@ from lightning_harmony.evaluation import Evaluation
 from lightning_harmony.fit_summary import FitSummary
 from lightning_harmony.garbage import LastingObjects
 from lightning_harmony.lightning_tree import LightningTree
+from lightning_harmony.logs import unheard
 from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.plan.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
@@ -297,6 +298,7 @@ class HarmonyStrategyMixin(_Base):
 
     def _prepare(self, trainer: Any, engine: Executor, split_check: SplitCheck, summary: FitSummary) -> None:
         tree, settings = self._lightning, self._settings
+        engine.recompute_in(partial(unheard, self._module))
         deferred = DeferredUpdate(UpdatePolicy(tree, trainer, engine, settings.update), engine)
         self._training = Training(
             tree, trainer, engine, settings, deferred, split_check, self._fused, self._reports, summary

@@ -91,7 +91,8 @@ class Training:
         if self.trainer.fit_loop._skip_backward or not any(each.requires_grad for each in steps):
             self._abandon()
         else:
-            anchor = anchored(torch.zeros((), requires_grad=True), self._module.parameters())
+            parameters = self._module.parameters() if self._is_backward_own() else ()
+            anchor = anchored(torch.zeros((), requires_grad=True), parameters)
             loss = _DeferredBackward.apply(anchor, loss, partial(self._backward, len(sizes)))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
@@ -135,13 +136,18 @@ class Training:
     def _predicted_gradient(self) -> float | None:
         """The gradient that Lightning will bring to the batch's loss.
 
-        None where it adds to earlier gradients, or where the user's own `backward` may bring any other: to rescale what
-        was computed from a wrong prediction would round otherwise.
+        None where it adds to earlier gradients, or where the user's own `backward` may bring any other, or ask for some
+        parameters: to rescale what was computed from a wrong prediction would round otherwise.
         """
-        if self.trainer.accumulate_grad_batches > 1 or self.tree.overrides(self._module, "backward"):
+        if self.trainer.accumulate_grad_batches > 1 or self._is_backward_own():
             return None
         scaler = self.deferred.policy.scaler
         return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def _is_backward_own(self) -> bool:
+        """Whether the user's own code calls the backward."""
+        plugin, base = type(self.trainer.precision_plugin), self.tree.part("plugins.precision").Precision
+        return self.tree.overrides(self._module, "backward") or plugin.backward is not base.backward
 
     def _backward(self, num_microbatches: int, gradient: Tensor, anchor: Any) -> None:
         """Run the backward of all microbatches, with the gradient of the batch's loss.
@@ -160,14 +166,7 @@ class Training:
         """The parameters that the running backward asks for; None for all."""
         parameters = frozenset(self._module.parameters())
         asked = asked_for(anchor, parameters, "the module")
-        if asked == parameters:
-            return None
-        if not self.tree.overrides(self._module, "backward"):
-            raise UnsupportedModelError(
-                "backward(inputs=...) asks for the gradients of some parameters, but those of others were summed with the "
-                "forward, for nobody said so before: override LightningModule.backward, and call it there"
-            )
-        return asked
+        return None if asked == parameters else asked
 
     def _backward_and_report(
         self, gradient: Tensor, asked: frozenset[nn.Parameter] | None, num_microbatches: int

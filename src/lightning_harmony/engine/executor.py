@@ -7,7 +7,7 @@ what comes of it, and `observer` sees what it took.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -177,6 +177,10 @@ class Executor:
             UnsupportedModelError: if one has another type or shape.
         """
         self._model.catch_up()
+
+    def recompute_in(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """From now on, run layers' own code in a context when it runs again, and has been heard before."""
+        self._runtime.recomputing = context
 
     def to_root(self, tensor: Tensor) -> Tensor:
         """What a lane leaves behind, where the model's own code expects it."""

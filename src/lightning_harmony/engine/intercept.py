@@ -70,6 +70,9 @@ class Runtime(Protocol):
     def measuring_graph(self, layer: SwappedLayer) -> AbstractContextManager[None]:
         """The context in which a layer's inputs are loaded and its graph is made again."""
 
+    def recomputing(self) -> AbstractContextManager[None]:
+        """The context of a layer's own code when it runs again."""
+
     def is_last_backward(self) -> bool:
         """Whether no other backward of the current microbatch will follow."""
 
@@ -453,7 +456,7 @@ class LayerCall:
         now = self._capture_random()
         self._random.restore(self._cuda_device())
         try:
-            with torch.enable_grad(), self._casting.applied():
+            with torch.enable_grad(), self._casting.applied(), self._runtime.recomputing():
                 args, kwargs = tree_unflatten(self._with_tensors(self._as_given(inputs), leaves), self._spec)
                 contents = self._containers.watched(args, kwargs, inputs)
                 with self._layer.attributes.as_they_were(self._attributes), self._bound(buffers):
@@ -646,8 +649,8 @@ class _LayerFunction(torch.autograd.Function):
         call: LayerCall = ctx.call
         if torch.is_grad_enabled():
             raise UnsupportedModelError(
-                "double backward (create_graph=True) goes through a swapped layer, which recomputes and keeps no graph; "
-                "train with another strategy, or leave the layers concerned out with HarmonyStrategy(layers=...)"
+                f"double backward (create_graph=True) goes through swapped layer {call.layer.name!r}, which recomputes and "
+                "keeps no graph: use Trainer(strategy='auto'), or penalize a difference of two outputs instead of a gradient"
             )
         # torch.autograd.grad with respect to activations runs this node, but wants no gradients of parameters.
         summed = asked_for(ctx.next_functions[0][0], call.layer.parameters, f"layer {call.layer.name!r}")

@@ -20,9 +20,10 @@ COMPARED_CALLS = 8
 
 GRAPH_ESCAPES = (
     "a backward runs through the graph inside a layer, which is not kept. Either it starts inside a layer's forward: "
-    "compute that gradient in the training_step instead. Or the layer hands out a tensor that it does not return, inside "
-    "an object or through a hook (as for Hugging Face's output_router_logits): return it as a tensor, in a tuple, list, "
-    "dict or dataclass, or make the module that computes it a layer with HarmonyStrategy(layers=...)"
+    "compute that gradient in the training_step instead. Or the layer hands out a tensor that it does not return, in "
+    "an attribute (as self.kl or self.aux_loss), inside an object or through a hook (as for Hugging Face's "
+    "output_router_logits): return it as a tensor, in a tuple, list, dict or dataclass, or make the module that computes it "
+    "a layer with HarmonyStrategy(layers=...)"
 )
 
 

@@ -275,6 +275,10 @@ class _Rehearsal:
         """Never: what recompute takes is to be seen."""
         return False
 
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Nobody hears it."""
+        return nullcontext()
+
     @contextmanager
     def measuring_graph(self, layer: SwappedLayer) -> Iterator[None]:
         """Around the recompute."""

@@ -42,7 +42,12 @@ class Runtime:
         transfers: between devices.
         observer: of what is not known yet.
         recorder: notes when layers compute.
+
+    Attributes:
+        recomputing: the context of a layer's own code when it runs again, and has been heard before.
     """
+
+    recomputing: Callable[[], AbstractContextManager[None]]
 
     def __init__(
         self,
@@ -67,6 +72,7 @@ class Runtime:
         self._recorder = recorder
         self._devices = transfers.devices
         self._verified: set[int] = set()
+        self.recomputing = nullcontext
 
     def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
         """Wait for a layer's turn; within the context it resides on the device."""
