@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -251,7 +251,7 @@ def faulty_stream(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], list[
         seen: list[str] = []
         failed: list[str] = []
 
-        def faulty_submit(self: HostStream, work: Callable[[], None], after: Sequence[Any] = ()) -> Any:
+        def faulty_submit(self: HostStream, work: Callable[[], None], *others: Any) -> Any:
             def faulty_work() -> None:
                 thread = threading.current_thread().name
                 if thread.startswith(f"harmony-{stream}"):
@@ -261,7 +261,7 @@ def faulty_stream(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], list[
                         raise Boom(stream)
                 work()
 
-            return submit(self, faulty_work, after)
+            return submit(self, faulty_work, *others)
 
         monkeypatch.setattr(HostStream, "submit", faulty_submit)
         return failed

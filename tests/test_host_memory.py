@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -82,13 +82,13 @@ def test_just_in_time_needs_the_gradients_of_few_packs() -> None:
 def test_a_slow_update_does_not_make_gradients_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     submit = HostStream.submit
 
-    def late(self: HostStream, work: Callable[[], None], after: Sequence[Any] = ()) -> Any:
+    def late(self: HostStream, work: Callable[[], None], *others: Any) -> Any:
         def slowly() -> None:
             if threading.current_thread().name.startswith("harmony-update"):
                 time.sleep(0.005)
             work()
 
-        return submit(self, slowly, after)
+        return submit(self, slowly, *others)
 
     monkeypatch.setattr(HostStream, "submit", late)
     assert max(fit(strategy()).host_bytes()) <= 12 + RING_BYTES

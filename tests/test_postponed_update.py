@@ -68,6 +68,8 @@ def postponed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     gates: list[tuple[set[nn.Parameter], threading.Event]] = []
     gate_of: dict[Share, threading.Event] = {}
+    # How many of them begin together: what arrives in a backward is updated in another order.
+    num_together = 0
     make, update = Share.__init__, Share.update
     start, follow, wait_for, finish = (
         getattr(PostponedUpdate, name) for name in ("start", "follow", "wait_for", "finish")
@@ -96,15 +98,18 @@ def postponed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(False)
 
     def late_follow(self: PostponedUpdate, *args: Any) -> None:
+        nonlocal num_together
         # Of the step before, nothing is left. Of this one, nothing is to begin.
         with monkeypatch.context() as patch:
             patch.setattr(PostponedUpdate, "finish", finish)
             follow(self, *args)
         found.append(False)
+        num_together = len(gates)
 
     def opening_wait(self: PostponedUpdate, parameters: Sequence[nn.Parameter], *others: Any) -> None:
         asked = [number for number, (members, _) in enumerate(gates) if members & set(parameters)]
-        for _, gate in gates[: max(asked, default=-1) + 1]:
+        last = max(asked, default=-1) + 1
+        for _, gate in gates[: max(last, num_together) if asked else 0]:
             if found:
                 found[-1] |= not gate.is_set()
             gate.set()

@@ -258,9 +258,9 @@ class TestLessReuse:
         waited_for = []
 
         class Spy(HostStream):
-            def submit(self, work: Any, after: Any = ()) -> Any:
+            def submit(self, work: Any, after: Any = (), *others: Any) -> Any:
                 waited_for.append(list(after))
-                return super().submit(work, after)
+                return super().submit(work, after, *others)
 
         monkeypatch.setattr(model.device, "record", lambda: computed)
         model.device.swap_in.close()

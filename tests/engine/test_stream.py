@@ -1,6 +1,7 @@
 """Work beside the lanes: in order, after what it waits for, with its errors brought back."""
 
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -8,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_harmony.engine.stream import Happened, HostStream
+from lightning_harmony.engine.stream import Happened, HostStream, wait_for_one
 
 
 @pytest.fixture
@@ -30,6 +31,37 @@ def test_work_runs_in_order_of_submission(stream: HostStream) -> None:
     events = [stream.submit(lambda number=number: done.append(number)) for number in range(20)]
     events[-1].synchronize()
     assert done == list(range(20))
+
+
+def test_of_what_may_begin_the_most_urgent_begins_first(stream: HostStream, other: HostStream) -> None:
+    done: list[str] = []
+    go, late = threading.Event(), threading.Event()
+    arrives = other.submit(partial(_wait, late))
+    stream.submit(partial(_wait, go))
+    for rank, name in ((3, "third"), (1, "first"), (2, "second")):
+        stream.submit(partial(done.append, name), [Happened()], rank)
+    # More urgent, but it has to wait for something.
+    waits = stream.submit(partial(done.append, "late"), [arrives], 0)
+    in_order = stream.submit(partial(done.append, "in order"))
+    stream.submit(partial(done.append, "urgent, but after that"), [], 0)
+    go.set()
+    while len(done) < 3:
+        time.sleep(0.001)
+    assert done == ["first", "second", "third"]
+    late.set()
+    waits.synchronize()
+    in_order.synchronize()
+    stream.submit(lambda: None).synchronize()
+    assert done[3:] == ["late", "in order", "urgent, but after that"]
+
+
+def test_one_of_several_is_waited_for(stream: HostStream, other: HostStream) -> None:
+    never = threading.Event()
+    waits, fails = stream.submit(partial(_wait, never)), other.submit(_fail)
+    wait_for_one([waits, fails])
+    assert fails.done()
+    assert not waits.done()
+    never.set()
 
 
 def test_work_runs_beside_the_caller(stream: HostStream) -> None:

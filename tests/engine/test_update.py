@@ -217,6 +217,21 @@ class TestHoldingBack:
         assert pool.num_bytes == 0
 
 
+def test_of_what_has_arrived_that_is_updated_first_which_a_forward_needs_first(pool: HostPool) -> None:
+    done: list[nn.Parameter] = []
+    updater = Updater(pool, [Idle()], on_update=lambda parameters, start, end: done.extend(parameters))
+    parameters, gate = some_parameters(4), Gate()
+    updater.begin(SGD(parameters, lr=1.0), [[p] for p in parameters])
+    for index, parameter in reversed(list(enumerate(parameters))):
+        source = on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)}, event=gate)
+        updater.deliver([parameter], [source])
+    gate.open()
+    updater.finish()
+    updater.close()
+    # None had arrived when the first was chosen, which was delivered first.
+    assert list(map(id, done)) == [id(parameters[index]) for index in (3, 0, 1, 2)]
+
+
 def test_few_packs_wait_for_their_update(pool: HostPool, updater: Updater) -> None:
     parameters = some_parameters(RING + 1)
     gate = Gate()

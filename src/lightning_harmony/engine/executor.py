@@ -312,7 +312,7 @@ class Executor:
             device.begin_lanes()
         self.updater.begin(
             optimizer,
-            [pack.parameters for pack in self._placement.packs],
+            [pack.parameters for pack in self._placement.in_order()],
             clip=clip,
             with_norms=with_norms,
             hold_back=optimizer is not None and not self.has_succeeded,
@@ -334,8 +334,7 @@ class Executor:
             optimizer: the one to step. What a step would do now is done, whatever is changed meanwhile.
             clip: changes gradients before they are used.
         """
-        packs = [self._placement.packs[index] for index in dict.fromkeys(self.plan.visits)]
-        self.updater.postponed.start(optimizer, [pack.parameters for pack in packs], clip)
+        self.updater.postponed.start(optimizer, [pack.parameters for pack in self._placement.in_order()], clip)
 
     def _check_prediction(self, gradient: Tensor) -> float:
         """What gradients have to be multiplied with because another gradient was predicted. Then never predict again."""

@@ -54,6 +54,10 @@ class Placement:
         for residents in self.residents:
             residents.packs.append(SwappedPack(len(residents.packs), [layer], self._store))
 
+    def in_order(self) -> list[SwappedPack]:
+        """The packs as a forward comes to them, and then those that the plan does not know."""
+        return [self.packs[index] for index in dict.fromkeys((*self.plan.visits, *range(len(self.packs))))]
+
     def copies(self, pack: int) -> list[SwappedPack]:
         """A pack as it is on each device."""
         return [residents.packs[pack] for residents in self.residents]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -88,15 +89,72 @@ class HostEvent:
         return self._future.done()
 
 
+def wait_for_one(events: Iterable[HostEvent]) -> None:
+    """Block until some of this work is done, or has failed."""
+    wait([event._future for event in events], return_when=FIRST_COMPLETED)
+
+
+class _HostWork:
+    """Work that waits in line for a thread."""
+
+    def __init__(self, work: Callable[[], None], after: Sequence[Event], rank: int | None) -> None:
+        self.after = after
+        self.rank = rank
+        self.future: Future[None] = Future()
+        self._work = [work]
+
+    def run(self) -> None:
+        """Do it when what it waits for has happened, and let it be known."""
+        try:
+            for event in self.after:
+                event.synchronize()
+            # A thread has its own grad mode: copies must never be recorded.
+            with torch.no_grad():
+                # When its event happens, what it refers to must be gone.
+                self._work.pop()()
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
+
+
 class HostStream:
-    """A thread that does host work, copies and updates, in order of submission."""
+    """A thread that does host work, copies and updates: in order of submission, or what is most urgent first."""
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"harmony-{name}")
+        self._lock = threading.Lock()
+        self._line: list[_HostWork] = []
 
-    def submit(self, work: Callable[[], None], after: Sequence[Event] = ()) -> HostEvent:
-        """Run ``work`` in this stream's thread."""
-        return HostEvent(self._pool.submit(_run, [work], tuple(after)))
+    def submit(self, work: Callable[[], None], after: Sequence[Event] = (), rank: int | None = None) -> HostEvent:
+        """Run ``work`` in this stream's thread.
+
+        Args:
+            work: what to do.
+            after: the events that have to happen before.
+            rank: of what has one and may begin, the lowest begins first. None for work that stays in order: nothing that is
+                submitted before begins after it, and nothing that is submitted after begins before.
+        """
+        submitted = _HostWork(work, tuple(after), rank)
+        with self._lock:
+            self._line.append(submitted)
+        self._pool.submit(self._run_next)
+        return HostEvent(submitted.future)
+
+    def _run_next(self) -> None:
+        with self._lock:
+            chosen = self._line.pop(self._next())
+        chosen.run()
+
+    def _next(self) -> int:
+        """The place in line of what is next. What nothing may begin before is waited for in order of submission."""
+        ready: list[tuple[int, int]] = []
+        for place, each in enumerate(self._line):
+            if each.rank is None:
+                break
+            if all(event.done() for event in each.after):
+                ready.append((each.rank, place))
+        return min(ready, default=(0, 0))[1]
 
     def moment(self) -> HostMoment:
         """Now."""
@@ -105,16 +163,6 @@ class HostStream:
     def close(self) -> None:
         """Finish what was submitted and join the thread."""
         self._pool.shutdown(wait=True)
-
-
-def _run(holder: list[Callable[[], None]], after: Sequence[Event]) -> None:
-    # The pool keeps the arguments for a moment after the event has happened: what the work refers to must be gone then.
-    work = holder.pop()
-    for event in after:
-        event.synchronize()
-    # A thread has its own grad mode: copies must never be recorded.
-    with torch.no_grad():
-        work()
 
 
 class CudaEvent:

@@ -26,7 +26,7 @@ from lightning_harmony.engine.postponed import (
     sort_state,
 )
 from lightning_harmony.engine.profile import Speed
-from lightning_harmony.engine.stream import Event, HostEvent, HostStream
+from lightning_harmony.engine.stream import Event, HostEvent, HostStream, wait_for_one
 from lightning_harmony.engine.swap import HostGradients
 
 # Optimizers that update each parameter from its own gradient and state alone, so that a step pack by pack is the same
@@ -122,6 +122,7 @@ class Updater:
         self._known: frozenset[Tensor] = frozenset()
         self._held_back: list[tuple[Callable[[], None], list[Event]]] | None = None
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
+        self._ranks: dict[nn.Parameter, int] = {}
         self._num_owners: dict[nn.Parameter, int] = {}
         self._parts: dict[nn.Parameter, list[_Part]] = {}
         self._unused: dict[int, int] = {}
@@ -143,7 +144,8 @@ class Updater:
 
         Args:
             optimizer: the one to step just in time; None if gradients are only to be collected.
-            packs: the parameters of each pack that `deliver` will be called for.
+            packs: the parameters of each pack that `deliver` will be called for, those first that a forward needs first:
+                of what has arrived, they are updated first.
             clip: changes gradients before they are used just in time.
             with_norms: whether to compute the norm of each gradient as it is collected.
             hold_back: whether nothing may change before `finish`. Then each buffer goes as it is used: nobody needs them all
@@ -160,9 +162,11 @@ class Updater:
         self.norms.clear()
         self._parts = defaultdict(list)
         self._num_owners = defaultdict(int)
-        for parameters in packs:
+        self._ranks = {}
+        for rank, parameters in enumerate(packs):
             for parameter in parameters:
                 self._num_owners[parameter] += 1
+                self._ranks.setdefault(parameter, rank)
         self._places = {} if optimizer is None else _places(optimizer)
 
     def deliver(self, parameters: Sequence[nn.Parameter], gradients: Sequence[HostGradients]) -> None:
@@ -184,7 +188,7 @@ class Updater:
         if self._held_back is not None:
             self._held_back.append((work, after))
             return
-        event = self._stream.submit(work, after)
+        event = self._stream.submit(work, after, min(self._ranks[parameter] for parameter in ready))
         self._submitted.append(event)
         self._updated.update(dict.fromkeys(ready, event))
 
@@ -200,8 +204,11 @@ class Updater:
 
     def await_room(self) -> None:
         """Wait until the gradients of few packs alone wait for an update just in time."""
-        if self._step.optimizer is not None and self._held_back is None and len(self._submitted) >= RING:
-            self._submitted[-RING].synchronize()
+        if self._step.optimizer is None or self._held_back is not None:
+            return
+        waiting = [event for event in self._submitted if not event.done()]
+        if len(waiting) >= RING:
+            wait_for_one(waiting)
 
     def finish(self) -> None:
         """Wait until every gradient is in place and every update is done, or leave the updates to `postponed`.
