@@ -33,9 +33,13 @@ class SharedTensors:
     def reading(self, lane: int, tensor: Tensor, home: int) -> None:
         """A lane is about to read a tensor on a device."""
         key = storage_of(tensor)
-        if key is not None:
-            self._wait_for([self._writers.get(key)], lane, tensor, home)
-            self._readers.setdefault(key, set()).add(lane)
+        if key is None or (writer := self._writers.get(key)) == lane:
+            return
+        readers = self._readers.setdefault(key, set())
+        # Once for what was last written.
+        if lane not in readers:
+            readers.add(lane)
+            self._wait_for([writer], lane, tensor, home)
 
     def writing(self, lane: int, tensor: Tensor, home: int) -> None:
         """A lane is about to write to a tensor on a device."""

@@ -115,19 +115,12 @@ class LaneTransfers:
         for tensor in tensors:
             self._transfers.shared.made(self._lane, tensor)
 
-    @contextmanager
-    def using(self, tensors: Iterable[Tensor], changed: Iterable[Tensor]) -> Iterator[None]:
-        """The context of an operation on these tensors, some of which it changes."""
-        shared = self._transfers.shared
-        at_home = [(tensor, home) for tensor in tensors if (home := self._transfers.home(tensor)) is not None]
-        versions = [_version(tensor) for tensor, _ in at_home]
-        for tensor, home in at_home:
-            shared.reading(self._lane, tensor, home)
+    def use(self, tensors: Iterable[Tensor], home: int, changed: Iterable[Tensor]) -> None:
+        """The lane is about to use these on a device, and to change some."""
+        for tensor in tensors:
+            self._transfers.shared.reading(self._lane, tensor, home)
         for tensor in changed:
-            shared.writing(self._lane, tensor, self._transfers.home(tensor) or 0)
-        yield
-        # What changes its operands does not always look like it.
-        self.made(t for (t, _), version in zip(at_home, versions, strict=True) if _version(t) != version)
+            self._transfers.shared.writing(self._lane, tensor, home)
 
     def moved(self, tensor: Tensor, to: int) -> Tensor:
         """The tensor on a device, differentiable: each use brings its own gradient back, in the order of one device."""
@@ -208,14 +201,21 @@ class OneDevice(TorchFunctionMode):
                 lambda tensor: moved[id(tensor)](tensor, target) if id(tensor) in moved else tensor,
                 (args, kwargs),
             )
+            tensors = [tensor for tensor in tensors if id(tensor) not in moved]
         else:
             target = places.pop() if places else 0
         self._follow(target)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        with self._transfers.devices[target].selected(), self._lane.using(tensors, _changed(func, args, kwargs)):
+        # Those that were moved are the lane's own.
+        used = [tensor for tensor in tensors if homes[id(tensor)] is not None]
+        with self._transfers.devices[target].selected():
+            self._lane.use(used, target, _changed(func, args, kwargs))
+            versions = [_version(tensor) for tensor in used]
             result = func(*args, **kwargs)
-        known = {storage_of(tensor) for tensor in tensors}
-        self._lane.made(t for t in tree_leaves(result) if isinstance(t, Tensor) and storage_of(t) not in known)
+        # What changes its operands does not always look like it.
+        changed = [t for t, version in zip(used, versions, strict=True) if _version(t) != version]
+        views = {storage_of(tensor) for tensor in used}
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and storage_of(t) not in views]
+        self._lane.made([*changed, *made])
         return result
 
     def _target(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> int:
