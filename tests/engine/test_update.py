@@ -61,6 +61,9 @@ class Gate(Happened):
     def synchronize(self) -> None:
         self._open.wait(60)
 
+    def done(self) -> bool:
+        return self._open.is_set()
+
 
 class Broken(Happened):
     """The event of a copy that failed."""
