@@ -54,11 +54,13 @@ class Gate(Happened):
 
     def __init__(self) -> None:
         self._open = threading.Event()
+        self.is_waited_for = threading.Event()
 
     def open(self) -> None:
         self._open.set()
 
     def synchronize(self) -> None:
+        self.is_waited_for.set()
         self._open.wait(60)
 
     def done(self) -> bool:
@@ -228,10 +230,11 @@ def test_of_what_has_arrived_that_is_updated_first_which_a_forward_needs_first(p
     for index, parameter in reversed(list(enumerate(parameters))):
         source = on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)}, event=gate)
         updater.deliver([parameter], [source])
+        # None has arrived when the first is chosen: it is the one that was delivered first.
+        assert gate.is_waited_for.wait(60)
     gate.open()
     updater.finish()
     updater.close()
-    # None had arrived when the first was chosen, which was delivered first.
     assert list(map(id, done)) == [id(parameters[index]) for index in (3, 0, 1, 2)]
 
 
