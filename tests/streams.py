@@ -687,7 +687,7 @@ def _show_threads(monkeypatch: pytest.MonkeyPatch, detector: Detector) -> None:
     """Let the detector see what lanes and the host's streams do, and what threads hear from each other."""
     submit = HostStream.submit
 
-    def submit_seen(self: HostStream, work: Callable[[], None], *others: Any) -> HostEvent:
+    def submit_seen(self: HostStream, work: Callable[[], None], *others: Any, **named: Any) -> HostEvent:
         known, clock = detector.here.clock.copy(), Clock()
 
         def seen() -> None:
@@ -696,7 +696,7 @@ def _show_threads(monkeypatch: pytest.MonkeyPatch, detector: Detector) -> None:
                 work()
             clock.join(detector.here.clock)
 
-        event = submit(self, seen, *others)
+        event = submit(self, seen, *others, **named)
         event.clock = clock  # type: ignore[attr-defined]
         return event
 

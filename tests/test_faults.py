@@ -251,7 +251,7 @@ def faulty_stream(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], list[
         seen: list[str] = []
         failed: list[str] = []
 
-        def faulty_submit(self: HostStream, work: Callable[[], None], *others: Any) -> Any:
+        def faulty_submit(self: HostStream, work: Callable[[], None], *others: Any, **named: Any) -> Any:
             def faulty_work() -> None:
                 thread = threading.current_thread().name
                 if thread.startswith(f"harmony-{stream}"):
@@ -261,7 +261,7 @@ def faulty_stream(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], list[
                         raise Boom(stream)
                 work()
 
-            return submit(self, faulty_work, *others)
+            return submit(self, faulty_work, *others, **named)
 
         monkeypatch.setattr(HostStream, "submit", faulty_submit)
         return failed

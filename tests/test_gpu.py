@@ -198,7 +198,7 @@ def test_slowing_a_stream_changes_no_bit(stream: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(
             streams.HostStream,
             "submit",
-            lambda s, work, *others: submit(s, lambda: (time.sleep(0.01), work())[1], *others),
+            lambda s, work, *others, **named: submit(s, lambda: (time.sleep(0.01), work())[1], *others, **named),
         )
     else:
         original = streams.CudaStream.submit

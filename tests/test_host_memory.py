@@ -82,13 +82,13 @@ def test_just_in_time_needs_the_gradients_of_few_packs() -> None:
 def test_a_slow_update_does_not_make_gradients_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     submit = HostStream.submit
 
-    def late(self: HostStream, work: Callable[[], None], *others: Any) -> Any:
+    def late(self: HostStream, work: Callable[[], None], *others: Any, **named: Any) -> Any:
         def slowly() -> None:
             if threading.current_thread().name.startswith("harmony-update"):
                 time.sleep(0.005)
             work()
 
-        return submit(self, slowly, *others)
+        return submit(self, slowly, *others, **named)
 
     monkeypatch.setattr(HostStream, "submit", late)
     assert max(fit(strategy()).host_bytes()) <= 12 + RING_BYTES

@@ -178,8 +178,8 @@ class Wide(nets.Language):
 class Prompt(HostStream):
     """Copies before anything else goes on."""
 
-    def submit(self, work: Any, *others: Any) -> Any:
-        event = super().submit(work, *others)
+    def submit(self, work: Any, *others: Any, **named: Any) -> Any:
+        event = super().submit(work, *others, **named)
         event.synchronize()
         return event
 
@@ -187,8 +187,8 @@ class Prompt(HostStream):
 class Late(HostStream):
     """Copies that nobody sees end before they are waited for."""
 
-    def submit(self, work: Any, *others: Any) -> Any:
-        event = super().submit(work, *others)
+    def submit(self, work: Any, *others: Any, **named: Any) -> Any:
+        event = super().submit(work, *others, **named)
         event.done = lambda: False  # type: ignore[method-assign]
         return event
 

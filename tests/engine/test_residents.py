@@ -258,9 +258,9 @@ class TestLessReuse:
         waited_for = []
 
         class Spy(HostStream):
-            def submit(self, work: Any, after: Any = (), *others: Any) -> Any:
+            def submit(self, work: Any, after: Any = (), *others: Any, **named: Any) -> Any:
                 waited_for.append(list(after))
-                return super().submit(work, after, *others)
+                return super().submit(work, after, *others, **named)
 
         monkeypatch.setattr(model.device, "record", lambda: computed)
         model.device.swap_in.close()
