@@ -20,7 +20,7 @@ from test_lightning import NUM_STEPS, Manual, Model, assert_same, harmony, loade
 from torch import Tensor
 
 from lightning_harmony import HarmonyMonitor
-from lightning_harmony.engine.postponed import PostponedUpdate
+from lightning_harmony.engine.postponed import Share
 from lightning_harmony.monitor import monitor_class
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.recording import Recording, read_recording
@@ -279,14 +279,14 @@ def test_a_first_step_is_recorded_layer_by_layer_and_measures_what_it_does_else(
 def test_a_deferred_update_is_seen_under_the_forward_of_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    share = PostponedUpdate._share
+    update = Share.update
 
-    def slow_share(self: Any, *args: Any) -> Any:
-        update = share(self, *args)
-        return lambda: (time.sleep(0.02), update())[1]
+    def slowly(self: Share, *args: Any) -> None:
+        time.sleep(0.02)
+        update(self, *args)
 
     # It could be over before the next batch has come.
-    monkeypatch.setattr(PostponedUpdate, "_share", slow_share)
+    monkeypatch.setattr(Share, "update", slowly)
     _, recording = record(tmp_path, max_epochs=1, **CLIP)
     (device,) = recording.measured.devices
     updated = [span for span in device.spans if span.stream == UPDATE]
