@@ -366,6 +366,36 @@ def test_the_module_sees_finished_weights(hook: str, options: dict[str, Any]) ->
     assert seen != []
 
 
+class OfTheModel(torch.utils.data.Dataset[Tensor]):
+    """Keeps the weights that it finds whenever it makes a sample."""
+
+    def __init__(self, module: Any) -> None:
+        self.samples = loader().dataset
+        self.holds = {"module": [module]}
+        self.seen: list[tuple[str, dict[str, Tensor]]] = []
+
+    def __len__(self) -> int:
+        return len(self.samples)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.seen.append((str(index), values(self.holds["module"][0])))
+        sample: Tensor = self.samples[index]
+        return sample
+
+
+@BOTH_WAYS
+def test_data_that_hold_the_model_see_finished_weights(options: dict[str, Any], postponed: list[bool]) -> None:
+    sights = []
+    for strategy in ("auto", harmony(num_microbatches=1, device_memory=WHOLE)):
+        data = OfTheModel(Model())
+        trainer_for(strategy, **options).fit(data.holds["module"][0], DataLoader(data, batch_size=BATCH_SIZE))
+        sights.append(data.seen)
+    for (index, expected), (_, found) in zip(*sights, strict=True):
+        for name, value in expected.items():
+            assert torch.equal(value.cpu(), found[name].cpu()), (index, name)
+    assert postponed == []
+
+
 @BOTH_WAYS
 def test_validation_within_an_epoch_sees_finished_weights(options: dict[str, Any], postponed: list[bool]) -> None:
     hooks = ["on_validation_start", "on_validation_batch_start"]

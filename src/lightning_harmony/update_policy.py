@@ -9,6 +9,7 @@ from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.update import why_not_separable
 from lightning_harmony.hooks import end_of_batches, gradient_readers, onlooker
 from lightning_harmony.lightning_tree import LightningTree
+from lightning_harmony.reach import reaches
 
 
 @dataclass
@@ -23,6 +24,8 @@ class UpdatePolicy:
     trainer: Any
     engine: Executor
     wish: str
+    _data: Any = None
+    _data_looks: bool = False
 
     def choose(self) -> tuple[str, str]:
         """When this step's parameters are updated, "just-in-time" or "deferred", and why."""
@@ -58,7 +61,16 @@ class UpdatePolicy:
             return reason
         if getattr(optimizer, "_step_supports_amp_scaling", False) and self.scaler is not None:
             return "the optimizer unscales gradients itself"
-        return onlooker(self.tree, self.trainer) or end_of_batches(self.trainer)
+        return onlooker(self.tree, self.trainer) or self._why_data_looks() or end_of_batches(self.trainer)
+
+    def _why_data_looks(self) -> str | None:
+        """What of the data may look at parameters when it makes the next batch; None if it holds none."""
+        data = self.trainer.train_dataloader
+        if data is not self._data:
+            self._data = data
+            parameters = frozenset(self.trainer.lightning_module.parameters())
+            self._data_looks = reaches(data, parameters, apart_from=self.trainer)
+        return "the training data hold the model" if self._data_looks else None
 
     def clips_late(self) -> bool:
         """Whether Lightning alone clips gradients, and nobody sees them between that and their use."""

@@ -1,0 +1,82 @@
+"""Through what an object reaches parameters, and through what it doesn't."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import CellType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_harmony.reach import reaches
+
+
+class Holder:
+    def __init__(self, held: Any = None) -> None:
+        self.held = held
+
+    def method(self) -> Any:
+        return self.held
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+
+def closing_over(held: Any) -> Callable[[], Any]:
+    return lambda: held
+
+
+def with_default(held: Any) -> Callable[..., Any]:
+    def function(value: Any = held) -> Any:
+        return value
+
+    return function
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda held: held,
+    "an attribute": Holder,
+    "containers": lambda held: [{"a": ({1, 2}, [held])}],
+    "a closure": closing_over,
+    "a default": with_default,
+    "a bound method": lambda held: Holder(held).method,
+    "a partial": lambda held: partial(print, held),
+    "a loader's dataset": lambda held: DataLoader(Holder(held)),  # type: ignore[arg-type]
+    "a loader's collate_fn": lambda held: DataLoader(TensorDataset(torch.ones(3)), collate_fn=closing_over(held)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("of", ["module", "part", "parameter"])
+def test_what_holds_parameters_reaches_them(way: str, of: str) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    held: Any = {"module": module, "part": module[1], "parameter": module[0].weight}[of]
+    assert reaches(WAYS[way](held), frozenset(module.parameters()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_modules_and_tensors_do_not_count(way: str) -> None:
+    module, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    parameters: frozenset[Tensor] = frozenset(module.parameters())
+    for held in (other, other.weight, torch.ones(2), None, CellType(), Slotted()):
+        assert not reaches(WAYS[way](held), parameters)
+
+
+def test_what_is_told_apart_is_not_looked_into() -> None:
+    module = nn.Linear(2, 2)
+    trainer = Holder(module)
+    data = Holder([trainer, 1])
+    parameters = frozenset(module.parameters())
+    assert reaches(data, parameters)
+    assert not reaches(data, parameters, apart_from=trainer)
+
+
+def test_a_circle_and_a_long_list_come_to_an_end() -> None:
+    circle = Holder()
+    circle.held = [circle, list(range(10**6))]
+    assert not reaches(circle, frozenset(nn.Linear(2, 2).parameters()))
