@@ -76,6 +76,22 @@ def test_what_is_told_apart_is_not_looked_into() -> None:
     assert not reaches(data, parameters, apart_from=trainer)
 
 
+class Loads(dict[str, Any]):
+    """Has to do something for what it holds."""
+
+    def values(self) -> Any:
+        raise AssertionError
+
+    __iter__ = values
+
+
+def test_what_containers_load_is_not_asked_for() -> None:
+    module = nn.Linear(2, 2)
+    parameters = frozenset(module.parameters())
+    assert not reaches(Holder(Loads(a=1)), parameters)
+    assert reaches(Holder(Loads(a=module)), parameters)
+
+
 def test_a_circle_and_a_long_list_come_to_an_end() -> None:
     circle = Holder()
     circle.held = [circle, list(range(10**6))]

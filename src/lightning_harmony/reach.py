@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -15,6 +15,11 @@ from torch import Tensor, nn
 # Of a long list of samples, the first ones tell what the others are.
 _MOST_ELEMENTS = 100
 _MOST_OBJECTS = 10_000
+# What containers hold. Those that override this may load it, or draw it at random: they are not asked.
+_ELEMENTS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
+    dict: dict.values,
+    **{kind: kind.__iter__ for kind in (list, tuple, set, frozenset, deque)},
+}
 
 
 def reaches(start: Any, parameters: Collection[Tensor], *, apart_from: Any = None) -> bool:
@@ -42,11 +47,10 @@ def reaches(start: Any, parameters: Collection[Tensor], *, apart_from: Any = Non
 def _held(each: Any) -> Iterator[Any]:
     if isinstance(each, (str, bytes, type, ModuleType, Tensor)):
         return
-    if isinstance(each, Mapping):
-        yield from islice(each.values(), _MOST_ELEMENTS)
-    elif isinstance(each, (list, tuple, set, frozenset, deque)):
-        yield from islice(each, _MOST_ELEMENTS)
-    elif isinstance(each, FunctionType):
+    for kind, elements in _ELEMENTS.items():
+        if isinstance(each, kind):
+            yield from islice(elements(each), _MOST_ELEMENTS)
+    if isinstance(each, FunctionType):
         yield from each.__closure__ or ()
         yield from each.__defaults__ or ()
     elif isinstance(each, CellType):
@@ -57,4 +61,6 @@ def _held(each: Any) -> Iterator[Any]:
         yield each.__self__
     elif isinstance(each, partial):
         yield from (each.func, each.args, each.keywords)
-    yield from getattr(each, "__dict__", {}).values()
+    with suppress(AttributeError):
+        # Not by way of the object's own code.
+        yield from list(object.__getattribute__(each, "__dict__").values())
