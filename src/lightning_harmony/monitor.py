@@ -21,7 +21,8 @@ class HarmonyMonitorMixin(_Base):
 
     What it logs are the fields of `StepReport` that are numbers, under names such as ``harmony/seconds`` and
     ``harmony/swapped_in_bytes/weights``. One of them, the share of its time in which each device computed, is measured for it
-    alone. It holds up neither a step nor a deferred update.
+    alone. It holds up neither a step nor a deferred update; but what a step that it logs or records updates just in time is
+    updated when that step ends.
 
     It can also record a step: when each task ran on which device, for `lightning-harmony trace`.
 

@@ -24,6 +24,7 @@ class UpdatePolicy:
     trainer: Any
     engine: Executor
     wish: str
+    # What was looked into for parameters, and whether it holds any.
     _data: Any = None
     _data_looks: bool = False
 

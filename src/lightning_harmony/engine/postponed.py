@@ -166,18 +166,13 @@ class Share:
         groups: the parameters, with the number of the group that each is in.
 
     Attributes:
-        stand_ins: parameters with the same memory and gradient, whose ``grad`` nobody else takes away.
+        stand_ins: for each of the parameters, one with the same memory and gradient, whose ``grad`` nobody else takes away.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Mapping[nn.Parameter, int]) -> None:
         self.stand_ins = {parameter: _stand_in(parameter) for parameter in groups}
         self._optimizer = optimizer
         self._twin = _twin(optimizer, groups, self.stand_ins)
-
-    @property
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """Of the optimizer."""
-        return self.stand_ins
 
     def update(self, clip: Clip | None) -> None:
         """Clip the gradients, and step."""
@@ -228,7 +223,7 @@ class PostponedUpdate:
         self._follow(optimizer, events, known)
 
     def _update(self, share: Share, clip: Clip | None) -> None:
-        with self._overlap.updating(share.parameters):
+        with self._overlap.updating(share.stand_ins):
             share.update(clip)
 
     def follow(self, optimizer: Optimizer, events: dict[nn.Parameter, HostEvent], known: Collection[Tensor]) -> None:
