@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
-from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.deciding import foreseen
 from lightning_harmony.plan.plan import Parallel
-from lightning_harmony.plan.profile import Profile
 from lightning_harmony.plan.record import Record
-from lightning_harmony.plan.replay import predict
 from lightning_harmony.plan.rules import fitting_packs, packed, smallest, with_graphs
 from lightning_harmony.plan.search import SPARE_SHARE
 
@@ -64,11 +62,8 @@ def _seconds(
         return None
     packs = fitting_packs(costs, record.calls, capacities, parallel)
     plan = with_graphs(packed(packs, (), record.calls, len(capacities), parallel), costs, number, capacities)
-    profile = Profile(tuple(costs.values()), replace(record.machine, capacity_bytes=limit))
-    try:
-        return predict(replace(plan, profile=profile)).seconds
-    except PlanError:
-        return None
+    predicted = foreseen(plan, costs, replace(record.machine, capacity_bytes=limit)).predicted
+    return None if predicted is None else predicted.seconds
 
 
 def _needed_bytes(cost: Cost, number: int) -> int:
