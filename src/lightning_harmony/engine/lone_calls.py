@@ -69,6 +69,7 @@ class LoneCalls:
             raise exceeded(what, residents.device, error, self._discard_record(), smaller="batches") from error
         finally:
             self._recorder.leave()
+            residents.swapper.finish_reading()
             residents.swapper.park_gradients(pack)
             residents.evict(pack)
             residents.drain()

@@ -143,6 +143,8 @@ class Residents:
         self.visit = None
         self._visited.clear()
         self._due.clear()
+        # The host may be far ahead of the copies that were asked for. What comes next is user's code, which may write weights.
+        self.swapper.finish_reading()
         self.stash.drain()
         for pack in self.packs:
             pack.accumulators, pack.parked = {}, {}

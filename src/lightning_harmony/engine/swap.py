@@ -278,6 +278,10 @@ class Swapper:
         """Whether a swap-in would not have to wait for an update."""
         return not self._update.is_under_way(pack.parameters)
 
+    def finish_reading(self) -> None:
+        """Wait until all that was to be copied to the device has left the host: from here on, anyone may write there."""
+        self._device.swap_in.submit(lambda: None).synchronize()
+
     def _start_swap_in(self, pack: SwappedPack) -> None:
         device, arena, layout = self._device, self._store.arena, pack.layout
         for layer in pack.layers:
