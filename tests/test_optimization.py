@@ -149,8 +149,12 @@ class Plainly(Manual):
         optimizer.zero_grad()
         for part in batch.chunk(2):
             self.backward_of(self.loss(part))
-            self.norms.append(torch.stack([p.grad.norm() for p in self.parameters()]).norm())
+            self.note_norm()
         optimizer.step()
+
+    def note_norm(self) -> None:
+        # On the host, where harmony has gradients: a GPU sums in another order.
+        self.norms.append(torch.stack([p.grad.cpu().norm() for p in self.parameters() if p.grad is not None]).norm())
 
 
 class Listening(Plainly):
@@ -160,7 +164,7 @@ class Listening(Plainly):
         self.manual_backward(loss)
 
     def on_after_backward(self) -> None:
-        self.norms.append(torch.stack([p.grad.norm() for p in self.parameters()]).norm())
+        self.note_norm()
 
 
 @pytest.mark.parametrize("kind", [Plainly, Listening])
@@ -199,15 +203,58 @@ class Attacking(Plainly):
     """Asks for gradients of inputs between its backwards: those add nothing to the parameters'."""
 
     def backward_of(self, loss: Tensor) -> None:
-        x = self.net.embed(torch.arange(nets.WIDTH)[None]).detach().requires_grad_()
+        x = self.net.embed(torch.arange(nets.WIDTH, device=self.device)[None]).detach().requires_grad_()
         (gradient,) = torch.autograd.grad(self.net.body(x).square().mean(), x)
-        self.norms.append(gradient.norm())
+        self.norms.append(gradient.cpu().norm())
         super().backward_of(loss)
 
 
 def test_gradients_of_inputs_by_hand_add_nothing_to_those_of_parameters() -> None:
     plain, swapped = assert_same_fits(Attacking, num_microbatches=1)
     assert_equal(plain.lightning_module.norms, swapped.lightning_module.norms)
+
+
+class WithOwnParameters(Plainly):
+    """Its glue has parameters of its own, computes from them on the host, and changes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(nets.WIDTH, nets.WIDTH) / nets.WIDTH)
+        self.offset = nn.Parameter(torch.randn(nets.WIDTH))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = F.linear(self.net.body(self.net.embed(batch)), self.mix) + self.offset * 2
+        with torch.no_grad():
+            self.offset += x.mean((0, 1)).to(self.offset.device) / 100
+        return self.net.logits(x) * self.scale
+
+
+def test_parameters_that_glue_uses_by_hand_give_equal_bits() -> None:
+    """On GPUs, torch used to refuse them: glue has its parameters on the host there."""
+    plain, swapped = assert_same_fits(WithOwnParameters, num_microbatches=1, max_epochs=2)
+    assert_equal(plain.lightning_module.norms, swapped.lightning_module.norms)
+
+
+class Samples(pl.Callback):
+    """Calls layers between steps, with inputs where the parameters say that they are; keeps outputs and gradients."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        embed, block = module.net.embed, module.net.blocks[0]
+        x = torch.ones(2, nets.WIDTH, nets.WIDTH).type_as(embed.weight).requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(block(x).square().mean(), x)
+        assert gradient.device == x.device
+        self.seen += [embed(torch.arange(4).to(embed.weight.device)).detach().cpu(), gradient.cpu()]
+
+
+def test_layers_called_between_steps_take_inputs_of_the_host() -> None:
+    samples = Samples(), Samples()
+    for strategy, callback in zip(("auto", harmony(num_microbatches=1)), samples, strict=True):
+        trainer_for(strategy, max_epochs=2, callbacks=[callback]).fit(Plainly(), loader())
+    assert_equal(samples[0].seen, samples[1].seen)
 
 
 class ManualClosure(Manual):

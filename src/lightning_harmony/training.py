@@ -68,7 +68,8 @@ class Training:
         self.reports.begin(self.engine)
         if self._runs_alone():
             self._fuse()
-            output = step(*args, **kwargs)
+            with self.engine.outside_of_lanes():
+                output = step(*args, **kwargs)
             does = "fetches its batches" if self._module.automatic_optimization else "steps its optimizers"
             self._report(1, "deferred", f"the training_step {does} itself")
             return output

@@ -21,6 +21,7 @@ from lightning_harmony.engine.derived import out_of_reach
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.glue import Glue
 from lightning_harmony.engine.gradient_sums import GradientSums
+from lightning_harmony.engine.host_operands import BringsHostOperands
 from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.intercept import InterceptedForward
 from lightning_harmony.engine.lane import Lane, LanePool
@@ -181,6 +182,10 @@ class Executor:
     def recompute_in(self, context: Callable[[], AbstractContextManager[None]]) -> None:
         """From now on, run layers' own code in a context when it runs again, and has been heard before."""
         self._runtime.recomputing = context
+
+    def outside_of_lanes(self) -> AbstractContextManager[Any]:
+        """The context of a step whose own code finds parameters on the host."""
+        return BringsHostOperands(self.devices[0].torch_device) if self._cuda_devices else nullcontext()
 
     def to_root(self, tensor: Tensor) -> Tensor:
         """What a lane leaves behind, where the model's own code expects it."""

@@ -85,14 +85,18 @@ class Runtime:
 
     def home(self, tensor: Tensor) -> int | None:
         """The number of the device where a tensor is."""
-        return self._transfers.home(tensor) if len(self._devices) > 1 else 0
+        return self._transfers.home(tensor)
 
     def brought(self, tensors: Sequence[Tensor], residency: Residency) -> list[Tensor]:
         """The tensors on the device of a layer: those from elsewhere as copies without their graph."""
+        progress = self._step.current()
+        if progress is None:
+            # Who calls a layer outside of a step may have made its inputs beside the parameters, on the host.
+            device = residency.device.torch_device
+            tensors = [t.detach().to(device) if self.home(t) is None else t for t in tensors]
         if len(self._devices) == 1:
             return list(tensors)
         number = self._devices.index(residency.device)
-        progress = self._step.current()
         transfers = self._transfers if progress is None else progress.transfers
         return [transfers.copy(tensor, number) for tensor in tensors]
 
@@ -105,7 +109,9 @@ class Runtime:
 
     def sent(self, tensor: Tensor, home: int | None) -> Tensor:
         """The tensor at another one's home."""
-        return tensor if home is None or len(self._devices) == 1 else self._transfers.copy(tensor, home)
+        if home is None:
+            return tensor.cpu()
+        return tensor if len(self._devices) == 1 else self._transfers.copy(tensor, home)
 
     def calling(self) -> AbstractContextManager[None]:
         """The context of a layer's call."""

@@ -220,7 +220,7 @@ class OneDevice(TorchFunctionMode):
 
     def _target(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> int:
         chosen = max(tensors, key=lambda tensor: (self._transfers.home(tensor) is not None, tensor.numel()))
-        if _changes_first(getattr(func, "__name__", "")) and isinstance(args[0], Tensor):
+        if changes_first(getattr(func, "__name__", "")) and isinstance(args[0], Tensor):
             chosen = args[0]
         if isinstance(kwargs.get("out"), Tensor):
             chosen = kwargs["out"]
@@ -230,11 +230,11 @@ class OneDevice(TorchFunctionMode):
 
 def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The operands that an operation changes, by its name."""
-    operands = [args[0]] if _changes_first(getattr(func, "__name__", "")) else []
+    operands = [args[0]] if changes_first(getattr(func, "__name__", "")) else []
     return [leaf for leaf in tree_leaves([*operands, kwargs.get("out")]) if isinstance(leaf, Tensor)]
 
 
-def _changes_first(name: str) -> bool:
+def changes_first(name: str) -> bool:
     """Whether an operation changes its first operand, by its name."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
