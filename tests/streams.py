@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import lightning_harmony.strategy
 from lightning_harmony.engine import device as device_module
@@ -673,14 +673,18 @@ class _Recording:
         self._detector.record_stream(self._tensor, stream)
 
 
-def on_root(batch: Tensor) -> Tensor:
+def on_root(batch: Any) -> Any:
     """A batch on the first device."""
     detector = Detector.active()
+
+    def copied(tensor: Tensor) -> Tensor:
+        copy = torch.empty_like(tensor)
+        if detector.block(copy) is None:
+            detector.allocate(copy, detector.here.current_stream())
+        return copy.copy_(tensor)
+
     with _with_device(detector.places[0]):
-        copied = torch.empty_like(batch)
-        if detector.block(copied) is None:
-            detector.allocate(copied, detector.here.current_stream())
-        return copied.copy_(batch)
+        return tree_map_only(Tensor, copied, batch)
 
 
 def _show_threads(monkeypatch: pytest.MonkeyPatch, detector: Detector) -> None:

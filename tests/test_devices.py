@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import nets
 import pytest
+import same_training
 import torch
 from same_training import Net, Training, assert_same_training, assert_within, compare, train_harmony, trainer_for
 from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
@@ -93,7 +94,9 @@ def test_microbatches_spread_over_devices_differ_by_the_order_of_sums_only_and_a
     compare(first, again)
     report = first.reports[-1]
     assert report.transferred_bytes > 0
-    assert report.swapped_out_bytes["gradients"] == one.reports[-1].swapped_out_bytes["gradients"]
+    if same_training.accelerator == "cpu":
+        # A GPU's allocations are rounded up, so that sums may have to make way in between.
+        assert report.swapped_out_bytes["gradients"] == one.reports[-1].swapped_out_bytes["gradients"]
 
 
 @pytest.mark.cpu

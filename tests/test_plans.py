@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
 from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy, PlanError, StepReport
+from lightning_harmony.engine.host_store import HostPool
+from lightning_harmony.engine.lane import current_lane
 from lightning_harmony.engine.stream import HostStream
 from lightning_harmony.plan.graphs import fused_alone
 from lightning_harmony.plan.lowering import lower
@@ -224,6 +227,7 @@ def swept(
     return peaks
 
 
+@pytest.mark.cpu
 class TestForeseen:
     """From what hardly fits to what fits all: what steps do is what was foreseen.
 
@@ -527,3 +531,19 @@ class TestRefusals:
         file.write_text("{")
         with pytest.raises(PlanError, match=r"plan='.*plan.json': this is not a plan"):
             HarmonyStrategy(plan=file)
+
+
+def test_no_turn_but_the_first_waits_for_a_host_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To make one takes longer than small layers do: all turns of a first step used to be timed with it."""
+    take, missed = HostPool.take, Counter[int]()
+
+    def noting(pool: HostPool, num_bytes: int) -> Any:
+        lane = current_lane()
+        if lane is not None and not pool._free[num_bytes]:
+            missed[lane.microbatch] += 1
+        return take(pool, num_bytes)
+
+    monkeypatch.setattr(HostPool, "take", noting)
+    strategy = HarmonyStrategy(num_microbatches=4, device_memory="256KiB")
+    trainer_for(strategy, 1, []).fit(build(nets.Language), DataLoader(nets.tokens(8), batch_size=8))
+    assert missed.keys() == {0}

@@ -21,7 +21,7 @@ from model import Shape, Tokens, build
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_harmony import HarmonyPrecision, HarmonyStrategy
+from lightning_harmony import HarmonyMonitor, HarmonyPrecision, HarmonyStrategy
 from lightning_harmony.plan.memory_size import parse_bytes
 
 
@@ -72,8 +72,7 @@ class PrintAndLeave(pl.Callback):
         os._exit(0)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train and print."""
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", choices=("plain", "recompute", "harmony"), default="harmony")
     parser.add_argument(
@@ -92,9 +91,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--gpu-memory", help="let torch's allocator have no more than this, as a GPU of that size would"
     )
+    parser.add_argument(
+        "--trace", help="a folder: record the last step but one under harmony, which says when each task ran"
+    )
     for name, value in asdict(Shape()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train and print."""
+    options = _parsed(arguments)
     shape = Shape(*(getattr(options, name) for name in asdict(Shape())))
     harmony = options.strategy == "harmony"
     if options.gpu_memory:
@@ -152,9 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             row["report"] = asdict(trainer.strategy.step_report)
         return row
 
+    monitors = [HarmonyMonitor(trace_step=options.steps - 2, dirpath=options.trace)] if options.trace else []
     trainer = pl.Trainer(
         strategy=strategy,
-        callbacks=PrintAndLeave(report),
+        callbacks=[PrintAndLeave(report), *monitors],
         accelerator="gpu",
         devices=options.devices,
         precision=None if is_plugin else options.precision,

@@ -271,6 +271,14 @@ class TestHostPool:
         assert made == [100]
         assert pool.num_bytes == taken.numel()
 
+    def test_tells_what_it_had_not_and_provides_several(self) -> None:
+        pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+        pool.provide(100, 2)
+        taken = [pool.take(num_bytes)[0] for num_bytes in (100, 100, 100, 50)]
+        assert pool.take_missed() == {100: 1, 50: 1}
+        assert pool.take_missed() == {}
+        assert pool.num_bytes == sum(buffer.numel() for buffer in taken)
+
     def test_counts_what_exists_and_the_most_that_did(self) -> None:
         pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
         kept, _ = pool.take(100)

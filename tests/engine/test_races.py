@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,9 @@ import torch
 from same_training import SEED, Gradients, Net, trainer_for
 from streams import FakeCudaDevice, detecting, on_root
 from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
+from test_lane_attributes import ReadsWhatLayersSet, SetsWhatLayersRead
+from test_lane_attributes import samples as pairs
+from test_recompute import Blocks, CountsInATensor, Measures
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -29,6 +33,13 @@ ALL: Mapping[str, Callable[[], nn.Module]] = {
     "skip-connections": nets.SkipConnections,
     "regularized": nets.Regularized,
     "remembering": nets.Remembering,
+}
+# Layers with tensors in attributes, of which those of other devices' layers are on another one.
+OF_OTHER_DEVICES: Mapping[str, Callable[[], nn.Module]] = {
+    "set-by-glue": SetsWhatLayersRead,
+    "set-by-layers": ReadsWhatLayersSet,
+    "counted": partial(Blocks, CountsInATensor),
+    "measured": partial(Blocks, Measures),
 }
 
 
@@ -56,7 +67,8 @@ def find_races(
 ) -> list[str]:
     """Train a network for some steps; what was found."""
     torch.manual_seed(0)
-    module, samples = OnGpu(ALL[net]()), nets.tokens()
+    module = OnGpu({**ALL, **OF_OTHER_DEVICES}[net]())
+    samples: Any = nets.tokens() if net in ALL else pairs() * 2
     # So small that the stash takes what these networks pass on.
     monkeypatch.setattr("lightning_harmony.engine.stash.SMALLEST_BYTES", 512)
     strategy = HarmonyStrategy(**{"num_microbatches": 4, **options})
@@ -75,6 +87,65 @@ def find_races(
 @pytest.mark.parametrize("net", ALL)
 def test_nothing_races(monkeypatch: pytest.MonkeyPatch, net: str, device_memory: str | None, parallel: Any) -> None:
     assert find_races(monkeypatch, net, device_memory=device_memory, parallel=parallel) == []
+
+
+@pytest.mark.parametrize("device_memory", [None, "22KiB"])
+@pytest.mark.parametrize("net", OF_OTHER_DEVICES)
+def test_layers_reach_tensors_on_other_devices(monkeypatch: pytest.MonkeyPatch, net: str, device_memory: Any) -> None:
+    """Such operations used to be refused by torch, operands of two GPUs in one."""
+    assert find_races(monkeypatch, net, device_memory=device_memory) == []
+
+
+class Writes(pl.Callback):
+    """Changes weights on the host, as a restored average does."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._write)
+
+    def _write(self, trainer: Any, module: Any, *args: Any) -> None:
+        with torch.no_grad():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                if tensor.is_floating_point():
+                    tensor.mul_(0.99)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_end"])
+@pytest.mark.parametrize("net", ["own-parameters", "frozen", "rich"])
+def test_hooks_may_write_weights(monkeypatch: pytest.MonkeyPatch, net: str, hook: str, devices: int) -> None:
+    """The last layers of a validation used to run with what a hook wrote behind it: copies were still to come."""
+    options: Any = {"device_memory": "22KiB", "callbacks": (Writes(hook),), "validates": True}
+    assert find_races(monkeypatch, net, devices, **options) == []
+
+
+class ByHand(OnGpu):
+    """Changes weights in the step itself, between calls of layers."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        with torch.no_grad():
+            self.net(batch)
+        self.write()
+        self.manual_backward(self.net(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        self.write()
+
+    @torch.no_grad()
+    def write(self) -> None:
+        for parameter in self.parameters():
+            parameter.mul_(0.99)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("net", ["plain", "frozen", "skip-connections"])
+def test_steps_that_optimize_by_hand_may_write_weights(monkeypatch: pytest.MonkeyPatch, net: str, devices: int) -> None:
+    monkeypatch.setattr("test_races.OnGpu", ByHand)
+    assert find_races(monkeypatch, net, devices, device_memory="22KiB") == []
 
 
 @pytest.mark.parametrize("device_memory", [None, "22KiB"])

@@ -241,6 +241,9 @@ class CudaDevice(Device):
     ) -> None:
         super().__init__(torch_device, capacity_bytes)
         self._is_one_of_several = is_one_of_several
+        if is_one_of_several and hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
+            # Gradients come from other devices, whose streams autograd waits for: there is nothing to warn of.
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         self._compute = torch.cuda.current_stream(torch_device)
         self._lane_streams: dict[int, torch.cuda.Stream] = {}
         self._began: torch.cuda.Event | None = None

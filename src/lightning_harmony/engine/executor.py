@@ -119,7 +119,7 @@ class Executor:
         self._step = step = Step()
         self._placement = placement = Placement(self.store, residents)
         profiler = Profiler(self.traffic)
-        self._observer = observer = Observer(step, placement, self.traffic, profiler)
+        self._observer = observer = Observer(step, placement, self.traffic, profiler, self.pool)
         self._transfers = transfers = Transfers(
             devices, self.traffic, lambda to, size: residents[to].admit(size), observer.timing_transfer
         )
@@ -129,7 +129,7 @@ class Executor:
         self._visits = visits = Visits(step, placement, observer, profiler, self.traffic, self.recorder, compute_dtype)
         lone_calls = LoneCalls(swapped, placement, sums, self.recorder, planner.discard_record)
         self._runtime = runtime = Runtime(
-            swapped, step, placement, visits, lone_calls, sums, transfers, observer, self.recorder
+            swapped, step, placement, visits, lone_calls, sums, transfers, observer, self.recorder, self._draw_on
         )
         self._glue = Glue(places_of(model, list(in_order)), root.torch_device, runtime, compute_dtype)
         self._lanes = LanePool()

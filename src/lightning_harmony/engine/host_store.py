@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -203,6 +203,7 @@ class HostPool:
         self._lock = threading.RLock()
         self._num_bytes = 0
         self._peak_bytes = 0
+        self._missed: Counter[int] = Counter()
 
     @property
     def num_bytes(self) -> int:
@@ -219,11 +220,17 @@ class HostPool:
         if self._free[num_bytes]:
             free = self._free[num_bytes].pop()
             return free.buffer, [] if free.last_use is None else [free.last_use]
+        self._missed[num_bytes] += 1
         return self._make(num_bytes), []
 
-    def provide(self, num_bytes: int) -> None:
-        """Make a buffer of a size, if none is free: who takes one next need not wait for that."""
-        if not self._free[num_bytes]:
+    def take_missed(self) -> Counter[int]:
+        """How many buffers of each size had to be made for who took them, since this was last asked."""
+        missed, self._missed = self._missed, Counter()
+        return missed
+
+    def provide(self, num_bytes: int, number: int = 1) -> None:
+        """Make buffers of a size until so many are free: who takes them need not wait for that."""
+        while len(self._free[num_bytes]) < number:
             self.give(self._make(num_bytes), None)
 
     def _make(self, num_bytes: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_harmony.engine.asked import anchored, asked_for
+from lightning_harmony.engine.attributes import Attributes
 from lightning_harmony.engine.compiled import compiled_whole, is_compiled
 from lightning_harmony.engine.containers import Containers
 from lightning_harmony.engine.derived import derives_weights
@@ -54,6 +55,9 @@ class Runtime(Protocol):
 
     def calling(self) -> AbstractContextManager[None]:
         """The context of a layer's call."""
+
+    def reaching(self, attributes: Attributes, residency: Residency) -> AbstractContextManager[None]:
+        """The context of a layer's forward, which may use tensors that its attributes hold, wherever they are."""
 
     def running(self, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's own code."""
@@ -248,8 +252,9 @@ class LayerCall:
 
     def _run_only(self) -> tuple[Any, list[Any]]:
         watch = self._runtime.watch(self._layer, self.residency)
+        self._attributes = self._layer.attributes.read()
         if watch is not None:
-            self._random, self._attributes = self._capture_random(), self._layer.attributes.read()
+            self._random = self._capture_random()
         args, kwargs = tree_unflatten(self._with_tensors(self.tensors, self._leaves), self._spec)
         contents = self._containers.watched(args, kwargs, self.tensors)
         unknown = self._layer.has_unknown_buffers()
@@ -324,9 +329,10 @@ class LayerCall:
         return torch.autograd.graph.saved_tensors_hooks(*((keep, given) if keeps else (_drop, _dropped)))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_compiled:
-            return self.residency.device.run_compiled(self._original, args, kwargs)
-        return self._original(*args, **kwargs)
+        with self._runtime.reaching(self._attributes, self.residency):
+            if self._is_compiled:
+                return self.residency.device.run_compiled(self._original, args, kwargs)
+            return self._original(*args, **kwargs)
 
     def _watching(self, watch: CastWatch | None) -> AbstractContextManager[Any]:
         """Watch the call itself, unless it runs compiled."""
@@ -539,29 +545,13 @@ class LayerCall:
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Say what it means that an input is a leaf of the layer's own graph, or that a tensor is on another device."""
+        """Say what it means that an input is a leaf of the layer's own graph."""
         try:
             yield
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise UnsupportedModelError(self._in_place_message()) from error
-            if "on the same device" in str(error):
-                self._refuse_elsewhere(error)
             raise
-
-    def _refuse_elsewhere(self, error: RuntimeError) -> None:
-        """Refuse attributes that a layer reads on another device than theirs."""
-        device = self.residency.device
-        found = self._layer.attributes.read().tensors()
-        here = self._runtime.home(self.residency.weights)
-        elsewhere = [name for name, tensor in found.items() if self._runtime.home(tensor) not in (None, here)]
-        if elsewhere:
-            raise UnsupportedModelError(
-                f"layer {self._layer.name!r} runs on device {here} of several, {device.torch_device}, but the tensor in its "
-                f"attribute {elsewhere[0]!r} is on another one. Buffers go with their layers, other tensors stay: register it "
-                "with register_buffer(..., persistent=False), or, if it is the state of a metric, update that in the step. "
-                f"Or train on Trainer(devices=1). ({error})"
-            ) from error
 
     def _in_place_message(self) -> str:
         return (

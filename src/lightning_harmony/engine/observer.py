@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.host_store import HostPool
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.placement import Placement
 from lightning_harmony.engine.profile import Period, Profiler
@@ -66,6 +67,7 @@ class Observer:
         placement: of its packs.
         traffic: counts what is stashed.
         profiler: keeps times.
+        pool: of host buffers.
 
     Attributes:
         works: work space, of training steps and of others: an evaluation may have other batches.
@@ -74,7 +76,7 @@ class Observer:
         is_watching: whether it is to show which weights may be narrow.
     """
 
-    def __init__(self, step: Step, placement: Placement, traffic: Traffic, profiler: Profiler) -> None:
+    def __init__(self, step: Step, placement: Placement, traffic: Traffic, profiler: Profiler, pool: HostPool) -> None:
         self.works = {is_training: WorkSpace() for is_training in (True, False)}
         self.is_training = self.is_measuring = True
         self.is_watching = self._has_watched = False
@@ -83,6 +85,7 @@ class Observer:
         self._placement = placement
         self._traffic = traffic
         self._profiler = profiler
+        self._pool = pool
         self._observation: Observation | None = None
         self._recomputes: list[Period] = []
         self._last_turn: LastTurn | None = None
@@ -107,6 +110,7 @@ class Observer:
         self.is_training, self.is_measuring, self.is_watching = is_training, is_measuring, is_watching
         if self.is_profiling:
             self._profiler.begin(num_elements)
+            self._pool.take_missed()
 
     # ---- turns ---------------------------------------------------------------------------------------------------------
 
@@ -158,6 +162,14 @@ class Observer:
         self._profiler.note_turn(pack.layers[0], granted.phase, (observation.began, ended), self._recomputes)
         if granted.phase is Phase.FORWARD:
             self._profiler.note_stash(pack.layers[0], stashed - observation.stashed_before)
+            with device.on_host():
+                self._provide_for_others(pack)
+
+    def _provide_for_others(self, pack: SwappedPack) -> None:
+        """Make the host buffers that the lanes behind this one will need: to make them takes longer than what is timed."""
+        waiting = sum(progress.task != (Phase.FORWARD, pack.index) for progress in self._step.turns.running)
+        for num_bytes, number in self._pool.take_missed().items():
+            self._pool.provide(num_bytes, number * waiting)
 
     def _note_work(self, granted: Grant, device: Device, observation: Observation) -> None:
         """Keep the most that was allocated in a pack."""

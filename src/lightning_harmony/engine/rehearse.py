@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_harmony.engine.attributes import Attributes
 from lightning_harmony.engine.decompose import Layer
 from lightning_harmony.engine.fakes import FakeDevice, FakeStore, FakeWatch, fake
 from lightning_harmony.engine.glue import Glue
@@ -244,6 +245,10 @@ class _Rehearsal:
 
     def running(self, residency: Residency) -> AbstractContextManager[None]:
         """Nothing changes."""
+        return nullcontext()
+
+    def reaching(self, attributes: Attributes, residency: Residency) -> AbstractContextManager[None]:
+        """One device: all tensors are there."""
         return nullcontext()
 
     def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

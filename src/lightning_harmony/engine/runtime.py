@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.attributes import Attributes
 from lightning_harmony.engine.gradient_sums import GradientSums
 from lightning_harmony.engine.host_store import lies_in
 from lightning_harmony.engine.intercept import LayerCall
@@ -22,7 +23,7 @@ from lightning_harmony.engine.step import Step
 from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.engine.swap import Residency
 from lightning_harmony.engine.swapped_model import SwappedModel
-from lightning_harmony.engine.transfer import OneDevice, Transfers
+from lightning_harmony.engine.transfer import LaneTransfers, OneDevice, Transfers
 from lightning_harmony.engine.verify import verify_layer
 from lightning_harmony.engine.visits import Visits
 from lightning_harmony.errors import UnsupportedModelError
@@ -42,6 +43,7 @@ class Runtime:
         transfers: between devices.
         observer: of what is not known yet.
         recorder: notes when layers compute.
+        draw_on: called with the number of a device that random numbers will be drawn on.
 
     Attributes:
         recomputing: the context of a layer's own code when it runs again, and has been heard before.
@@ -60,6 +62,7 @@ class Runtime:
         transfers: Transfers,
         observer: Observer,
         recorder: StepRecorder,
+        draw_on: Callable[[int], None],
     ) -> None:
         self._model = model
         self._step = step
@@ -70,6 +73,7 @@ class Runtime:
         self._transfers = transfers
         self._observer = observer
         self._recorder = recorder
+        self._draw_on = draw_on
         self._devices = transfers.devices
         self._verified: set[int] = set()
         self.recomputing = nullcontext
@@ -120,7 +124,35 @@ class Runtime:
 
     def running(self, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's own code."""
-        return nullcontext() if len(self._devices) == 1 else self._recorder.computing(residency.device)
+        if len(self._devices) == 1:
+            return nullcontext()
+        # Glue that ran on another device since the lane came here took its random numbers along.
+        self._draw_on(self._devices.index(residency.device))
+        return self._recorder.computing(residency.device)
+
+    def reaching(self, attributes: Attributes, residency: Residency) -> AbstractContextManager[None]:
+        """The context of a layer's forward, which may use tensors that its attributes hold, wherever they are."""
+        progress = self._step.current()
+        if len(self._devices) == 1 or progress is None or attributes.are_plain:
+            return nullcontext()
+        number = self._devices.index(residency.device)
+        tensors = list(attributes.tensors().values())
+        if all(self.home(tensor) in (None, number) for tensor in tensors):
+            return progress.transfers.using(tensors, number)
+        return self._on_all_devices(progress.lane.microbatch, number)
+
+    @contextmanager
+    def _on_all_devices(self, lane: int, number: int) -> Iterator[None]:
+        """A layer's operations run as those of the glue do, but in the order of each device's computing."""
+        # With copies of its own: they are not for the lane's own work.
+        mode = OneDevice(LaneTransfers(self._transfers, lane), self._transfers, self._draw_on)
+        with ExitStack() as stack:
+            for device in self._devices:
+                stack.enter_context(device.computing())
+            stack.enter_context(self._devices[number].computing())
+            stack.enter_context(mode)
+            yield
+        self._draw_on(number)
 
     def _current_glue(self) -> OneDevice | None:
         if len(self._devices) == 1:

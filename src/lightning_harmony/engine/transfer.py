@@ -122,6 +122,14 @@ class LaneTransfers:
         for tensor in changed:
             self._transfers.shared.writing(self._lane, tensor, home)
 
+    @contextmanager
+    def using(self, tensors: Sequence[Tensor], home: int) -> Iterator[None]:
+        """The context of code of the lane's that may use these, and change them."""
+        self.use(tensors, home, ())
+        versions = [_version(tensor) for tensor in tensors]
+        yield
+        self.made(tensor for tensor, version in zip(tensors, versions, strict=True) if _version(tensor) != version)
+
     def moved(self, tensor: Tensor, to: int) -> Tensor:
         """The tensor on a device, differentiable: each use brings its own gradient back, in the order of one device."""
         copied = self.copy(tensor, to)
@@ -183,6 +191,9 @@ class OneDevice(TorchFunctionMode):
         # What a tensor is, such as its shape, is asked often and needs no device.
         if self._is_off or getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            # Of a container around layers: where an operation runs is not to be traced.
+            torch._dynamo.graph_break()
         return self.run(func, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
