@@ -18,6 +18,7 @@ from test_lane_attributes import samples as pairs
 from test_recompute import Blocks, CountsInATensor, Measures
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.plan.plan import Plan
@@ -52,6 +53,15 @@ class OnGpu(Net):
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss: Tensor = self.net(batch)
         return loss
+
+    def on_fit_start(self) -> None:
+        """What else is on a module that was moved to a GPU."""
+        for module in self.modules():
+            if isinstance(module, Metric):
+                for name in module._defaults:
+                    setattr(module, name, on_root(getattr(module, name)))
+            if isinstance(module, CountsInATensor):
+                module.seen = on_root(module.seen)
 
 
 def find_races(

@@ -114,11 +114,16 @@ class Attributes:
 class AttributesOfLayer:
     """Reads the attributes of a layer's modules, and reads none twice that are as they were.
 
+    Attributes:
+        may_hold_tensors: whether tensors were ever among them, as far as is known.
+
     Args:
         modules: those of the layer.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.may_hold_tensors = True
+        self._has_read = False
         self._modules = modules
         self._newest: Attributes | None = None
 
@@ -127,6 +132,8 @@ class AttributesOfLayer:
         newest = self._newest
         if newest is None or not newest.are_current():
             newest = Attributes(self._modules)
+            self.may_hold_tensors = (self._has_read and self.may_hold_tensors) or not newest.are_plain
+            self._has_read = True
             # Tensors are not kept for longer than a call needs them.
             self._newest = newest if newest.are_plain else None
         return newest

@@ -59,7 +59,7 @@ class Runtime(Protocol):
     def reaching(self, attributes: Attributes, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's forward, which may use tensors that its attributes hold, wherever they are."""
 
-    def running(self, residency: Residency) -> AbstractContextManager[None]:
+    def running(self, layer: SwappedLayer, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's own code."""
 
     def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
@@ -244,7 +244,7 @@ class LayerCall:
         """Only swap."""
         with self.visit(Phase.FORWARD):
             self.tensors = self._runtime.brought(self.tensors, self.residency)
-            with self._runtime.running(self.residency):
+            with self._runtime.running(self._layer, self.residency):
                 leaves, unflatten = self._flatten(self._run_only())
                 leaves = [self.own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             self._runtime.hand_out([leaf for leaf in leaves if isinstance(leaf, Tensor)], self.residency)
@@ -275,7 +275,7 @@ class LayerCall:
         self._requires_grad = [tensor.requires_grad for tensor in self.tensors]
         self._homes = [self._runtime.home(tensor) for tensor in self.tensors]
         self.tensors = self._runtime.brought(self.tensors, self.residency)
-        with self._runtime.running(self.residency):
+        with self._runtime.running(self._layer, self.residency):
             return self._run_and_stash()
 
     def _run_and_stash(self) -> tuple[Any, ...]:
@@ -400,7 +400,7 @@ class LayerCall:
         with self.visit(Phase.BACKWARD):
             given = iter(self._runtime.brought([g for g in gradients if g is not None], self.residency))
             brought = [None if gradient is None else next(given) for gradient in gradients]
-            with self._runtime.running(self.residency):
+            with self._runtime.running(self._layer, self.residency):
                 found = self._recompute_and_differentiate(brought, summed)
             self._runtime.hand_out([gradient for gradient in found if gradient is not None], self.residency)
         homes = zip(found, self._homes, strict=True)

@@ -243,7 +243,7 @@ class _Rehearsal:
         """One device: glue needs no help."""
         return nullcontext()
 
-    def running(self, residency: Residency) -> AbstractContextManager[None]:
+    def running(self, layer: SwappedLayer, residency: Residency) -> AbstractContextManager[None]:
         """Nothing changes."""
         return nullcontext()
 

@@ -122,13 +122,26 @@ class Runtime:
         glue = self._current_glue()
         return nullcontext() if glue is None else glue.off()
 
-    def running(self, residency: Residency) -> AbstractContextManager[None]:
+    def running(self, layer: SwappedLayer, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's own code."""
         if len(self._devices) == 1:
             return nullcontext()
-        # Glue that ran on another device since the lane came here took its random numbers along.
-        self._draw_on(self._devices.index(residency.device))
+        number = self._devices.index(residency.device)
+        if self._step.current() is not None:
+            # Glue that ran on another device since the lane came here took its random numbers along.
+            self._draw_on(number)
+            if layer.attributes.may_hold_tensors:
+                return self._running_on_all_devices(number)
         return self._recorder.computing(residency.device)
+
+    @contextmanager
+    def _running_on_all_devices(self, number: int) -> Iterator[None]:
+        """What a layer does to tensors on other devices is in the order of their computing."""
+        with ExitStack() as stack:
+            for device in [*self._devices[:number], *self._devices[number + 1 :]]:
+                stack.enter_context(device.computing())
+            stack.enter_context(self._recorder.computing(self._devices[number]))
+            yield
 
     def reaching(self, attributes: Attributes, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's forward, which may use tensors that its attributes hold, wherever they are."""
@@ -139,18 +152,13 @@ class Runtime:
         tensors = list(attributes.tensors().values())
         if all(self.home(tensor) in (None, number) for tensor in tensors):
             return progress.transfers.using(tensors, number)
-        return self._on_all_devices(progress.lane.microbatch, number)
+        return self._mixing(progress.lane.microbatch, number)
 
     @contextmanager
-    def _on_all_devices(self, lane: int, number: int) -> Iterator[None]:
-        """A layer's operations run as those of the glue do, but in the order of each device's computing."""
+    def _mixing(self, lane: int, number: int) -> Iterator[None]:
+        """A layer's operations run as those of the glue do."""
         # With copies of its own: they are not for the lane's own work.
-        mode = OneDevice(LaneTransfers(self._transfers, lane), self._transfers, self._draw_on)
-        with ExitStack() as stack:
-            for device in self._devices:
-                stack.enter_context(device.computing())
-            stack.enter_context(self._devices[number].computing())
-            stack.enter_context(mode)
+        with OneDevice(LaneTransfers(self._transfers, lane), self._transfers, self._draw_on):
             yield
         self._draw_on(number)
 

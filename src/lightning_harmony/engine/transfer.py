@@ -191,11 +191,10 @@ class OneDevice(TorchFunctionMode):
         # What a tensor is, such as its shape, is asked often and needs no device.
         if self._is_off or getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            # Of a container around layers: where an operation runs is not to be traced.
-            torch._dynamo.graph_break()
         return self.run(func, args, kwargs)
 
+    # A container around layers may be compiled: not where its operations run.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
