@@ -27,6 +27,7 @@ from lightning_harmony.engine.stream import (
     Moment,
     Stream,
 )
+from lightning_harmony.engine.touched_memory import touched_buffer
 from lightning_harmony.plan.task import Errand, Task
 
 
@@ -365,7 +366,7 @@ class CudaDevice(Device):
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """A registered buffer of exact size: torch's pinned allocator rounds up to powers of two."""
-        buffer = _flat(num_bytes, torch.device("cpu"))
+        buffer = touched_buffer(num_bytes)
         weakref.finalize(buffer.untyped_storage(), self.register_host(buffer))
         return buffer
 
