@@ -113,5 +113,14 @@ class TestSharing:
         other = replace(other, forward_seconds=5.0)
         assert share_seconds([one, other], ["block", "head"]) == [one, other]
         # Of the same kind, but with other inputs.
-        wider = replace(other, stash_bytes=99)
+        wider = replace(other, input_bytes=99)
         assert share_seconds([one, wider], ["block"] * 2) == [one, wider]
+
+    def test_the_first_of_its_kind_allocates_more_and_is_slow(self) -> None:
+        """On a GPU it makes a handle of each library for each lane: it used to be planned with what that took."""
+        first, _ = costs(2)
+        layers = [replace(first, name="1", forward_seconds=50.0, forward_work_bytes=999)]
+        layers += [replace(first, name=f"{n}", forward_seconds=3.0) for n in (2, 3)]
+        shared = share_seconds(layers, ["block"] * 3)
+        assert [cost.forward_seconds for cost in shared] == [3.0] * 3
+        assert [cost.forward_work_bytes for cost in shared] == [cost.forward_work_bytes for cost in layers]
