@@ -146,6 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "devices": options.devices,
             "device memory": options.device_memory,
             "steps": [round(second, 3) for second in seconds],
+            "set up": round(clock.times[0] - start, 1),
             "first step": round(clock.times[1] - start, 1),
             "model built": round(built, 1),
             "device GiB": max(round(torch.cuda.max_memory_allocated(gpu) / 2**30, 2) for gpu in gpus),

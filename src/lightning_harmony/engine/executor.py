@@ -432,8 +432,11 @@ class Executor:
     def _drive(self, until: Phase) -> None:
         """Grant lanes, one at a time, until each has ended or waits for what comes after ``until``."""
         step = self._step
+        # A compiled container around layers runs as it is written where its operations may be on several devices.
+        eager = torch.compiler.set_stance("force_eager") if len(self.devices) > 1 else nullcontext()
         try:
-            self._lanes.drive(partial(self._next, until))
+            with eager:
+                self._lanes.drive(partial(self._next, until))
         except torch.OutOfMemoryError as error:
             if step.granted is None:
                 raise

@@ -62,6 +62,9 @@ class Runtime(Protocol):
     def running(self, layer: SwappedLayer, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's own code."""
 
+    def compiling(self) -> AbstractContextManager[None]:
+        """The context of a compiled layer."""
+
     def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
         """What a layer does with its weights, if that isn't known yet: the watch, to be active during its call."""
 
@@ -331,7 +334,8 @@ class LayerCall:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         with self._runtime.reaching(self._attributes, self.residency):
             if self._is_compiled:
-                return self.residency.device.run_compiled(self._original, args, kwargs)
+                with self._runtime.compiling():
+                    return self.residency.device.run_compiled(self._original, args, kwargs)
             return self._original(*args, **kwargs)
 
     def _watching(self, watch: CastWatch | None) -> AbstractContextManager[Any]:

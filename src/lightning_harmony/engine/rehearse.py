@@ -251,6 +251,10 @@ class _Rehearsal:
         """One device: all tensors are there."""
         return nullcontext()
 
+    def compiling(self) -> AbstractContextManager[None]:
+        """Nothing changes."""
+        return nullcontext()
+
     def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """All operands are."""
         return func(*args, **kwargs)

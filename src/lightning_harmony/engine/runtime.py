@@ -162,6 +162,10 @@ class Runtime:
             yield
         self._draw_on(number)
 
+    def compiling(self) -> AbstractContextManager[None]:
+        """The context of a compiled layer, whatever becomes of compiled code around it."""
+        return torch.compiler.set_stance("default") if len(self._devices) > 1 else nullcontext()
+
     def _current_glue(self) -> OneDevice | None:
         if len(self._devices) == 1:
             return None

@@ -193,8 +193,6 @@ class OneDevice(TorchFunctionMode):
             return func(*args, **kwargs)
         return self.run(func, args, kwargs)
 
-    # A container around layers may be compiled: not where its operations run.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
