@@ -122,16 +122,17 @@ def build(
     """A model, its numbers drawn on the GPU: on the host that would take a minute."""
     with torch.device("meta"):
         model = GPT(shape, recompute=recompute, fused=fused, has_masters=has_masters)
-    model.to_empty(device="cpu" if on_host else device)
+    model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                drawn = torch.empty(parameter.shape, device=device).normal_(0, 0.02, generator=generator)
-                parameter.copy_(drawn)
+                parameter.normal_(0, 0.02, generator=generator)
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
+    if on_host:
+        model.to("cpu")
     if device == "cuda":
         torch.cuda.empty_cache()
     return model

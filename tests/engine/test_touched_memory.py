@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -29,6 +30,14 @@ def test_its_pages_are_there() -> None:
     buffer.fill_(1)
     # Those of 4 KiB that it would have are 16,384.
     assert faults() - before < 1000
+
+
+def test_threads_that_begin_later_compute_with_as_many_threads_as_ever() -> None:
+    """An update in a thread of its own used to run in one, after buffers had been made by threads that used one each."""
+    torch.set_num_threads(2)
+    touched_buffer(4 * PIECE_BYTES)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == 2
 
 
 def test_it_can_be_written_wherever_it_was_made() -> None:

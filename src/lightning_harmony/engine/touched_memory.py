@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -28,11 +29,15 @@ def touched_buffer(num_bytes: int) -> Tensor:
     # Buffers are used again: one made in inference mode could never be written outside of it.
     with torch.inference_mode(False):
         buffer = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
-    pieces = buffer.split(PIECE_BYTES)
-    num_threads = min(len(pieces), MOST_THREADS, os.cpu_count() or 1)
-    if num_threads < 2:
-        buffer.zero_()
-    else:
-        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            list(pool.map(Tensor.zero_, pieces))
+    _touch(buffer.data_ptr(), num_bytes)
     return buffer
+
+
+def _touch(address: int, num_bytes: int) -> None:
+    """Write to all pages. Not by torch: how many threads it uses here, it would use in all threads that begin later."""
+    starts = range(0, num_bytes, PIECE_BYTES)
+    num_threads = min(len(starts), MOST_THREADS, os.cpu_count() or 1)
+    if num_threads == 0:
+        return
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(lambda at: ctypes.memset(address + at, 0, min(PIECE_BYTES, num_bytes - at)), starts))
