@@ -44,7 +44,7 @@ def draw(plan: Plan, steps: Mapping[str, Prediction], file: Path) -> None:
     heights = [part for strip in strips for part in (0.3 * len(strip.streams) + 0.15, 1.0)]
     figure = Figure(figsize=(_WIDTH, sum(heights) + 0.35 * len(strips) + 1.1), layout="constrained")
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    longest = max(step.seconds for step in steps.values())
+    longest = max(step.end_seconds for step in steps.values())
     unit = next((unit for unit in ((1.0, "s"), (1e-3, "ms")) if longest >= unit[0]), (1e-6, "µs"))
     for strip, upper, lower in zip(strips, axes[::2], axes[1::2], strict=True):
         _draw_streams(upper, plan, strip, longest, unit[0])

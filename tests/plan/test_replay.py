@@ -38,6 +38,42 @@ TWO = chain(2, 1, 1)
 TWO_TASKS = "0SWAP_IN 0F0 0STASH_OUT0 1SWAP_IN 1F0 1B0 1SWAP_OUT 1U 1EVICT 0STASH_IN0 0B0 0SWAP_OUT 0U 0EVICT"
 
 
+THREE_TASKS = (
+    "0SWAP_IN 0F0 0STASH_OUT0 1SWAP_IN 1F0 1STASH_OUT0 2SWAP_IN 2F0 2B0 2SWAP_OUT 2U 2EVICT "
+    "1STASH_IN0 1B0 1SWAP_OUT 1U 1EVICT 0STASH_IN0 0B0 0SWAP_OUT 0U 0EVICT"
+)
+
+
+def updates_of(update_bytes_per_second: float) -> tuple[float, dict[int, tuple[float, float]]]:
+    """How long a step of three packs takes, and when each is updated. Forwards begin at 2, 4 and 6; all else ends at 12.8."""
+    machine = MachineLimits(None, 10.0, 10.0, None, update_bytes_per_second)
+    found = replay(chain(3, 2, 1), grid(THREE_TASKS), [PACK] * 3, machine)
+    spans = [span for span in found.devices[0].spans if span.task.kind is Errand.UPDATE]
+    return found.seconds, {span.task.pack: (round(span.start_seconds, 6), round(span.end_seconds, 6)) for span in spans}
+
+
+class TestUpdates:
+    """A step lasts until the next may begin, whose forward waits for each pack's update when it fetches it."""
+
+    def test_at_once(self) -> None:
+        seconds, updates = updates_of(80.0)
+        # Gradients arrive at 8.8, 10.8 and 12.8.
+        assert updates == {2: (8.8, 8.9), 1: (10.8, 10.9), 0: (12.8, 12.9)}
+        # The next forward fetches the first pack first of all.
+        assert seconds == pytest.approx(12.9)
+
+    def test_of_what_has_arrived_that_first_which_the_next_forward_needs_first(self) -> None:
+        seconds, updates = updates_of(8 / 5)
+        assert updates == {2: (8.8, 13.8), 0: (13.8, 18.8), 1: (18.8, 23.8)}
+        # The second pack is fetched from 2 on, and there at 4; the first from the beginning on.
+        assert seconds == pytest.approx(23.8 - 2)
+
+    def test_no_step_is_shorter_than_all_updates_take(self) -> None:
+        seconds, updates = updates_of(8 / 100)
+        assert updates[1][1] == pytest.approx(308.8)
+        assert seconds == pytest.approx(max(300, 308.8 - 2))
+
+
 class TestTimes:
     def test_what_does_not_wait_for_anything_runs_beside_the_rest(self) -> None:
         # Swaps take 20 s in and 8 s out, an update 4 s; a stash 4 s either way.
@@ -383,7 +419,10 @@ class TestProperties:
         schedule = lower(plan, packs, None)
         result = replay(plan, schedule, packs, replace(machine, capacity_bytes=None))
         for device, tasks in zip(result.devices, schedule.devices, strict=True):
-            assert [span.task for span in device.spans] == [t for t in tasks if t.kind is not Errand.EVICT]
+            others = [span.task for span in device.spans if span.task.kind is not Errand.UPDATE]
+            assert others == [t for t in tasks if t.kind not in (Errand.EVICT, Errand.UPDATE)]
+            # They take place in the order in which the next forward needs them.
+            assert {span.task for span in device.spans} == {t for t in tasks if t.kind is not Errand.EVICT}
             assert result.seconds >= device.compute_seconds
             assert not device.memory or device.memory[-1][1] == 0
             assert all(num_bytes >= 0 for _, num_bytes in device.memory)

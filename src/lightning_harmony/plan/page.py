@@ -79,7 +79,7 @@ def to_html(plan: Plan, steps: Mapping[str, Prediction], title: str) -> str:
         steps: what they do, by a name, such as "predicted". Where there are several, they lie below each other.
         title: of the page.
     """
-    longest = max(step.seconds for step in steps.values())
+    longest = max(step.end_seconds for step in steps.values())
     drawings = []
     for number in range(plan.num_devices):
         devices = {name: step.devices[number] for name, step in steps.items()}

@@ -16,10 +16,10 @@ The rules:
    come back before the next backward that adds to them.
 8. What is on a device never exceeds the capacity.
 
-Times: each device has a stream of each kind, and the host one for updates. A task begins when its stream is free, what it
-needs is there, and there is room: it waits for what earlier tasks send away, as far as it has to. A copy is issued behind
-the computing that is listed before it, so it begins no sooner than that does; weights, where none are fetched ahead, no
-sooner than that has ended.
+Times: each device has a stream of each kind, and the host one for updates, which goes on from step to step. A task begins
+when its stream is free, what it needs is there, and there is room: it waits for what earlier tasks send away, as far as it
+has to. A copy is issued behind the computing that is listed before it, so it begins no sooner than that does; weights, where
+none are fetched ahead, no sooner than that has ended.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, chain
+from math import inf
 from typing import NamedTuple
 
 from lightning_harmony.errors import PlanError
@@ -73,7 +74,7 @@ class DevicePrediction:
     """What a step does on one device.
 
     Attributes:
-        spans: its tasks but evictions, which take no time, in order.
+        spans: its tasks but evictions, which take no time, in order, and the updates of its packs in theirs.
         peak_bytes: the most that is on it, even if copies take a little longer.
         memory: each moment at which that changes, and what is on it from then on.
         compute_seconds: how long it computes.
@@ -96,7 +97,8 @@ class Prediction:
     """What a step does.
 
     Attributes:
-        seconds: until the last task has ended, updates included.
+        seconds: from the beginning of a step to that of the next. Updates may go on under that, where nothing looks at weights
+            before: as long as each pack's is over when it is fetched.
         devices: for each device.
     """
 
@@ -107,6 +109,12 @@ class Prediction:
     def peak_bytes(self) -> tuple[int, ...]:
         """The most on each device."""
         return tuple(device.peak_bytes for device in self.devices)
+
+    @property
+    def end_seconds(self) -> float:
+        """When the last task has ended, updates included."""
+        ends = (span.end_seconds for device in self.devices for span in device.spans)
+        return max(self.seconds, max(ends, default=0.0))
 
 
 def refuse_invalid(plan: Plan) -> None:
@@ -150,8 +158,7 @@ def predict(plan: Plan, machine: MachineLimits | None = None, *, is_deferred: bo
     Args:
         plan: the plan, with its profile.
         machine: what it runs on; None for what its profile was measured on.
-        is_deferred: whether parameters are updated after the backward. It runs alone then: what of the update hides under the
-            next step is not foreseen.
+        is_deferred: whether parameters are updated after the backward.
 
     Raises:
         PlanError: if it has no profile, or breaks a rule.
@@ -334,8 +341,9 @@ class _Replay:
             for device in summing_devices(plan, pack)
         }
         self._sent: dict[int, dict[int, float]] = {}
-        self._updated: set[int] = set()
-        self._update_free = 0.0
+        # When the gradients of a pack are there to be updated with, and when the next forward needs it.
+        self._arrived: dict[int, float] = {}
+        self._needed: dict[int, float] = {}
         self._handlers: dict[Phase | Errand, Callable[[_Device, int, int], str]] = {
             Phase.FORWARD: self._forward,
             Phase.BACKWARD: self._backward,
@@ -359,9 +367,28 @@ class _Replay:
             raise self._refusal([(device, device.waits_for) for device in waiting])
         if unfinished := [(device, problem) for device in self._devices if (problem := self._unfinished(device))]:
             raise self._refusal(unfinished)
-        devices = tuple(self._prediction(device) for device in self._devices)
-        ends = (span.end_seconds for device in devices for span in device.spans)
-        return Prediction(max(ends, default=0.0), devices)
+        seconds = self._run_updates()
+        return Prediction(seconds, tuple(self._prediction(device) for device in self._devices))
+
+    def _run_updates(self) -> float:
+        """Run the updates: of what has arrived, that first which the next forward needs first. How long each step takes."""
+        period = max((span.end_seconds for device in self._devices for span in device.spans), default=0.0)
+        ranks = {pack: rank for rank, pack in enumerate(dict.fromkeys(self._plan.visits))}
+        coming = sorted(((seconds, ranks[pack], pack) for pack, seconds in self._arrived.items()), reverse=True)
+        waiting: list[tuple[int, int]] = []
+        free = busy = 0.0
+        while coming or waiting:
+            if not waiting:
+                free = max(free, coming[-1][0])
+            while coming and coming[-1][0] <= free:
+                heappush(waiting, coming.pop()[1:])
+            _, pack = heappop(waiting)
+            seconds = self._seconds(self._packs[pack].gradient_bytes, self._machine.update_bytes_per_second)
+            span = Span(Task(pack, Errand.UPDATE), UPDATE, free, free + seconds)
+            self._devices[owner(self._plan, pack)].spans.append(span)
+            busy, free = busy + seconds, span.end_seconds
+            period = max(period, busy, free - self._needed[pack])
+        return period
 
     def _advance(self) -> bool:
         """Let each device go on as far as it comes; whether any came further."""
@@ -415,7 +442,7 @@ class _Replay:
             return f"the gradients of pack {min(device.sums)} are never swapped out"
         if device.parked:
             return f"the gradients of pack {plan.visits[min(device.parked)]} are parked for ever"
-        waiting = [pack for pack in self._sent if pack not in self._updated and owner(plan, pack) == device.number]
+        waiting = [pack for pack in self._sent if pack not in self._arrived and owner(plan, pack) == device.number]
         return f"pack {waiting[0]} is never updated" if waiting else ""
 
     def _prediction(self, device: _Device) -> DevicePrediction:
@@ -440,11 +467,8 @@ class _Replay:
         room = device.memory.room_at(num_bytes) if num_bytes else 0.0
         if room is None:
             return None
-        free = self._update_free if stream is UPDATE else device.streams[stream]
-        start = max(after, room, free, 0.0 if stream is COMPUTE else device.issued)
+        start = max(after, room, device.streams[stream], 0.0 if stream is COMPUTE else device.issued)
         end = start + seconds
-        if stream is UPDATE:
-            self._update_free = end
         device.streams[stream] = end
         if stream is COMPUTE:
             device.issued = start
@@ -509,6 +533,8 @@ class _Replay:
         run = self._begin(device, footprint.forward_bytes, after, footprint.forward_seconds)
         if run is None:
             return self._no_room(device, footprint.forward_bytes)
+        fetching = self._seconds(self._packs[pack].copied_bytes, self._machine.swap_in_bytes_per_second)
+        self._needed[pack] = min(self._needed.get(pack, inf), max(run[0] - fetching, 0.0))
         end = device.last_use[pack] = lane.ready = run[1]
         device.memory.give(footprint.there_bytes + footprint.forward_bytes - footprint.forward_left_bytes, end)
         if self._plan.keeps_graph(position):
@@ -723,7 +749,7 @@ class _Replay:
 
     def _update(self, device: _Device, pack: int, _: int) -> str:
         self._refuse_other_owner(device, pack)
-        if pack in self._updated:
+        if pack in self._arrived:
             raise _BrokenError(f"pack {pack} has been updated")
         sent, after = self._sent.get(pack, {}), 0.0
         if self._plan.just_in_time and not sent:
@@ -734,8 +760,6 @@ class _Replay:
             if waiting := [number for number, lane in enumerate(self._lanes) if lane.position >= 0]:
                 return f"the backward of microbatch {waiting[0]} has not ended"
             after = max(lane.ready for lane in self._lanes)
-        seconds = self._seconds(self._packs[pack].gradient_bytes, self._machine.update_bytes_per_second)
-        run = self._begin(device, 0, max(*sent.values(), after), seconds)
-        assert run is not None
-        self._updated.add(pack)
+        # A deferred one is listed behind all computing.
+        self._arrived[pack] = max(*sent.values(), after, device.streams[COMPUTE])
         return ""

@@ -139,9 +139,8 @@ def least_seconds(plan: Plan, packs: Sequence[Cost], machine: MachineLimits) -> 
     way_in = _seconds(first.copied_bytes, machine.swap_in_bytes_per_second)
     way_out = _seconds(first.gradient_bytes, machine.swap_out_bytes_per_second)
     way_out += _seconds(first.gradient_bytes, machine.update_bytes_per_second)
-    # No update begins before a microbatch came through.
     updated = sum(packs[pack].gradient_bytes for pack in set(plan.visits))
-    bounds = [way_in + sum(forward) + _seconds(updated, machine.update_bytes_per_second)]
+    bounds = [_seconds(updated, machine.update_bytes_per_second)]
     for device, places in enumerate(_places(plan)):
         number = _num_microbatches_of(plan, device)
         if not places or not number:
