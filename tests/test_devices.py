@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -96,8 +97,8 @@ def test_microbatches_spread_over_devices_differ_by_the_order_of_sums_only_and_a
     compare(first, again)
     report = first.reports[-1]
     assert report.transferred_bytes > 0
-    if same_training.accelerator == "cpu":
-        # A GPU's allocations are rounded up, so that sums may have to make way in between.
+    if net != "skipped" or same_training.accelerator == "cpu":
+        # On GPUs, what libraries take exceeds such a capacity: sums of a layer that was skipped were seen to make way.
         assert report.swapped_out_bytes["gradients"] == one.reports[-1].swapped_out_bytes["gradients"]
 
 
@@ -290,9 +291,9 @@ def predict(module: Net, devices: int, **options: Any) -> Any:
 
 
 @pytest.mark.cpu
-def test_tensors_that_do_not_go_with_their_layers_are_used_where_they_are() -> None:
-    for as_buffers in (False, True):
-        one, two = (train(build(lambda: ShiftedBlocks(as_buffers=as_buffers)), n, layers={Shifted}) for n in (1, 2))  # noqa: B023
-        compare(one, two)
-        results = [predict(build(lambda: ShiftedBlocks(as_buffers=as_buffers)), n, layers={Shifted}) for n in (1, 2)]  # noqa: B023
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+@pytest.mark.parametrize("as_buffers", [False, True])
+def test_tensors_that_do_not_go_with_their_layers_are_used_where_they_are(as_buffers: bool) -> None:
+    make = partial(ShiftedBlocks, as_buffers=as_buffers)
+    compare(*(train(build(make), devices, layers={Shifted}) for devices in (1, 2)))
+    one, two = (predict(build(make), devices, layers={Shifted}) for devices in (1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import same_training
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelPruning
 from lightning.pytorch.loggers import CSVLogger
@@ -74,7 +75,10 @@ def test_each_step_is_logged_as_its_report_tells(tmp_path: Path) -> None:
     assert [row.pop("step") for row in logged] == [str(step) for step in range(NUM_STEPS)]
     report = trainer.strategy.step_report
     found = {name.removeprefix("harmony/"): float(value) for name, value in logged[-1].items()}
+    num_devices = same_training.default_devices
     assert 0 < report.busy[0] <= 1
+    assert len(report.busy) == len(report.peak_device_bytes) == num_devices
+    assert (report.transferred_bytes > 0) == (num_devices > 1)
     assert found == {
         "seconds": report.seconds,
         "predicted_seconds": report.predicted_seconds,

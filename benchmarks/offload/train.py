@@ -17,41 +17,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from clock import Clock
 from model import Shape, Tokens, build
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyMonitor, HarmonyPrecision, HarmonyStrategy
 from lightning_harmony.plan.memory_size import parse_bytes
-
-
-class Clock:
-    """Makes batches, and notes when: a callback that runs between two steps would be taken to look at the weights.
-
-    Args:
-        num_batches: how many an optimizer step takes.
-    """
-
-    def __init__(self, num_batches: int) -> None:
-        self._num_batches = num_batches
-        self._num_made = 0
-        self.times: list[float] = []
-
-    def __call__(self, samples: list[Tensor]) -> Tensor:
-        """A batch; before the first of a step, all earlier work of the GPU is done."""
-        if self._num_made % self._num_batches == 0:
-            self.note()
-        self._num_made += 1
-        return torch.stack(samples)
-
-    def note(self) -> None:
-        """Wait for the GPU, and note the time."""
-        torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
-
-    def seconds(self) -> list[float]:
-        """Of each step."""
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
 class PrintAndLeave(pl.Callback):

@@ -113,7 +113,7 @@ class TestSharing:
         other = replace(other, forward_seconds=5.0)
         assert share_seconds([one, other], ["block", "head"]) == [one, other]
         # Of the same kind, but with other inputs.
-        wider = replace(other, input_bytes=99)
+        wider = replace(other, stash_bytes=99)
         assert share_seconds([one, wider], ["block"] * 2) == [one, wider]
 
     def test_the_first_of_its_kind_allocates_more_and_is_slow(self) -> None:

@@ -13,7 +13,6 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_harmony.engine.asked import anchored, asked_for
-from lightning_harmony.engine.attributes import Attributes
 from lightning_harmony.engine.compiled import compiled_whole, is_compiled
 from lightning_harmony.engine.containers import Containers
 from lightning_harmony.engine.derived import derives_weights
@@ -56,7 +55,7 @@ class Runtime(Protocol):
     def calling(self) -> AbstractContextManager[None]:
         """The context of a layer's call."""
 
-    def reaching(self, attributes: Attributes, residency: Residency) -> AbstractContextManager[None]:
+    def reaching(self, layer: SwappedLayer, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's forward, which may use tensors that its attributes hold, wherever they are."""
 
     def running(self, layer: SwappedLayer, residency: Residency) -> AbstractContextManager[None]:
@@ -255,9 +254,8 @@ class LayerCall:
 
     def _run_only(self) -> tuple[Any, list[Any]]:
         watch = self._runtime.watch(self._layer, self.residency)
-        self._attributes = self._layer.attributes.read()
         if watch is not None:
-            self._random = self._capture_random()
+            self._random, self._attributes = self._capture_random(), self._layer.attributes.read()
         args, kwargs = tree_unflatten(self._with_tensors(self.tensors, self._leaves), self._spec)
         contents = self._containers.watched(args, kwargs, self.tensors)
         unknown = self._layer.has_unknown_buffers()
@@ -332,7 +330,7 @@ class LayerCall:
         return torch.autograd.graph.saved_tensors_hooks(*((keep, given) if keeps else (_drop, _dropped)))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        with self._runtime.reaching(self._attributes, self.residency):
+        with self._runtime.reaching(self._layer, self.residency):
             if self._is_compiled:
                 with self._runtime.compiling():
                     return self.residency.device.run_compiled(self._original, args, kwargs)

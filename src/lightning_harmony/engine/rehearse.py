@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_harmony.engine.attributes import Attributes
 from lightning_harmony.engine.decompose import Layer
 from lightning_harmony.engine.fakes import FakeDevice, FakeStore, FakeWatch, fake
 from lightning_harmony.engine.glue import Glue
@@ -247,7 +246,7 @@ class _Rehearsal:
         """Nothing changes."""
         return nullcontext()
 
-    def reaching(self, attributes: Attributes, residency: Residency) -> AbstractContextManager[None]:
+    def reaching(self, layer: SwappedLayer, residency: Residency) -> AbstractContextManager[None]:
         """One device: all tensors are there."""
         return nullcontext()
 

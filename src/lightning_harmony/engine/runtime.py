@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.attributes import Attributes
 from lightning_harmony.engine.gradient_sums import GradientSums
 from lightning_harmony.engine.host_store import lies_in
 from lightning_harmony.engine.intercept import LayerCall
@@ -143,13 +142,15 @@ class Runtime:
             stack.enter_context(self._recorder.computing(self._devices[number]))
             yield
 
-    def reaching(self, attributes: Attributes, residency: Residency) -> AbstractContextManager[None]:
+    def reaching(self, layer: SwappedLayer, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's forward, which may use tensors that its attributes hold, wherever they are."""
         progress = self._step.current()
-        if len(self._devices) == 1 or progress is None or attributes.are_plain:
+        if len(self._devices) == 1 or progress is None:
+            return nullcontext()
+        tensors = list(layer.attributes.read().tensors().values())
+        if not tensors:
             return nullcontext()
         number = self._devices.index(residency.device)
-        tensors = list(attributes.tensors().values())
         if all(self.home(tensor) in (None, number) for tensor in tensors):
             return progress.transfers.using(tensors, number)
         return self._mixing(progress.lane.microbatch, number)

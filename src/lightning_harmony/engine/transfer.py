@@ -128,7 +128,7 @@ class LaneTransfers:
         self.use(tensors, home, ())
         versions = [_version(tensor) for tensor in tensors]
         yield
-        self.made(tensor for tensor, version in zip(tensors, versions, strict=True) if _version(tensor) != version)
+        self.made(_changed_since(tensors, versions))
 
     def moved(self, tensor: Tensor, to: int) -> Tensor:
         """The tensor on a device, differentiable: each use brings its own gradient back, in the order of one device."""
@@ -141,6 +141,10 @@ class LaneTransfers:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _changed_since(tensors: Sequence[Tensor], versions: Sequence[int]) -> list[Tensor]:
+    return [tensor for tensor, version in zip(tensors, versions, strict=True) if _version(tensor) != version]
 
 
 class _Moved(torch.autograd.Function):
@@ -219,11 +223,10 @@ class OneDevice(TorchFunctionMode):
             self._lane.use(used, target, _changed(func, args, kwargs))
             versions = [_version(tensor) for tensor in used]
             result = func(*args, **kwargs)
-        # What changes its operands does not always look like it.
-        changed = [t for t, version in zip(used, versions, strict=True) if _version(t) != version]
         views = {storage_of(tensor) for tensor in used}
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and storage_of(t) not in views]
-        self._lane.made([*changed, *made])
+        # What changes its operands does not always look like it.
+        self._lane.made([*_changed_since(used, versions), *made])
         return result
 
     def _target(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> int:

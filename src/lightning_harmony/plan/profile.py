@@ -60,9 +60,9 @@ class Profile:
 def share_seconds(layers: Sequence[Cost], kinds: Sequence[str]) -> list[Cost]:
     """Let layers that do the same share what was timed of each: the median, which one slow turn does not move.
 
-    Those do the same that are of one kind and have parameters and inputs of the same bytes. What they allocate may differ: the
-    first of its kind on a device also makes what libraries work with, which takes long. Bytes are counted, not timed, so
-    each layer keeps its own.
+    Those do the same that are of one kind and cost the same bytes: their inputs have the same shapes, then. But what they
+    allocate meanwhile may differ: the first of its kind on a device also makes what libraries work with, which takes long.
+    Bytes are counted, not timed, so each layer keeps its own.
 
     Args:
         layers: what each costs.
@@ -78,4 +78,5 @@ def share_seconds(layers: Sequence[Cost], kinds: Sequence[str]) -> list[Cost]:
 
 
 def _key(cost: Cost, kind: str) -> object:
-    return kind, cost.weight_bytes, cost.gradient_bytes, cost.copied_bytes, cost.input_bytes
+    untimed: dict[str, Any] = dict.fromkeys(SECONDS, 0.0)
+    return kind, replace(cost, name="", forward_work_bytes=0, backward_work_bytes=0, **untimed)

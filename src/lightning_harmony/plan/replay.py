@@ -29,7 +29,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, chain
-from math import inf
 from typing import NamedTuple
 
 from lightning_harmony.errors import PlanError
@@ -302,6 +301,7 @@ class _Device:
     issued: float = 0.0
     spans: list[Span] = field(default_factory=list)
     weights: dict[int, float] = field(default_factory=dict)
+    first_use: dict[int, float] = field(default_factory=dict)
     last_use: dict[int, float] = field(default_factory=dict)
     num_graphs: Counter[int] = field(default_factory=Counter)
     stash: dict[tuple[int, int], list[_Stashed]] = field(default_factory=dict)
@@ -341,9 +341,8 @@ class _Replay:
             for device in summing_devices(plan, pack)
         }
         self._sent: dict[int, dict[int, float]] = {}
-        # When the gradients of a pack are there to be updated with, and when the next forward needs it.
+        # When the gradients of a pack are there to be updated with.
         self._arrived: dict[int, float] = {}
-        self._needed: dict[int, float] = {}
         self._handlers: dict[Phase | Errand, Callable[[_Device, int, int], str]] = {
             Phase.FORWARD: self._forward,
             Phase.BACKWARD: self._backward,
@@ -387,8 +386,13 @@ class _Replay:
             span = Span(Task(pack, Errand.UPDATE), UPDATE, free, free + seconds)
             self._devices[owner(self._plan, pack)].spans.append(span)
             busy, free = busy + seconds, span.end_seconds
-            period = max(period, busy, free - self._needed[pack])
+            period = max(period, busy, free - self._needed_at(pack))
         return period
+
+    def _needed_at(self, pack: int) -> float:
+        """When a forward has to begin to fetch a pack for its first use."""
+        first = min(device.first_use[pack] for device in self._devices if pack in device.first_use)
+        return max(first - self._seconds(self._packs[pack].copied_bytes, self._machine.swap_in_bytes_per_second), 0.0)
 
     def _advance(self) -> bool:
         """Let each device go on as far as it comes; whether any came further."""
@@ -533,8 +537,7 @@ class _Replay:
         run = self._begin(device, footprint.forward_bytes, after, footprint.forward_seconds)
         if run is None:
             return self._no_room(device, footprint.forward_bytes)
-        fetching = self._seconds(self._packs[pack].copied_bytes, self._machine.swap_in_bytes_per_second)
-        self._needed[pack] = min(self._needed.get(pack, inf), max(run[0] - fetching, 0.0))
+        device.first_use.setdefault(pack, run[0])
         end = device.last_use[pack] = lane.ready = run[1]
         device.memory.give(footprint.there_bytes + footprint.forward_bytes - footprint.forward_left_bytes, end)
         if self._plan.keeps_graph(position):
