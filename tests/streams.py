@@ -90,6 +90,7 @@ class FakeStream:
     def __init__(self, device: Any = None, name: str = "side") -> None:
         self.detector = Detector.active()
         self.device = device if device is not None else self.detector.here.current_device()
+        self.device_index = self.device
         self.name = f"{name}{next(self._numbers)}@{self.device.number}"
         self.clock = Clock()
         # Tensors that are gone, whose memory the next one that is allocated on this stream may get.
@@ -539,17 +540,6 @@ def _where() -> str:
 
 
 @contextmanager
-def _with_stream(chosen: FakeStream) -> Iterator[None]:
-    here = Detector.active().here
-    device, streams = here.device, here.streams
-    here.set(chosen.device, {**streams, chosen.device.number: chosen})
-    try:
-        yield
-    finally:
-        here.set(device, streams)
-
-
-@contextmanager
 def _with_device(chosen: Any) -> Iterator[None]:
     here = Detector.active().here
     device = here.device
@@ -565,13 +555,23 @@ class FakeCuda:
 
     Stream = FakeStream
     Event = FakeEvent
-    stream = staticmethod(_with_stream)
     device = staticmethod(_with_device)
 
     @staticmethod
     def current_stream(device: Any = None) -> FakeStream:
         """That of a device, in the calling thread."""
         return Detector.active().here.current_stream(device)
+
+    @staticmethod
+    def current_device() -> Place:
+        """Where a number would be."""
+        return Detector.active().here.current_device()
+
+    @staticmethod
+    def set_stream(stream: FakeStream) -> None:
+        """Make it current, and its device."""
+        here = Detector.active().here
+        here.set(stream.device, {**here.streams, stream.device.number: stream})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -596,6 +596,10 @@ class FakeCudaDevice(CudaDevice):
         self.detector.places[number:] = [place]
         super().__init__(cast("torch.device", place), capacity_bytes, is_one_of_several=is_one_of_several)
         self._most = 0
+
+    @property
+    def _index(self) -> int:
+        return cast("int", self.torch_device)
 
     def allocated_bytes(self) -> int:
         """The bytes of all storages alive."""

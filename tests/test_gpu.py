@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_harmony import HarmonyMonitor, HarmonyPrecision, HarmonyStrategy
+from lightning_harmony.engine.stream import OnCudaStream
 from lightning_harmony.plan.recording import read_recording
 from lightning_harmony.plan.task import Phase
 
@@ -434,3 +435,16 @@ def test_how_busy_a_gpu_is_lies_between_nothing_and_all(tmp_path: Path) -> None:
     trainer.fit(build("plain"), DataLoader(nets.tokens(), batch_size=8))
     (busy,) = trainer.strategy.step_report.busy
     assert 0 < busy <= 1
+
+
+@pytest.mark.parametrize("gpu", [0, pytest.param(1, marks=needs_two)])
+def test_who_works_on_a_stream_has_the_streams_that_were_current_afterwards(gpu: int) -> None:
+    own = torch.cuda.Stream(0)
+    there = torch.cuda.Stream(gpu)
+    with torch.cuda.stream(own):
+        before = [torch.cuda.current_stream(number) for number in range(torch.cuda.device_count())]
+        with OnCudaStream(there):
+            assert torch.cuda.current_device() == gpu
+            assert torch.cuda.current_stream() == there
+        assert torch.cuda.current_device() == 0
+        assert [torch.cuda.current_stream(number) for number in range(torch.cuda.device_count())] == before

@@ -25,7 +25,9 @@ from lightning_harmony.engine.stream import (
     HostMoment,
     HostStream,
     Moment,
+    OnCudaStream,
     Stream,
+    current_cuda_stream,
 )
 from lightning_harmony.engine.touched_memory import touched_buffer
 from lightning_harmony.plan.task import Errand, Task
@@ -245,7 +247,7 @@ class CudaDevice(Device):
         if is_one_of_several and hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
             # Gradients come from other devices, whose streams autograd waits for: there is nothing to warn of.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-        self._compute = torch.cuda.current_stream(torch_device)
+        self._compute = current_cuda_stream(self._index)
         self._lane_streams: dict[int, torch.cuda.Stream] = {}
         self._began: torch.cuda.Event | None = None
         self.swap_in = CudaStream(torch_device)
@@ -253,11 +255,17 @@ class CudaDevice(Device):
         self.stash_in = CudaStream(torch_device)
         self._peak_bytes = 0
 
+    @property
+    def _index(self) -> int:
+        # Torch's functions take a number at once, and a device after a long look at it.
+        return self.torch_device.index
+
     def empty(self, num_bytes: int, stream: Stream | None = None) -> Tensor:
         """Allocate in the pool of the stream, so that the copies into it need no further event."""
-        buffer: list[Tensor] = []
-        (stream or self.swap_in).submit(lambda: buffer.append(_flat(num_bytes, self.torch_device)))
-        return buffer[0]
+        stream = stream or self.swap_in
+        assert isinstance(stream, CudaStream)
+        with stream.selected():
+            return _flat(num_bytes, self.torch_device)
 
     def scratch(self, num_bytes: int) -> Tensor:
         """Allocate in the pool of the compute stream."""
@@ -266,7 +274,7 @@ class CudaDevice(Device):
     def allocated_bytes(self) -> int:
         """What torch's allocator has handed out."""
         # Asked for at every visit: to flatten all statistics, as memory_allocated does, takes ten times as long.
-        statistics = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
+        statistics = torch.cuda.memory_stats_as_nested_dict(self._index)
         return int(statistics["allocated_bytes"]["all"]["current"]) if statistics else 0
 
     def peak_bytes(self) -> int:
@@ -281,7 +289,7 @@ class CudaDevice(Device):
 
     def record(self) -> Event:
         """An event on the current stream."""
-        return CudaEvent(torch.cuda.current_stream(self.torch_device))
+        return CudaEvent(current_cuda_stream(self._index))
 
     def record_all(self) -> list[Event]:
         """An event on the compute stream, and one on that of each lane."""
@@ -293,7 +301,7 @@ class CudaDevice(Device):
 
     def lane_moment(self) -> Moment:
         """A timed event on the current stream."""
-        return CudaMoment(torch.cuda.current_stream(self.torch_device))
+        return CudaMoment(current_cuda_stream(self._index))
 
     def free(self, buffer: Tensor, uses: Sequence[Event]) -> None:
         """Order later copies, which may reuse the memory, after its uses."""
@@ -306,23 +314,23 @@ class CudaDevice(Device):
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Make this device current; the lane hands over to the compute stream, and takes over from it."""
-        lane = torch.cuda.current_stream(self.torch_device)
+        lane = current_cuda_stream(self._index)
         if lane == self._compute:
-            with torch.cuda.device(self.torch_device):
+            with torch.cuda.device(self._index):
                 yield
             return
         self._compute.wait_stream(lane)
-        with torch.cuda.stream(self._compute):
+        with OnCudaStream(self._compute):
             yield
         lane.wait_stream(self._compute)
 
     def scheduling(self) -> AbstractContextManager[None]:
         """On the compute stream, from whichever lane it is done."""
-        return torch.cuda.stream(self._compute) if self._is_one_of_several else nullcontext()
+        return OnCudaStream(self._compute) if self._is_one_of_several else nullcontext()
 
     def selected(self) -> AbstractContextManager[None]:
         """Make this device current, with the lane's own stream."""
-        return torch.cuda.device(self.torch_device)
+        return torch.cuda.device(self._index)
 
     @contextmanager
     def lane(self, number: int) -> Iterator[None]:
@@ -333,14 +341,14 @@ class CudaDevice(Device):
             return
         if number not in self._lane_streams:
             self._lane_streams[number] = torch.cuda.Stream(self.torch_device)
-        with torch.cuda.stream(self._lane_streams[number]):
+        with OnCudaStream(self._lane_streams[number]):
             self.catch_up()
             yield
 
     def hand_out(self, tensors: Iterable[Tensor]) -> None:
         """Tell the allocator that the lane's stream uses them, too."""
         if self._is_one_of_several:
-            stream = torch.cuda.current_stream(self.torch_device)
+            stream = current_cuda_stream(self._index)
             for tensor in tensors:
                 if tensor.device == self.torch_device:
                     tensor.record_stream(stream)
@@ -352,12 +360,12 @@ class CudaDevice(Device):
     def catch_up(self) -> None:
         """Let the lane's stream wait for that."""
         assert self._began is not None
-        torch.cuda.current_stream(self.torch_device).wait_event(self._began)
+        current_cuda_stream(self._index).wait_event(self._began)
 
     def await_lane(self, number: int) -> None:
         """Let the one's stream wait for the other's."""
         if number in self._lane_streams:
-            torch.cuda.current_stream(self.torch_device).wait_stream(self._lane_streams[number])
+            current_cuda_stream(self._index).wait_stream(self._lane_streams[number])
 
     def join_lanes(self) -> None:
         """Let the compute stream wait for all lanes."""

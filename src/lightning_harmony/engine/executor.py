@@ -132,7 +132,7 @@ class Executor:
             swapped, step, placement, visits, lone_calls, sums, transfers, observer, self.recorder, self._draw_on
         )
         self._glue = Glue(places_of(model, list(in_order)), root.torch_device, runtime, compute_dtype)
-        self._lanes = LanePool()
+        self._lanes = LanePool(on_one_core=bool(self._cuda_devices))
         self._random = RandomStreams([], [])
         self._num_elements, self._evaluated_elements = 0, -1
         self._fuses = True

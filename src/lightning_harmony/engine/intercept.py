@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_harmony.engine.asked import anchored, asked_for
 from lightning_harmony.engine.compiled import compiled_whole, is_compiled
@@ -26,7 +25,7 @@ from lightning_harmony.engine.opaque import ObjectSnapshot, is_opaque
 from lightning_harmony.engine.rng import RandomState
 from lightning_harmony.engine.stash import Stashed
 from lightning_harmony.engine.swap import Residency
-from lightning_harmony.engine.tree import flatten
+from lightning_harmony.engine.tree import Arguments, flatten
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.task import Phase
 
@@ -207,7 +206,7 @@ class LayerCall:
         self._is_compiled = intercepted.is_compiled
         self._runtime = runtime
         self._containers = Containers(args, kwargs)
-        leaves, self._spec = tree_flatten((args, kwargs))
+        leaves, self._arguments = Arguments.flatten(args, kwargs)
         leaves = [leaf.use() if isinstance(leaf, StandIn) else leaf for leaf in leaves]
         self._leaves: list[Any] = _cast(leaves, self._layer.compute_dtype)
         # The same tensor in two places stays one tensor: layers ask `query is key`, and sums keep their order.
@@ -256,7 +255,7 @@ class LayerCall:
         watch = self._runtime.watch(self._layer, self.residency)
         if watch is not None:
             self._random, self._attributes = self._capture_random(), self._layer.attributes.read()
-        args, kwargs = tree_unflatten(self._with_tensors(self.tensors, self._leaves), self._spec)
+        args, kwargs = self._arguments.of(self._with_tensors(self.tensors, self._leaves))
         contents = self._containers.watched(args, kwargs, self.tensors)
         unknown = self._layer.has_unknown_buffers()
         before = {key: tensor.clone() for key, tensor in self.residency.buffers.items()} if unknown else {}
@@ -300,7 +299,7 @@ class LayerCall:
         with torch.enable_grad(), self._saving(hollow, keeps=keeps):
             if hollow is not None:
                 inputs = [hollow.passed(tensor) for tensor in inputs]
-            args, kwargs = tree_unflatten(self._with_tensors(inputs, self._leaves), self._spec)
+            args, kwargs = self._arguments.of(self._with_tensors(inputs, self._leaves))
             contents = self._containers.watched(args, kwargs, inputs)
             watch = self._runtime.watch(self._layer, self.residency)
             with self._bound(buffers) as left, self._explaining(), self._watching(watch):
@@ -465,7 +464,7 @@ class LayerCall:
         self._random.restore(self._cuda_device())
         try:
             with torch.enable_grad(), self._casting.applied(), self._runtime.recomputing():
-                args, kwargs = tree_unflatten(self._with_tensors(self._as_given(inputs), leaves), self._spec)
+                args, kwargs = self._arguments.of(self._with_tensors(self._as_given(inputs), leaves))
                 contents = self._containers.watched(args, kwargs, inputs)
                 with self._layer.attributes.as_they_were(self._attributes), self._bound(buffers):
                     result = (run or self._run)(*args, **kwargs), contents()
@@ -473,9 +472,14 @@ class LayerCall:
             now.restore(self._cuda_device())
         return self._flatten(result)[0], hidden
 
-    def _flatten(self, result: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
+    def _flatten(self, result: tuple[Any, list[Any]]) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
         """Like `flatten`; a tensor that is in several places is one leaf, and comes back as one to each of them."""
-        leaves, unflatten = flatten(result)
+        (of_returned, returned), (of_contents, contents) = map(flatten, result)
+        leaves = [*of_returned, *of_contents]
+
+        def unflatten(values: Iterator[Any]) -> Any:
+            return returned(values), contents(values)
+
         first: dict[int, int] = {}
         places = [first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves)]
         if self._distinct is None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextvars
+import ctypes
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ class Lane:
         self._pool = pool
         self._aborted = False
         self._closing = False
+        self._has_run = False
         self._job: Callable[[], None] | None = None
         self._context = contextvars.copy_context()
         self._thread_state = ThreadState.capture()
@@ -42,12 +45,22 @@ class Lane:
         self._thread = threading.Thread(target=self._loop, name=f"harmony-lane-{microbatch}", daemon=True)
         self._thread.start()
 
-    def begin(self, job: Callable[[], None]) -> None:
-        """Take a job, to be started when the lane first gets the baton, in the context of the calling thread."""
+    def begin(self, job: Callable[[], None], core: int | None) -> None:
+        """Take a job, to be started when the lane first gets the baton, in the context of the calling thread.
+
+        Args:
+            job: what to run.
+            core: of the processor, to run on from the second job on: in the first, libraries start threads of their own, for
+                good, which may run where the one may that starts them. None to run anywhere.
+        """
         assert self.finished
         self._job, self._aborted, self.finished = job, False, False
         self._context = contextvars.copy_context()
         self._thread_state = ThreadState.capture()
+        if core is not None and self._has_run:
+            # It may have been taken from this process.
+            with suppress(OSError):
+                os.sched_setaffinity(self._thread.native_id or 0, {core})
 
     def park(self, request: Any) -> None:
         """Hand the baton on and wait until it comes back. Called by the job."""
@@ -94,7 +107,7 @@ class Lane:
             return error
         finally:
             self.request = None
-            self.finished = True
+            self.finished = self._has_run = True
         return None
 
 
@@ -108,9 +121,16 @@ Choose = Callable[[Lane | None], Lane | None]
 
 
 class LanePool:
-    """Lanes that live across steps, and the baton that goes from one to the next."""
+    """Lanes that live across steps, and the baton that goes from one to the next.
 
-    def __init__(self) -> None:
+    Args:
+        on_one_core: whether lanes run where their caller does, which waits meanwhile, as they wait for each other. From core
+            to core, each would find caches without what all of them use, and often a core asleep. Not where lanes compute
+            with several threads of their own, which would run there, too.
+    """
+
+    def __init__(self, *, on_one_core: bool = False) -> None:
+        self._on_one_core = on_one_core
         self._lanes: list[Lane] = []
         self._choose: Choose | None = None
         self._holder: Lane | None = None
@@ -127,9 +147,9 @@ class LanePool:
         """A lane for each job, not yet started."""
         while len(self._lanes) < len(jobs):
             self._lanes.append(Lane(len(self._lanes), self))
-        lanes = self._lanes[: len(jobs)]
+        lanes, core = self._lanes[: len(jobs)], _core_of_caller() if self._on_one_core else None
         for lane, job in zip(lanes, jobs, strict=True):
-            lane.begin(job)
+            lane.begin(job, core)
         return lanes
 
     def drive(self, choose: Choose) -> None:
@@ -212,6 +232,16 @@ class LanePool:
             self._back.acquire()
 
 
+def _core_of_caller() -> int | None:
+    """The core that the calling thread runs on; None where the system doesn't tell, or doesn't let threads choose."""
+    tell = getattr(_libc, "sched_getcpu", None)
+    return None if tell is None else int(tell())
+
+
+# A library whose calls let no other thread run meanwhile.
+_libc = ctypes.PyDLL(None) if hasattr(os, "sched_setaffinity") else None
+
+
 class ThreadState:
     """What PyTorch keeps for each thread, so that a lane computes as its caller would."""
 
@@ -257,10 +287,16 @@ class ProcessState(NamedTuple):
     @classmethod
     def capture(cls) -> ProcessState:
         """The state now."""
-        cudnn = torch.backends.cudnn
+        # Without a loop: it is read several times a turn.
+        kernels, cudnn = torch.backends.cuda, torch.backends.cudnn
         return cls(
             torch.get_default_dtype(),
-            tuple(is_enabled() for is_enabled, _ in _ATTENTION),
+            (
+                kernels.flash_sdp_enabled(),
+                kernels.mem_efficient_sdp_enabled(),
+                kernels.math_sdp_enabled(),
+                kernels.cudnn_sdp_enabled(),
+            ),
             (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
         )
 
@@ -272,18 +308,14 @@ class ProcessState(NamedTuple):
         # Setting the dtype takes longer than handing over does.
         if now.default_dtype is not self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
-        for (_, enable), value in zip(_ATTENTION, self.attention, strict=True):
-            enable(value)
+        kernels = torch.backends.cuda
+        flash, memory_efficient, plain, of_cudnn = self.attention
+        kernels.enable_flash_sdp(flash)
+        kernels.enable_mem_efficient_sdp(memory_efficient)
+        kernels.enable_math_sdp(plain)
+        kernels.enable_cudnn_sdp(of_cudnn)
         enabled, benchmark, deterministic = self.cudnn
         torch.backends.cudnn.set_flags(_enabled=enabled, _benchmark=benchmark, _deterministic=deterministic)
-
-
-_ATTENTION = (
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-)
 
 
 class CastingState:

@@ -207,11 +207,13 @@ class Observer:
     @contextmanager
     def measuring_graph(self, layer: SwappedLayer, device: Device) -> Iterator[None]:
         """The context in which a layer's graph is made again."""
+        if not self.is_measuring:
+            yield
+            return
         times = self.is_profiling and self._observation is not None
         before, began = device.allocated_bytes(), device.moment() if times else None
         yield
-        if self.is_measuring:
-            self.work.note_graph(layer, device.allocated_bytes() - before)
+        self.work.note_graph(layer, device.allocated_bytes() - before)
         if began is not None:
             self._recomputes.append((began, device.moment()))
 

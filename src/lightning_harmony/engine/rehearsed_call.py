@@ -147,7 +147,12 @@ class RehearsedCall(LayerCall):
             if number is None
         ]
         shapes = tuple(Shape.of(tensor) for tensor in tensors)
-        return str(self._spec), tuple(self._numbers), tuple((type(leaf), leaf) for leaf in leaves), shapes
+        return (
+            str(self._arguments.structure),
+            tuple(self._numbers),
+            tuple((type(leaf), leaf) for leaf in leaves),
+            shapes,
+        )
 
     def _measure(self, tensors: Sequence[Tensor]) -> CallProfile:
         """Run the layer forth and back, apart from all else."""

@@ -33,14 +33,14 @@ class RandomState(NamedTuple):
     @classmethod
     def capture(cls, cuda_device: int | None) -> RandomState:
         """Read the generators as they are, on a GPU that of the device given by its index."""
-        cuda = None if cuda_device is None else torch.cuda.get_rng_state(cuda_device)
+        cuda = None if cuda_device is None else _cuda_generator(cuda_device).get_state()
         return cls(torch.default_generator.get_state(), cuda, _get_python_state(), NumpyState.capture())
 
     def restore(self, cuda_device: int | None) -> None:
         """Set the generators to this state, which may come from another GPU."""
         torch.default_generator.set_state(self.cpu)
         if cuda_device is not None and self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, cuda_device)
+            _cuda_generator(cuda_device).set_state(self.cuda)
         _set_python_state(self.python)
         if self.numpy is not None:
             self.numpy.restore()
@@ -82,8 +82,8 @@ class RandomStreams:
             return
         assert self._at is not None
         if cuda_device not in self._others and cuda_device != self._cuda_devices[0]:
-            self._others[cuda_device] = torch.cuda.get_rng_state(cuda_device)
-        torch.cuda.set_rng_state(torch.cuda.get_rng_state(self._at), cuda_device)
+            self._others[cuda_device] = _cuda_generator(cuda_device).get_state()
+        _cuda_generator(cuda_device).set_state(_cuda_generator(self._at).get_state())
         self._at = cuda_device
 
     def switch_back(self) -> None:
@@ -95,7 +95,7 @@ class RandomStreams:
             assert self._caller is not None
             self._caller.restore(self._at)
         for index, state in self._others.items():
-            torch.cuda.set_rng_state(state, index)
+            _cuda_generator(index).set_state(state)
         self._others = {}
         self._owner = self._caller = None
 
@@ -111,11 +111,17 @@ class RandomStreams:
         assert seed is not None
         torch.default_generator.manual_seed(seed)
         if self._at is not None:
-            torch.cuda.default_generators[self._at].manual_seed(seed)
+            _cuda_generator(self._at).manual_seed(seed)
         random.seed(seed)
         numpy = NumpyState.seeded(seed)
         if numpy is not None:
             numpy.restore()
+
+
+def _cuda_generator(index: int) -> torch.Generator:
+    """The generator of a GPU that has been used. What `torch.cuda.get_rng_state` does besides takes longer than to read it."""
+    generator: torch.Generator = torch.cuda.default_generators[index]
+    return generator
 
 
 # CPython's generator: behind the object's header an index and 624 words (Modules/_randommodule.c). Through the public

@@ -6,14 +6,13 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 
-import torch
 from torch import Tensor
 
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.host_store import HostPool
 from lightning_harmony.engine.layer import version_of
 from lightning_harmony.engine.report import Traffic
-from lightning_harmony.engine.stream import Event
+from lightning_harmony.engine.stream import Event, current_cuda_stream
 from lightning_harmony.engine.strides import compact, restore
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.task import Errand
@@ -183,4 +182,4 @@ def _copy(destination: Tensor, source: Tensor) -> None:
 def _keep_until_computed(buffer: Tensor, device: Device) -> None:
     """Tell CUDA's allocator that the compute stream uses a buffer that another stream allocated."""
     if buffer.is_cuda:
-        buffer.record_stream(torch.cuda.current_stream(device.torch_device))
+        buffer.record_stream(current_cuda_stream(device.torch_device.index))

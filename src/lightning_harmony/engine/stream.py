@@ -165,6 +165,35 @@ class HostStream:
         self._pool.shutdown(wait=True)
 
 
+def current_cuda_stream(index: int | None = None) -> torch.cuda.Stream:
+    """The current stream of a GPU, the current one if none is given.
+
+    By its number: to find out which one None or a `torch.device` means takes torch longer than a launch.
+    """
+    return torch.cuda.current_stream(torch.cuda.current_device() if index is None else index)
+
+
+class OnCudaStream:
+    """The context of work on a CUDA stream. As `torch.cuda.stream`, which takes several times as long.
+
+    Args:
+        stream: the one to make current.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        here, index = current_cuda_stream(), self._stream.device_index
+        self._before = [here] if here.device_index == index else [current_cuda_stream(index), here]
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        # The last one's device becomes current with it.
+        for stream in self._before:
+            torch.cuda.set_stream(stream)
+
+
 class CudaEvent:
     """The event of work on a CUDA stream."""
 
@@ -174,7 +203,7 @@ class CudaEvent:
 
     def wait(self) -> None:
         """Make the current stream wait."""
-        self._event.wait()
+        self._event.wait(current_cuda_stream())
 
     def synchronize(self) -> None:
         """Block the calling thread."""
@@ -206,11 +235,15 @@ class CudaStream:
 
     def submit(self, work: Callable[[], None], after: Sequence[Event] = ()) -> CudaEvent:
         """Launch ``work`` on this stream."""
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        with self.selected(), torch.no_grad():
             for event in after:
                 event.wait()
             work()
             return CudaEvent(self._stream)
+
+    def selected(self) -> OnCudaStream:
+        """The context of what is done on this stream without an event."""
+        return OnCudaStream(self._stream)
 
     def moment(self) -> CudaMoment:
         """A timed event on this stream."""

@@ -1,4 +1,4 @@
-"""What a layer returns, taken apart into leaves: as a pytree, and dataclasses count as nodes."""
+"""What a layer is called with, and what it returns, taken apart into leaves: as a pytree; dataclasses count as nodes of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,40 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+# What most calls have, and nothing else.
+_LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
+
+
+class Arguments:
+    """How the arguments of a call are made of leaves: of the positional ones, then of the others.
+
+    Attributes:
+        structure: equal for calls that have it in common.
+    """
+
+    def __init__(self, structure: Any, *, are_leaves: bool) -> None:
+        self.structure = structure
+        self._are_leaves = are_leaves
+
+    @classmethod
+    def flatten(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Arguments]:
+        """The leaves of arguments, and how these are made of such."""
+        values: list[Any] = [*args, *kwargs.values()]
+        if _LEAVES.issuperset(map(type, values)):
+            return values, cls((len(args), tuple(kwargs)), are_leaves=True)
+        leaves, spec = tree_flatten((args, kwargs))
+        return leaves, cls(spec, are_leaves=False)
+
+    def of(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments, made of these."""
+        if not self._are_leaves:
+            args, kwargs = tree_unflatten(leaves, self.structure)
+            return args, kwargs
+        number, names = self.structure
+        return tuple(leaves[:number]), dict(zip(names, leaves[number:], strict=True))
 
 
 def flatten(value: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
@@ -16,6 +49,10 @@ def flatten(value: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
     Returns:
         Its leaves, and what puts leaves in their places together again. That holds none of these leaves.
     """
+    if type(value) is Tensor:
+        return [value], next
+    if type(value) is list and not value:
+        return [], lambda leaves: []
     nodes, spec = tree_flatten(value)
     parts = [_open(node) for node in nodes]
     closes = [close for _, close in parts]
