@@ -461,7 +461,7 @@ class LayerCall:
         leaves = [self._restored(leaf, hidden) for leaf in self._objects]
         buffers = {**self.residency.buffers, **{key: t.clone() for key, t in self._buffers_before.items()}}
         now = self._capture_random()
-        self._random.restore(self._cuda_device())
+        self._random.restore(self._cuda_device(), now)
         try:
             with torch.enable_grad(), self._casting.applied(), self._runtime.recomputing():
                 args, kwargs = self._arguments.of(self._with_tensors(self._as_given(inputs), leaves))

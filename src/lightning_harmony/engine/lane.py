@@ -287,17 +287,17 @@ class ProcessState(NamedTuple):
     @classmethod
     def capture(cls) -> ProcessState:
         """The state now."""
-        # Without a loop: it is read several times a turn.
-        kernels, cudnn = torch.backends.cuda, torch.backends.cudnn
+        # What the public functions call: it is read several times a turn.
+        torch_c = torch._C
         return cls(
             torch.get_default_dtype(),
             (
-                kernels.flash_sdp_enabled(),
-                kernels.mem_efficient_sdp_enabled(),
-                kernels.math_sdp_enabled(),
-                kernels.cudnn_sdp_enabled(),
+                torch_c._get_flash_sdp_enabled(),
+                torch_c._get_mem_efficient_sdp_enabled(),
+                torch_c._get_math_sdp_enabled(),
+                torch_c._get_cudnn_sdp_enabled(),
             ),
-            (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+            (torch_c._get_cudnn_enabled(), torch_c._get_cudnn_benchmark(), torch_c._get_cudnn_deterministic()),
         )
 
     def restore(self) -> None:

@@ -42,10 +42,14 @@ class NumpyState(NamedTuple):
         fresh = getattr(module, state["bit_generator"])(seed)
         return _state_of({**state, **fresh.state, "has_gauss": 0})
 
-    def restore(self) -> None:
-        """Set the generator to this state."""
+    def restore(self, now: NumpyState | None = None) -> None:
+        """Set the generator to this state.
+
+        Args:
+            now: the one that it is in, if that is known.
+        """
         module = sys.modules["numpy.random"]
-        now = _read(module)
+        now = now or _read(module)
         if now == self:
             return
         memory = _memory.of(module)
@@ -81,9 +85,10 @@ class _Memory:
 
     def of(self, module: Any) -> memoryview | None:
         """The state as bytes; None of a generator or a version of NumPy that has it elsewhere."""
-        if not hasattr(module, "get_bit_generator"):
+        get = getattr(module, "get_bit_generator", None)
+        if get is None:
             return None
-        generator = module.get_bit_generator()
+        generator = get()
         if generator is not self._generator:
             self._generator, self._memory, self.newest = generator, _find(module, generator), None
         return self._memory

@@ -36,14 +36,19 @@ class RandomState(NamedTuple):
         cuda = None if cuda_device is None else _cuda_generator(cuda_device).get_state()
         return cls(torch.default_generator.get_state(), cuda, _get_python_state(), NumpyState.capture())
 
-    def restore(self, cuda_device: int | None) -> None:
-        """Set the generators to this state, which may come from another GPU."""
+    def restore(self, cuda_device: int | None, now: RandomState | None = None) -> None:
+        """Set the generators to this state, which may come from another GPU.
+
+        Args:
+            cuda_device: the index of the one to set it on.
+            now: the state that they are in, if that is known.
+        """
         torch.default_generator.set_state(self.cpu)
         if cuda_device is not None and self.cuda is not None:
             _cuda_generator(cuda_device).set_state(self.cuda)
         _set_python_state(self.python)
         if self.numpy is not None:
-            self.numpy.restore()
+            self.numpy.restore(now and now.numpy)
 
 
 class RandomStreams:
@@ -69,9 +74,9 @@ class RandomStreams:
         """Make the generators those of a lane."""
         if lane == self._owner or self._seeds[lane] is None:
             return
-        self._put_away()
+        now = self._put_away()
         if lane in self._states:
-            self._states[lane].restore(self._at)
+            self._states[lane].restore(self._at, now)
         else:
             self._seed(lane)
         self._owner = lane
@@ -91,20 +96,21 @@ class RandomStreams:
         if self._cuda_devices:
             self.follow(self._cuda_devices[0])
         if self._owner is not None:
-            self._put_away()
+            now = self._put_away()
             assert self._caller is not None
-            self._caller.restore(self._at)
+            self._caller.restore(self._at, now)
         for index, state in self._others.items():
             _cuda_generator(index).set_state(state)
         self._others = {}
         self._owner = self._caller = None
 
-    def _put_away(self) -> None:
+    def _put_away(self) -> RandomState:
         state = RandomState.capture(self._at)
         if self._owner is None:
             self._caller = state
         else:
             self._states[self._owner] = state
+        return state
 
     def _seed(self, lane: int) -> None:
         seed = self._seeds[lane]

@@ -202,14 +202,14 @@ class Visits:
         """What a pack will allocate in a phase: work, kept graphs, and sums of gradients; of the former, for some layers."""
         layers, plan, seen = layers or pack.layers, self._placement.plan, self._observer.work
         fused = self._is_fused(pack.index, phase)
-        work, graphs = seen.bytes(layers, phase), seen.graph_bytes(layers)
+        work = seen.bytes(layers, phase)
         if phase is Phase.BACKWARD:
             residents = self._placement.residents_of(pack.index)
             gradients = 0 if pack.accumulators else pack.gradient_layout()[1]
             # What was measured made the graph anew.
-            return gradients + (max(work - graphs, 0) if residents.has_graphs(pack) else work)
+            return gradients + (max(work - seen.graph_bytes(layers), 0) if residents.has_graphs(pack) else work)
         if fused or pack.index in plan.kept:
-            work += graphs
+            work += seen.graph_bytes(layers)
         if fused and pack.index == plan.visits[-1]:
             # A fused lane comes to its backward by itself, but the loss's is a part of this turn.
             work = max(work, seen.bytes(layers, Phase.BACKWARD))
