@@ -2,7 +2,6 @@
 
 import contextvars
 import gc
-import os
 import threading
 import traceback
 import weakref
@@ -45,19 +44,6 @@ def in_lane(pool: LanePool, job: Callable[[], Any]) -> Any:
     run(pool, lane)
     assert lane.finished
     return results[0]
-
-
-def affinity(pool: LanePool, core: int) -> set[int]:
-    """Where a lane runs that begins while the calling thread runs on a core."""
-    own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    try:
-        (lane,) = pool.lanes([lambda: found.append(os.sched_getaffinity(0))])
-    finally:
-        os.sched_setaffinity(0, own)
-    found: list[set[int]] = []
-    run(pool, lane)
-    return found[0]
 
 
 def lane_threads() -> list[threading.Thread]:
@@ -565,25 +551,3 @@ def test_what_a_job_has_made_goes_with_its_error_however_slow_its_thread_is(
         assert made[0]() is None
     finally:
         go.set()
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads can't choose their cores here")
-def test_lanes_run_where_their_caller_does_from_their_second_job_on() -> None:
-    """In the first job, libraries start threads of their own in a lane, which inherit where it may run."""
-    pool = LanePool(on_one_core=True)
-    cores = sorted(os.sched_getaffinity(0))
-    try:
-        # The thread is made by the caller, and has its cores.
-        assert in_lane(pool, lambda: os.sched_getaffinity(0)) == set(cores)
-        for core in cores:
-            assert affinity(pool, core) == {core}
-        assert os.sched_getaffinity(0) == set(cores)
-    finally:
-        pool.close()
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads can't choose their cores here")
-def test_lanes_that_compute_on_the_host_run_anywhere(pool: LanePool) -> None:
-    cores = os.sched_getaffinity(0)
-    in_lane(pool, lambda: None)
-    assert affinity(pool, min(cores)) == cores

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextvars
-import ctypes
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+
+from lightning_harmony.engine.cores import core_of_caller, keep_to
+
+# Of a lane: an evaluation before the fit, steps that are measured, and the first one by the plan.
+NUM_FIRST_JOBS = 4
 
 _local = threading.local()
 
@@ -35,7 +38,7 @@ class Lane:
         self._pool = pool
         self._aborted = False
         self._closing = False
-        self._has_run = False
+        self._num_jobs = 0
         self._job: Callable[[], None] | None = None
         self._context = contextvars.copy_context()
         self._thread_state = ThreadState.capture()
@@ -50,17 +53,16 @@ class Lane:
 
         Args:
             job: what to run.
-            core: of the processor, to run on from the second job on: in the first, libraries start threads of their own, for
-                good, which may run where the one may that starts them. None to run anywhere.
+            core: of the processor, to run on after the first jobs. In those, libraries start threads of their own, for good,
+                which may run where the one may that starts them. None to run anywhere.
         """
         assert self.finished
         self._job, self._aborted, self.finished = job, False, False
         self._context = contextvars.copy_context()
         self._thread_state = ThreadState.capture()
-        if core is not None and self._has_run:
-            # It may have been taken from this process.
-            with suppress(OSError):
-                os.sched_setaffinity(self._thread.native_id or 0, {core})
+        if core is not None and self._num_jobs >= NUM_FIRST_JOBS:
+            keep_to(core, self._thread)
+        self._num_jobs += 1
 
     def park(self, request: Any) -> None:
         """Hand the baton on and wait until it comes back. Called by the job."""
@@ -107,7 +109,7 @@ class Lane:
             return error
         finally:
             self.request = None
-            self.finished = self._has_run = True
+            self.finished = True
         return None
 
 
@@ -147,7 +149,7 @@ class LanePool:
         """A lane for each job, not yet started."""
         while len(self._lanes) < len(jobs):
             self._lanes.append(Lane(len(self._lanes), self))
-        lanes, core = self._lanes[: len(jobs)], _core_of_caller() if self._on_one_core else None
+        lanes, core = self._lanes[: len(jobs)], core_of_caller() if self._on_one_core else None
         for lane, job in zip(lanes, jobs, strict=True):
             lane.begin(job, core)
         return lanes
@@ -230,16 +232,6 @@ class LanePool:
     def _wait(self) -> None:
         while self._holder is not None:
             self._back.acquire()
-
-
-def _core_of_caller() -> int | None:
-    """The core that the calling thread runs on; None where the system doesn't tell, or doesn't let threads choose."""
-    tell = getattr(_libc, "sched_getcpu", None)
-    return None if tell is None else int(tell())
-
-
-# A library whose calls let no other thread run meanwhile.
-_libc = ctypes.PyDLL(None) if hasattr(os, "sched_setaffinity") else None
 
 
 class ThreadState:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from lightning_harmony.engine.cores import run_anywhere
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -122,7 +124,8 @@ class HostStream:
     """A thread that does host work, copies and updates: in order of submission, or what is most urgent first."""
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"harmony-{name}")
+        # The thread begins with the first work, which a lane may submit.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"harmony-{name}", initializer=run_anywhere)
         self._lock = threading.Lock()
         self._line: list[_HostWork] = []
 

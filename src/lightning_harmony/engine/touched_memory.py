@@ -11,6 +11,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from lightning_harmony.engine.cores import run_anywhere
+
 # A thread for each piece of this size, up to so many: to start one takes as long as to make some hundred pages.
 PIECE_BYTES = 4 * 1024 * 1024
 MOST_THREADS = 16
@@ -39,5 +41,5 @@ def _touch(address: int, num_bytes: int) -> None:
     num_threads = min(len(starts), MOST_THREADS, os.cpu_count() or 1)
     if num_threads == 0:
         return
-    with ThreadPoolExecutor(num_threads) as pool:
+    with ThreadPoolExecutor(num_threads, initializer=run_anywhere) as pool:
         list(pool.map(lambda at: ctypes.memset(address + at, 0, min(PIECE_BYTES, num_bytes - at)), starts))
