@@ -22,6 +22,8 @@ from lightning_harmony.engine.swap import Residency, SwappedPack
 from lightning_harmony.engine.turns import LaneProgress, Request
 from lightning_harmony.plan.task import Phase, Task
 
+_NONE: frozenset[int] = frozenset()
+
 
 class Visits:
     """Brings packs to the lanes that visit them.
@@ -163,7 +165,7 @@ class Visits:
     def _pinned(self, place: Place) -> frozenset[int]:
         """The packs that the lanes behind come through: the fused ones, and those of the same turn of the forward."""
         step, plan = self._step, self._placement.plan
-        fused = plan.fused if step.fuses and not step.turns.have_come_to_their_losses() else frozenset[int]()
+        fused = plan.fused if step.fuses and not step.turns.have_come_to_their_losses() else _NONE
         if place.phase is Phase.BACKWARD or not plan.joined:
             return fused
         return fused | plan.packs_of_turn(place.position)
