@@ -224,6 +224,14 @@ def mamba() -> nn.Module:
     return nets.HuggingFace(hf.MambaForCausalLM(config))
 
 
+def rwkv() -> nn.Module:
+    """Scales its weights in place when it is first called in evaluation, as the check of the split does: which is refused."""
+    import transformers as hf
+
+    config = hf.RwkvConfig(**TEXT, hidden_size=WIDTH, attention_hidden_size=WIDTH, num_hidden_layers=3, use_cache=False)
+    return nets.HuggingFace(hf.RwkvForCausalLM(config))
+
+
 def clip() -> nn.Module:
     import transformers as hf
 
@@ -720,6 +728,7 @@ CASES = {
     "mixture-of-experts": Case(MixtureOfExperts, tokens, "40KiB"),
     "gemma2": Case(gemma2, tokens, "80KiB"),
     "mamba": Case(mamba, tokens, "144KiB"),
+    "rwkv": Case(rwkv, tokens, "96KiB"),
     "clip": Case(clip, images_with_text, "80KiB"),
     "wav2vec2": Case(wav2vec2, waves_with_text, "160KiB"),
     "checkpointed-llama": Case(checkpointed, tokens, "80KiB"),

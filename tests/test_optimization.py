@@ -799,6 +799,78 @@ def test_layers_that_are_called_again_in_the_backward_give_equal_bits(memory: An
     assert_same(plain, swapped)
 
 
+class _ByHand(torch.autograd.Function):
+    """Runs a block, and in the backward its parts once more, with a backward of their own: as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nets.Block) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        (x,), block = ctx.saved_tensors, ctx.block
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (x + block.down(F.gelu(block.up(block.norm(x))))).backward(gradient)
+        return x.grad, None
+
+
+class RecomputesByHand(Model):
+    """Calls layers' parts in the backward alone, in which the forward has left no trace of their parameters.
+
+    Args:
+        again: blocks that are called once more, as layers.
+    """
+
+    def __init__(self, *again: int) -> None:
+        super().__init__(sgd)
+        self.again = again
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.net.embed(batch)
+        for block in self.net.blocks:
+            x = _ByHand.apply(x, block)
+        for number in self.again:
+            x = self.net.blocks[number](x)
+        return self.net.logits(x) * self.scale
+
+
+# A block comes whole, and its parts come apart.
+TWICE = "128KiB"
+
+
+@pytest.mark.devices(1, 2)
+def test_layers_whose_parts_are_called_in_the_backward_alone_give_equal_bits() -> None:
+    """The gradients of the first step were lost: who collected them had not heard of packs that came up in the backward."""
+    plain = fit("plain", RecomputesByHand(), max_epochs=2)
+    swapped = trainer_for(harmony(device_memory=TWICE), max_epochs=2)
+    swapped.fit(RecomputesByHand(), loader())
+    assert_same(plain, swapped)
+
+
+@pytest.mark.parametrize("again", [(3,), (3, 0)])
+@pytest.mark.parametrize("memory", [TWICE, None], ids=["some", "all"])
+def test_layers_that_are_also_called_by_their_parts_differ_by_rounding_only(
+    again: tuple[int, ...], memory: Any
+) -> None:
+    """The sums of either kind of call are added in another order."""
+    plain = fit("plain", RecomputesByHand(*again), max_epochs=2)
+    swapped = trainer_for(harmony(device_memory=memory, update="deferred"), max_epochs=2)
+    swapped.fit(RecomputesByHand(*again), loader())
+    expected, found = (trainer.lightning_module.state_dict() for trainer in (plain, swapped))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_parts_of_a_layer_that_was_updated_are_refused_before_anything_is_trained() -> None:
+    module = RecomputesByHand(3, 0)
+    before = values(module)
+    with pytest.raises(UnsupportedModelError, match=r"after its update(.|\n)*deferred"):
+        trainer_for(harmony(device_memory=TWICE)).fit(module, loader())
+    assert_equal(values(module), before)
+
+
 # --- Shared parameters.
 
 

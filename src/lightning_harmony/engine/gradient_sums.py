@@ -112,14 +112,23 @@ class GradientSums:
             gradient = gradient if changed is None else changed
         return gradient
 
+    def expect(self, layer: SwappedLayer) -> None:
+        """A layer has come up that is a pack of its own."""
+        self._updater.expect(layer.parameters)
+
     def refuse_late_call(self, layer: SwappedLayer) -> None:
         """A layer that is called in backward (reentrant checkpointing) has gradients of which nobody knows the last.
 
         Raises:
-            UnsupportedModelError: if its gradients have been handed over.
+            UnsupportedModelError: if its gradients have been handed over to an update.
         """
         self.reentrant = True
-        if self._placement.pack_of[layer.index] in self._delivered:
+        if not self._updater.is_just_in_time:
+            return
+        # Also in another pack, as where a function of its own recomputes what a layer has computed.
+        own = set(layer.parameters)
+        packs = (self._placement.packs[index] for index in self._delivered)
+        if any(not own.isdisjoint(pack.parameters) for pack in packs):
             raise UnsupportedModelError(
                 f"layer {layer.name!r} is called again during the backward, after its update; "
                 'use HarmonyStrategy(update="deferred"), or checkpoint(..., use_reentrant=False)'

@@ -186,10 +186,11 @@ class Runtime:
 
     def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
         """The layer that a parameter is when glue uses it; made when it is first used."""
-        layer = self._model.glue_layers.get(parameter)
-        if layer is None:
-            layer = self._model.add_glue_layer(parameter)
+        layer = self._model.glue_layers.get(parameter) or self._model.add_glue_layer(parameter)
+        # Nor does a plan know one that was made but never called, as where its use was refused.
+        if layer.index not in self._placement.pack_of:
             self._placement.add(layer)
+            self._sums.expect(layer)
         return layer
 
     def find_glue_layer(self, name: str) -> SwappedLayer | None:
@@ -212,6 +213,8 @@ class Runtime:
     def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
         """The glue layer, and its parameter on the device, of which a tensor is a view."""
         for parameter, layer in self._model.glue_layers.items():
+            if layer.index not in self._placement.pack_of:
+                continue
             for pack in self._placement.copies(self._placement.pack_of[layer.index]):
                 if pack.residency is not None and lies_in(tensor, pack.residency.weights):
                     return layer, pack.residency.leaves[parameter]

@@ -123,7 +123,7 @@ class Updater:
         self._held_back: list[tuple[Callable[[], None], list[Event]]] | None = None
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._ranks: dict[nn.Parameter, int] = {}
-        self._num_owners: dict[nn.Parameter, int] = {}
+        self._num_owners: dict[nn.Parameter, int] = defaultdict(int)
         self._parts: dict[nn.Parameter, list[_Part]] = {}
         self._unused: dict[int, int] = {}
         self._held: list[tuple[HostGradients, int]] = []
@@ -168,6 +168,17 @@ class Updater:
                 self._num_owners[parameter] += 1
                 self._ranks.setdefault(parameter, rank)
         self._places = {} if optimizer is None else _places(optimizer)
+
+    @property
+    def is_just_in_time(self) -> bool:
+        """Whether gradients that are delivered are used up at once."""
+        return self._step.optimizer is not None
+
+    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
+        """A pack of these parameters has come up since the step began, for which `deliver` will be called, too."""
+        for parameter in parameters:
+            self._num_owners[parameter] += 1
+            self._ranks.setdefault(parameter, len(self._ranks))
 
     def deliver(self, parameters: Sequence[nn.Parameter], gradients: Sequence[HostGradients]) -> None:
         """Take the final gradients of a pack; those parameters that no other pack owns are ready."""
