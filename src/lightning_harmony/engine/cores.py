@@ -1,4 +1,4 @@
-"""Cores of the processor: lanes that wait for each other share one, and threads that they start do not."""
+"""Cores of the processor: lanes, which wait for each other, share one; the engine's threads that begin in a lane do not."""
 
 from __future__ import annotations
 

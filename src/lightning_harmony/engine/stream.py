@@ -245,7 +245,7 @@ class CudaStream:
             return CudaEvent(self._stream)
 
     def selected(self) -> OnCudaStream:
-        """The context of what is done on this stream without an event."""
+        """The context of what is done on this stream."""
         return OnCudaStream(self._stream)
 
     def moment(self) -> CudaMoment:
