@@ -187,7 +187,7 @@ class Runtime:
     def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
         """The layer that a parameter is when glue uses it; made when it is first used."""
         layer = self._model.glue_layers.get(parameter) or self._model.add_glue_layer(parameter)
-        # Nor does a plan know one that was made but never called, as where its use was refused.
+        # A plan does not know one that came up since its layers were seen, as in the check of the split, in evaluation mode.
         if layer.index not in self._placement.pack_of:
             self._placement.add(layer)
             self._sums.expect(layer)
