@@ -465,8 +465,8 @@ class Detector:
         # One in Python chooses streams by itself, within.
         if node is None or isinstance(node, torch._C._FunctionBase) is not in_python or hasattr(node, "variable"):
             return
-        # Nor is it the node that computes while what it saved is brought back.
-        if "_unpack" in _callers(sys._getframe(1)):
+        # Nor is it the node that computes while what it saved is brought back, or made again.
+        if {"_unpack", "unpack_hook"}.intersection(_callers(sys._getframe(1))):
             return
         made_on = self.here.at(node._sequence_nr()).get(number) or self.default_stream(number)
         if made_on is not stream:

@@ -799,6 +799,26 @@ def test_layers_that_are_called_again_in_the_backward_give_equal_bits(memory: An
     assert_same(plain, swapped)
 
 
+class SkipsAgain(RunsAgain):
+    """Each checkpoint takes its input in two places, which several devices have to bring together in the backward, too."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.net.embed(batch)
+        for block in self.net.blocks:
+            x = checkpoint(lambda y, block=block: y + F.gelu(block(y)), x, use_reentrant=False)
+        return self.net.logits(x) * self.scale
+
+
+@pytest.mark.devices(1, 2)
+def test_glue_that_runs_again_in_the_backward_differs_by_rounding_only() -> None:
+    """Gradients of tensors with several consumers are added in another order. Two GPUs refused such a step."""
+    plain = fit("plain", SkipsAgain(reentrant=False), max_epochs=2)
+    swapped = trainer_for(harmony(), max_epochs=2)
+    swapped.fit(SkipsAgain(reentrant=False), loader())
+    expected, found = (trainer.lightning_module.state_dict() for trainer in (plain, swapped))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 class _ByHand(torch.autograd.Function):
     """Runs a block, and in the backward its parts once more, with a backward of their own: as reversible networks do."""
 

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import nets
 import pytest
 import torch
+import torch.nn.functional as F
 from same_training import SEED, Gradients, Net, trainer_for
 from streams import FakeCudaDevice, detecting, on_root
 from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
@@ -17,6 +18,7 @@ from test_lane_attributes import ReadsWhatLayersSet, SetsWhatLayersRead
 from test_lane_attributes import samples as pairs
 from test_recompute import Blocks, CountsInATensor, Measures
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
@@ -41,6 +43,58 @@ OF_OTHER_DEVICES: Mapping[str, Callable[[], nn.Module]] = {
     "set-by-layers": ReadsWhatLayersSet,
     "counted": partial(Blocks, CountsInATensor),
     "measured": partial(Blocks, Measures),
+}
+
+
+class CheckpointedGlue(nets.Language):
+    """The glue around layers runs again in the backward."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(lambda y, block=block: y * block(y).sigmoid(), x, use_reentrant=False)
+        return x
+
+
+class _ByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nets.Block) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        (x,), block = ctx.saved_tensors, ctx.block
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (x + block.down(F.gelu(block.up(block.norm(x))))).backward(gradient)
+        return x.grad, None
+
+
+class ByHand(nets.Language):
+    """Each block's parts have a backward of their own within that of the block."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = _ByHand.apply(x, block)
+        return x
+
+
+class Differentiates(nets.Language):
+    """Its forward differentiates what one device made by what another one has, from a gradient that is on a third place."""
+
+    def body(self, x: Tensor) -> Tensor:
+        first = x.detach().requires_grad_()
+        second = self.blocks[0](first)
+        third = self.blocks[1](second)
+        (slope,) = torch.autograd.grad([second, third], first, [torch.ones_like(first), torch.ones_like(second)])
+        return super().body(x + slope)
+
+
+OF_THE_BACKWARD: Mapping[str, Callable[[], nn.Module]] = {
+    "checkpointed-glue": CheckpointedGlue,
+    "by-hand": ByHand,
+    "differentiates": Differentiates,
 }
 
 
@@ -77,8 +131,8 @@ def find_races(
 ) -> list[str]:
     """Train a network for some steps; what was found."""
     torch.manual_seed(0)
-    module = OnGpu({**ALL, **OF_OTHER_DEVICES}[net]())
-    samples: Any = nets.tokens() if net in ALL else pairs() * 2
+    module = OnGpu({**ALL, **OF_OTHER_DEVICES, **OF_THE_BACKWARD}[net]())
+    samples: Any = pairs() * 2 if net in OF_OTHER_DEVICES else nets.tokens()
     # So small that the stash takes what these networks pass on.
     monkeypatch.setattr("lightning_harmony.engine.stash.SMALLEST_BYTES", 512)
     strategy = HarmonyStrategy(**{"num_microbatches": 4, **options})
@@ -104,6 +158,13 @@ def test_nothing_races(monkeypatch: pytest.MonkeyPatch, net: str, device_memory:
 def test_layers_reach_tensors_on_other_devices(monkeypatch: pytest.MonkeyPatch, net: str, device_memory: Any) -> None:
     """Such operations used to be refused by torch, operands of two GPUs in one."""
     assert find_races(monkeypatch, net, device_memory=device_memory) == []
+
+
+@pytest.mark.parametrize("device_memory", [None, "40KiB"])
+@pytest.mark.parametrize("net", OF_THE_BACKWARD)
+def test_glue_in_the_backward_is_on_one_device(monkeypatch: pytest.MonkeyPatch, net: str, device_memory: Any) -> None:
+    """It used to meet operands on two GPUs, which torch refuses."""
+    assert find_races(monkeypatch, net, device_memory=device_memory, update="deferred") == []
 
 
 class Writes(pl.Callback):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
 
@@ -284,8 +285,12 @@ class Executor:
             progress.differentiating = True
             gradient = (upstream.to(loss.device) * progress.microbatch.weight).to(loss.dtype)
             # Glue's backward begins where its forward ended.
-            with self.devices[self._runtime.home(loss) or 0].selected() if len(self.devices) > 1 else nullcontext():
-                torch.autograd.backward(loss, gradient.expand_as(loss))
+            if progress.glue is not None:
+                stack.enter_context(self.devices[self._runtime.home(loss) or 0].selected())
+                # Hooks, checkpoints and functions of the user's own run glue in it.
+                stack.enter_context(progress.glue)
+            # Of a tensor, the mode would take the whole backward for one operation.
+            torch.autograd.backward(get_gradient_edge(loss), gradient.expand_as(loss))
 
     def backward(
         self,

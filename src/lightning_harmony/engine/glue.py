@@ -45,6 +45,9 @@ class Runtime(Protocol):
     def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Take the gradients of one announced backward."""
 
+    def calling(self) -> AbstractContextManager[None]:
+        """The context of the engine's own operations."""
+
     def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operation whose operands may be on several devices."""
 
@@ -219,7 +222,7 @@ class _Token(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        with ctx.runtime.visit(ctx.layer, Phase.BACKWARD):
+        with ctx.runtime.calling(), ctx.runtime.visit(ctx.layer, Phase.BACKWARD):
             ctx.runtime.accumulate(ctx.layer, ctx.use, [(ctx.parameter, gradient)])
         return None, None, None, None, None
 
@@ -302,7 +305,8 @@ class Glue:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _unpack(self, saved: Any) -> Tensor:
-        tensor: Tensor = saved.load()
+        with self._runtime.calling():
+            tensor: Tensor = saved.load()
         return tensor
 
 

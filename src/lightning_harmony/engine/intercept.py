@@ -139,7 +139,7 @@ class InterceptedForward:
                 "see through the swapping: make the module that does so a layer with HarmonyStrategy(layers=...)"
             )
         call = self._call(args, kwargs)
-        with self._runtime.calling():
+        with call.calling():
             if not call.needs_gradients():
                 return call.run_without_gradients()
             with call.visit(Phase.FORWARD):
@@ -231,6 +231,10 @@ class LayerCall:
             any(tensor.requires_grad for tensor in self.tensors)
             or any(parameter.requires_grad for parameter in self._layer.parameters)
         )
+
+    def calling(self) -> AbstractContextManager[None]:
+        """The context of all that the call does."""
+        return self._runtime.calling()
 
     @contextmanager
     def visit(self, phase: Phase) -> Iterator[None]:
@@ -651,7 +655,8 @@ class _LayerFunction(torch.autograd.Function):
         # torch.autograd.grad with respect to activations runs this node, but wants no gradients of parameters.
         summed = asked_for(ctx.next_functions[0][0], call.layer.parameters, f"layer {call.layer.name!r}")
         of_tensors = [g for g, is_tensor in zip(gradients, ctx.is_tensor, strict=True) if is_tensor]
-        return None, None, *call.backward(of_tensors, summed)
+        with call.calling():
+            return None, None, *call.backward(of_tensors, summed)
 
 
 def _drop(tensor: Tensor) -> None:

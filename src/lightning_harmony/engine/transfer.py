@@ -66,11 +66,11 @@ class Transfers:
         if home is None or home == to:
             return tensor
         came_from, target = self.devices[home], self.devices[to]
-        source = compact(tensor.detach())
-        num_bytes = source.numel() * source.element_size()
-        self._admit(to, num_bytes)
         # Not through the mode below: its choice of a device is not the one that is asked for here.
         with torch._C.DisableTorchFunction(), target.selected(), torch.no_grad():
+            source = compact(tensor.detach())
+            num_bytes = source.numel() * source.element_size()
+            self._admit(to, num_bytes)
             copied = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=target.torch_device)
             with self._timing(came_from, target, num_bytes), target.receiving(came_from, num_bytes, task):
                 copied.copy_(source, non_blocking=True)
@@ -203,6 +203,8 @@ class OneDevice(TorchFunctionMode):
         if any(isinstance(tensor, StandIn) for tensor in tensors):
             # It comes again, with the parameters in their stand-ins' places.
             return func(*args, **kwargs)
+        if func in _DIFFERENTIATING:
+            return self._differentiate(func, args, kwargs)
         homes = {id(tensor): self._transfers.home(tensor) for tensor in tensors}
         places = {home for home in homes.values() if home is not None}
         if len(places) > 1:
@@ -229,6 +231,20 @@ class OneDevice(TorchFunctionMode):
         self._lane.made([*_changed_since(used, versions), *made])
         return result
 
+    def _differentiate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Bring the gradients that a backward begins with to where its outputs are. All else stays: it is in the graph."""
+        name = _DIFFERENTIATING[func]
+        outputs, gradients = tree_leaves(args[0]), tree_leaves(kwargs.get(name))
+        if len(gradients) == len(outputs):
+            homes = [self._transfers.home(output) if isinstance(output, Tensor) else None for output in outputs]
+            kwargs[name] = [
+                gradient if home is None or not isinstance(gradient, Tensor) else self._lane.moved(gradient, home)
+                for gradient, home in zip(gradients, homes, strict=True)
+            ]
+            if func is Tensor.backward:
+                (kwargs[name],) = kwargs[name]
+        return func(*args, **kwargs)
+
     def _target(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> int:
         chosen = max(tensors, key=lambda tensor: (self._transfers.home(tensor) is not None, tensor.numel()))
         if changes_first(getattr(func, "__name__", "")) and isinstance(args[0], Tensor):
@@ -237,6 +253,14 @@ class OneDevice(TorchFunctionMode):
             chosen = kwargs["out"]
         home = self._transfers.home(chosen)
         return 0 if home is None else home
+
+
+# With the name of the gradients that they begin with, as torch passes them on to modes.
+_DIFFERENTIATING = {
+    torch.autograd.grad: "grad_outputs",
+    torch.autograd.backward: "grad_tensors",
+    Tensor.backward: "gradient",
+}
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
