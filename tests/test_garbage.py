@@ -71,6 +71,13 @@ def test_what_lasts_is_looked_at_no_more_until_the_fit_is_over() -> None:
     assert frozen.garbage() is None
 
 
+def test_what_python_itself_spares_is_no_plan_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 3.12 on it does, from its first full collection on: all later ones looked at everything."""
+    count = gc.get_freeze_count
+    monkeypatch.setattr("lightning_harmony.garbage.gc.get_freeze_count", lambda: count() + 375)
+    assert fit(NUM_FIRST_STEPS + 1).counts[-1] > 10_000
+
+
 def test_short_fits_leave_the_collector_alone() -> None:
     assert max(fit(NUM_FIRST_STEPS - 1).counts) < FEW
 

@@ -7,6 +7,9 @@ import gc
 # Fits of fewer steps end before a full collection would come. After so many, what lasts as long as the fit is there.
 NUM_FIRST_STEPS = 5
 
+# Python 3.12 spares objects that never end by itself, some hundred; who froze those of a program has many times as many.
+MOST_IMMORTAL = 10_000
+
 
 class LastingObjects:
     """Spares full collections the objects that last as long as a fit: those of the libraries alone are half a million.
@@ -22,7 +25,7 @@ class LastingObjects:
         """A training step begins."""
         self._num_steps += 1
         # Who turned the collector off, or froze objects, has plans of their own.
-        if self._num_steps == NUM_FIRST_STEPS and gc.isenabled() and gc.get_freeze_count() == 0:
+        if self._num_steps == NUM_FIRST_STEPS and gc.isenabled() and gc.get_freeze_count() < MOST_IMMORTAL:
             # What is garbage by now must not be spared.
             gc.collect()
             gc.freeze()

@@ -1,4 +1,4 @@
-"""Cores: lanes may share their caller's, and what else computes has all of them."""
+"""Cores: lanes may share one, which updates leave to them; what else computes has all."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_harmony.engine import touched_memory
+from lightning_harmony.engine.cores import core_of_caller, siblings_of
 from lightning_harmony.engine.lane import NUM_FIRST_JOBS, LanePool
 from lightning_harmony.engine.stream import HostStream
 
@@ -21,23 +22,19 @@ def cores() -> Iterator[set[int]]:
     os.sched_setaffinity(0, cores)
 
 
-def in_lane(pool: LanePool, job: Callable[[], Any], core: int | None = None) -> Any:
-    """What a job returns in a lane; its caller runs on a core, and gets its others back before the job begins."""
+def in_lane(pool: LanePool, job: Callable[[], Any]) -> Any:
+    """What a job returns in a lane."""
     results: list[Any] = []
-    own = os.sched_getaffinity(0)
-    if core is not None:
-        os.sched_setaffinity(0, {core})
     (lane,) = pool.lanes([lambda: results.append(job())])
-    os.sched_setaffinity(0, own)
     turns = iter([lane])
     pool.drive(lambda previous: next(turns, None))
     return results[0]
 
 
 @pytest.fixture
-def shared() -> Iterator[LanePool]:
+def shared(cores: set[int]) -> Iterator[LanePool]:
     """Lanes that share a core, their first jobs behind them."""
-    pool = LanePool(on_one_core=True)
+    pool = LanePool(min(cores))
     for _ in range(NUM_FIRST_JOBS):
         in_lane(pool, lambda: None)
     yield pool
@@ -48,19 +45,33 @@ def affinity() -> set[int]:
     return os.sched_getaffinity(0)
 
 
-def test_lanes_run_on_the_core_of_their_caller(shared: LanePool, cores: set[int]) -> None:
+def begun_in_lane(pool: LanePool, stream: HostStream) -> set[int]:
+    """The cores of the thread of a stream whose first work a lane submits."""
+    found: list[set[int]] = []
+    in_lane(pool, lambda: stream.submit(lambda: found.append(affinity())).synchronize())
+    stream.close()
+    (cores,) = found
+    return cores
+
+
+def test_the_core_of_the_caller_is_where_it_runs(cores: set[int]) -> None:
     for core in sorted(cores):
-        assert in_lane(shared, affinity, core) == {core}
+        os.sched_setaffinity(0, {core})
+        assert core_of_caller() == core
+        assert core in siblings_of(core)
+
+
+def test_lanes_share_a_core(shared: LanePool, cores: set[int]) -> None:
+    assert in_lane(shared, affinity) == {min(cores)}
     assert affinity() == cores
 
 
 def test_in_their_first_jobs_lanes_run_anywhere(cores: set[int]) -> None:
     """Threads that a library starts in a lane, for good, may run where that may: they would all share its core."""
-    pool = LanePool(on_one_core=True)
-    assert in_lane(pool, affinity) == cores
-    for _ in range(1, NUM_FIRST_JOBS):
-        assert in_lane(pool, affinity, min(cores)) == cores
-    assert in_lane(pool, affinity, min(cores)) == {min(cores)}
+    pool = LanePool(min(cores))
+    for _ in range(NUM_FIRST_JOBS):
+        assert in_lane(pool, affinity) == cores
+    assert in_lane(pool, affinity) == {min(cores)}
     pool.close()
 
 
@@ -68,17 +79,20 @@ def test_lanes_that_compute_on_the_host_run_anywhere(cores: set[int]) -> None:
     pool = LanePool()
     for _ in range(NUM_FIRST_JOBS + 1):
         in_lane(pool, lambda: None)
-    assert in_lane(pool, affinity, min(cores)) == cores
+    assert in_lane(pool, affinity) == cores
     pool.close()
 
 
 def test_a_stream_that_a_lane_begins_runs_anywhere(shared: LanePool, cores: set[int]) -> None:
     """An update on the lanes' core, with all threads that torch computes it with, would take many times as long."""
-    stream = HostStream("test")
-    found: list[set[int]] = []
-    in_lane(shared, lambda: stream.submit(lambda: found.append(affinity())).synchronize(), min(cores))
-    stream.close()
-    assert found == [cores]
+    assert begun_in_lane(shared, HostStream("test")) == cores
+
+
+def test_a_stream_leaves_the_core_of_the_lanes_to_them(shared: LanePool, cores: set[int]) -> None:
+    """A thread of an update there took half of what lanes have to launch with, as long as it lasted."""
+    spared = {min(cores)}
+    assert begun_in_lane(shared, HostStream("test", spared)) == (cores - spared or cores)
+    assert begun_in_lane(shared, HostStream("test", cores)) == cores
 
 
 def test_memory_that_a_lane_asks_for_is_made_on_all_cores(
@@ -92,5 +106,5 @@ def test_memory_that_a_lane_asks_for_is_made_on_all_cores(
         return memset(*arguments)
 
     monkeypatch.setattr(touched_memory.ctypes, "memset", noted)
-    in_lane(shared, lambda: touched_memory.touched_buffer(3 * touched_memory.PIECE_BYTES), min(cores))
+    in_lane(shared, lambda: touched_memory.touched_buffer(3 * touched_memory.PIECE_BYTES))
     assert found == [cores] * 3

@@ -1,11 +1,13 @@
-"""Cores of the processor: lanes, which wait for each other, share one; the engine's threads that begin in a lane do not."""
+"""Cores of the processor: lanes, which wait for each other, share one, and what computes beside them leaves that to them."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import threading
+from collections.abc import Collection
 from contextlib import suppress
+from pathlib import Path
 
 _CAN_CHOOSE = hasattr(os, "sched_setaffinity")
 # A library whose calls let no other thread run meanwhile.
@@ -25,8 +27,24 @@ def keep_to(core: int, thread: threading.Thread) -> None:
         os.sched_setaffinity(thread.native_id or 0, {core})
 
 
-def run_anywhere() -> None:
-    """Let the calling thread run where the process's first one may, whichever has started it."""
+def siblings_of(core: int) -> frozenset[int]:
+    """The cores that share a core's units, and itself: hardware threads, as far as the system tells."""
+    found = {core}
+    with suppress(OSError, ValueError):
+        listed = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
+        for part in listed.strip().split(","):
+            first, _, last = part.partition("-")
+            found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def run_anywhere(besides: Collection[int] = ()) -> None:
+    """Let the calling thread run where the process's first one may, whichever has started it, and those that it starts.
+
+    Args:
+        besides: cores to leave to others, unless no other is left.
+    """
     if _CAN_CHOOSE:
         with suppress(OSError):
-            os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
+            cores = os.sched_getaffinity(os.getpid())
+            os.sched_setaffinity(0, cores.difference(besides) or cores)

@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
 
+from lightning_harmony.engine.cores import core_of_caller, siblings_of
 from lightning_harmony.engine.decompose import Layer
 from lightning_harmony.engine.derived import out_of_reach
 from lightning_harmony.engine.device import Device
@@ -110,8 +111,15 @@ class Executor:
         self.store = HostStore(list(in_order), root, progress) if store is None else store.reopened(root)
         self.pool = HostPool(root.host_buffer)
         self.recorder = StepRecorder(devices)
+        # Where a GPU computes, lanes only launch what it does.
+        core = core_of_caller() if self._cuda_devices else None
+        self._lanes = LanePool(core)
         self.updater = Updater(
-            self.pool, devices, SPARED_THREADS if self._cuda_devices else 0, self.recorder.note_update
+            self.pool,
+            devices,
+            spared_threads=SPARED_THREADS if self._cuda_devices else 0,
+            spared_cores=() if core is None else siblings_of(core),
+            on_update=self.recorder.note_update,
         )
         self._model = swapped = SwappedModel(
             model, swapped_layers, self.store, self.updater.postponed, root.torch_device, compute_dtype
@@ -133,7 +141,6 @@ class Executor:
             swapped, step, placement, visits, lone_calls, sums, transfers, observer, self.recorder, self._draw_on
         )
         self._glue = Glue(places_of(model, list(in_order)), root.torch_device, runtime, compute_dtype)
-        self._lanes = LanePool(on_one_core=bool(self._cuda_devices))
         self._random = RandomStreams([], [])
         self._num_elements, self._evaluated_elements = 0, -1
         self._fuses = True

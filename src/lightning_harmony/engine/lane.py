@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_harmony.engine.cores import core_of_caller, keep_to
+from lightning_harmony.engine.cores import keep_to
 
 # Of a lane: an evaluation before the fit, steps that are measured, and the first one by the plan.
 NUM_FIRST_JOBS = 4
@@ -126,13 +126,13 @@ class LanePool:
     """Lanes that live across steps, and the baton that goes from one to the next.
 
     Args:
-        on_one_core: whether lanes run where their caller does, which waits meanwhile, as they wait for each other. From core
-            to core, each would find caches without what all of them use, and often a core asleep. Not where lanes compute
-            with several threads of their own, which would run there, too.
+        core: of the processor, which lanes share, as they wait for each other. From core to core, each would find caches
+            without what all of them use, and often a core asleep. None where lanes compute with several threads of their own,
+            which would run there, too.
     """
 
-    def __init__(self, *, on_one_core: bool = False) -> None:
-        self._on_one_core = on_one_core
+    def __init__(self, core: int | None = None) -> None:
+        self._core = core
         self._lanes: list[Lane] = []
         self._choose: Choose | None = None
         self._holder: Lane | None = None
@@ -149,9 +149,9 @@ class LanePool:
         """A lane for each job, not yet started."""
         while len(self._lanes) < len(jobs):
             self._lanes.append(Lane(len(self._lanes), self))
-        lanes, core = self._lanes[: len(jobs)], core_of_caller() if self._on_one_core else None
+        lanes = self._lanes[: len(jobs)]
         for lane, job in zip(lanes, jobs, strict=True):
-            lane.begin(job, core)
+            lane.begin(job, self._core)
         return lanes
 
     def drive(self, choose: Choose) -> None:

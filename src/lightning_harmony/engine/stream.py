@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -121,11 +122,17 @@ class _HostWork:
 
 
 class HostStream:
-    """A thread that does host work, copies and updates: in order of submission, or what is most urgent first."""
+    """A thread that does host work, copies and updates: in order of submission, or what is most urgent first.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: of the thread.
+        spared_cores: of the processor, where neither it runs nor the threads that torch computes its work with.
+    """
+
+    def __init__(self, name: str, spared_cores: Collection[int] = ()) -> None:
         # The thread begins with the first work, which a lane may submit.
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"harmony-{name}", initializer=run_anywhere)
+        begin = partial(run_anywhere, spared_cores)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"harmony-{name}", initializer=begin)
         self._lock = threading.Lock()
         self._line: list[_HostWork] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -93,6 +93,7 @@ class Updater:
         pool: where the buffers of gradients return to.
         devices: what computes meanwhile.
         spared_threads: how many of torch's threads updates leave to who launches the devices' work.
+        spared_cores: the cores of the processor that they leave to them.
         on_update: told the parameters of each piece of an update, and its beginning and end by `time.perf_counter`.
 
     Attributes:
@@ -108,13 +109,14 @@ class Updater:
         pool: HostPool,
         devices: Sequence[Recorder],
         spared_threads: int = 0,
+        spared_cores: Collection[int] = (),
         on_update: UpdateHeard = lambda parameters, start, end: None,
     ) -> None:
         self.speed, self._speed_of_step = Speed(), Speed()
         self._pool = pool
         self._devices = devices
         # A thread of its own: the update of a pack runs under the backward of the next.
-        self._stream = HostStream("update")
+        self._stream = HostStream("update", spared_cores)
         self.overlap = Overlap(spared_threads=spared_threads, on_update=on_update)
         self.norms = Norms()
         self.postponed = PostponedUpdate(self._stream, devices, self.overlap)
