@@ -577,10 +577,22 @@ class FakeCuda:
         return getattr(torch.cuda, name)
 
 
+class FakeTorchC:
+    """What the engine asks of `torch._C`."""
+
+    @staticmethod
+    def _cuda_getCurrentStream(device: Any) -> FakeStream:
+        return Detector.active().here.current_stream(device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch._C, name)
+
+
 class FakeTorch:
     """Torch, with another `torch.cuda`."""
 
     cuda = FakeCuda()
+    _C = FakeTorchC()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -745,6 +757,7 @@ def detecting(monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: It
     """The context in which a fit runs on fake devices, which may be ordered wrongly."""
     detector = Detector(left_out)
     Detector._active = detector
+    monkeypatch.setattr(stream_module, "_cuda_streams", {})
     detector.places[:] = [Place.of(number) for number in range(num_devices)]
     opened = itertools.count()
 

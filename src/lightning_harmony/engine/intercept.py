@@ -257,8 +257,9 @@ class LayerCall:
 
     def _run_only(self) -> tuple[Any, list[Any]]:
         watch = self._runtime.watch(self._layer, self.residency)
+        self._attributes = self._layer.attributes.read()
         if watch is not None:
-            self._random, self._attributes = self._capture_random(), self._layer.attributes.read()
+            self._random = self._capture_random()
         args, kwargs = self._arguments.of(self._with_tensors(self.tensors, self._leaves))
         contents = self._containers.watched(args, kwargs, self.tensors)
         unknown = self._layer.has_unknown_buffers()

@@ -145,7 +145,7 @@ class Runtime:
     def reaching(self, layer: SwappedLayer, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's forward, which may use tensors that its attributes hold, wherever they are."""
         progress = self._step.current()
-        if len(self._devices) == 1 or progress is None:
+        if len(self._devices) == 1 or progress is None or not layer.attributes.may_hold_tensors:
             return nullcontext()
         tensors = list(layer.attributes.read().tensors().values())
         if not tensors:

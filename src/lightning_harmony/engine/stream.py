@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -175,12 +175,21 @@ class HostStream:
         self._pool.shutdown(wait=True)
 
 
+# By what torch knows them by. They last as long as the process, and to make such an object takes longer than a launch.
+_cuda_streams: dict[Any, torch.cuda.Stream] = {}
+
+
 def current_cuda_stream(index: int | None = None) -> torch.cuda.Stream:
     """The current stream of a GPU, the current one if none is given.
 
     By its number: to find out which one None or a `torch.device` means takes torch longer than a launch.
     """
-    return torch.cuda.current_stream(torch.cuda.current_device() if index is None else index)
+    number = torch.cuda.current_device() if index is None else index
+    key = torch._C._cuda_getCurrentStream(number)
+    stream = _cuda_streams.get(key)
+    if stream is None:
+        stream = _cuda_streams[key] = torch.cuda.current_stream(number)
+    return stream
 
 
 class OnCudaStream:

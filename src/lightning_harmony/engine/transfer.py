@@ -17,6 +17,7 @@ from lightning_harmony.engine.glue import StandIn
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.shared import SharedTensors, storage_of
 from lightning_harmony.engine.strides import compact, restore
+from lightning_harmony.engine.tree import tensors_of
 from lightning_harmony.plan.task import Task
 
 
@@ -63,8 +64,10 @@ class Transfers:
             task: what the copy is; None for one that the running lane needs.
         """
         home = self.home(tensor)
-        if home is None or home == to:
-            return tensor
+        return tensor if home is None or home == to else self.copy_from(home, tensor, to, task)
+
+    def copy_from(self, home: int, tensor: Tensor, to: int, task: Task | None = None) -> Tensor:
+        """A copy on another device of a tensor that is on one."""
         came_from, target = self.devices[home], self.devices[to]
         # Not through the mode below: its choice of a device is not the one that is asked for here.
         with torch._C.DisableTorchFunction(), target.selected(), torch.no_grad():
@@ -105,7 +108,7 @@ class LaneTransfers:
             original, version, copied, copied_version = known
             if original() is tensor and (version, copied_version) == (_version(tensor), _version(copied)):
                 return copied
-        copied = self._transfers.copy(tensor, to)
+        copied = self._transfers.copy_from(home, tensor, to)
         forget = weakref.ref(tensor, lambda _: self._copies.pop(key, None))
         self._copies[key] = forget, _version(tensor), copied, _version(copied)
         return copied
@@ -199,7 +202,7 @@ class OneDevice(TorchFunctionMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_of(*args, *kwargs.values())
         if any(isinstance(tensor, StandIn) for tensor in tensors):
             # It comes again, with the parameters in their stand-ins' places.
             return func(*args, **kwargs)
@@ -226,7 +229,7 @@ class OneDevice(TorchFunctionMode):
             versions = [_version(tensor) for tensor in used]
             result = func(*args, **kwargs)
         views = {storage_of(tensor) for tensor in used}
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and storage_of(t) not in views]
+        made = [tensor for tensor in tensors_of(result) if storage_of(tensor) not in views]
         # What changes its operands does not always look like it.
         self._lane.made([*_changed_since(used, versions), *made])
         return result
@@ -266,7 +269,7 @@ _DIFFERENTIATING = {
 def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The operands that an operation changes, by its name."""
     operands = [args[0]] if changes_first(getattr(func, "__name__", "")) else []
-    return [leaf for leaf in tree_leaves([*operands, kwargs.get("out")]) if isinstance(leaf, Tensor)]
+    return tensors_of(*operands, kwargs.get("out"))
 
 
 def changes_first(name: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 # What most calls have, and nothing else.
 _LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
@@ -41,6 +41,13 @@ class Arguments:
             return args, kwargs
         number, names = self.structure
         return tuple(leaves[:number]), dict(zip(names, leaves[number:], strict=True))
+
+
+def tensors_of(*values: Any) -> list[Tensor]:
+    """The tensors among values, and in lists, tuples and dicts among these."""
+    if not _LEAVES.issuperset(map(type, values)):
+        values = tuple(tree_leaves(values))
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def flatten(value: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
