@@ -80,6 +80,27 @@ class ByHand(nets.Language):
         return x
 
 
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return gradient * b, gradient * a
+
+
+class OwnFunction(nets.Language):
+    """A function of its own takes tensors of two devices, and returns the gradients of both from one."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + _Product.apply(x, torch.tanh(block(x)))
+        return x
+
+
 class Differentiates(nets.Language):
     """Its forward differentiates what one device made by what another one has, from a gradient that is on a third place."""
 
@@ -88,12 +109,19 @@ class Differentiates(nets.Language):
         second = self.blocks[0](first)
         third = self.blocks[1](second)
         (slope,) = torch.autograd.grad([second, third], first, [torch.ones_like(first), torch.ones_like(second)])
-        return super().body(x + slope)
+        # With the glue of a checkpoint in it.
+        y = x.detach().requires_grad_()
+        checkpoint(lambda z: z * self.blocks[2](self.blocks[1](z)).sigmoid(), y, use_reentrant=False).sum().backward(
+            inputs=[y]
+        )
+        assert y.grad is not None
+        return super().body(x + slope + y.grad)
 
 
 OF_THE_BACKWARD: Mapping[str, Callable[[], nn.Module]] = {
     "checkpointed-glue": CheckpointedGlue,
     "by-hand": ByHand,
+    "own-function": OwnFunction,
     "differentiates": Differentiates,
 }
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
 
@@ -31,6 +30,7 @@ from lightning_harmony.engine.layer import SwappedLayer, places_of
 from lightning_harmony.engine.lone_calls import LoneCalls
 from lightning_harmony.engine.measurements import Measurements
 from lightning_harmony.engine.observer import Observer
+from lightning_harmony.engine.one_device import OneDevice, functions_on_one_device
 from lightning_harmony.engine.placement import Placement
 from lightning_harmony.engine.planning import Planner, Records, SeenStep, check_given
 from lightning_harmony.engine.postponed import Clip
@@ -45,7 +45,7 @@ from lightning_harmony.engine.step import Grant, Step
 from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.engine.swap import Swapper
 from lightning_harmony.engine.swapped_model import SwappedModel
-from lightning_harmony.engine.transfer import LaneTransfers, OneDevice, Transfers
+from lightning_harmony.engine.transfer import LaneTransfers, Transfers
 from lightning_harmony.engine.turns import LaneProgress, Microbatch, Request
 from lightning_harmony.engine.update import Updater
 from lightning_harmony.engine.visits import Visits
@@ -296,8 +296,7 @@ class Executor:
                 stack.enter_context(self.devices[self._runtime.home(loss) or 0].selected())
                 # Hooks, checkpoints and functions of the user's own run glue in it.
                 stack.enter_context(progress.glue)
-            # Of a tensor, the mode would take the whole backward for one operation.
-            torch.autograd.backward(get_gradient_edge(loss), gradient.expand_as(loss))
+            torch.autograd.backward(loss, gradient.expand_as(loss))
 
     def backward(
         self,
@@ -444,10 +443,8 @@ class Executor:
     def _drive(self, until: Phase) -> None:
         """Grant lanes, one at a time, until each has ended or waits for what comes after ``until``."""
         step = self._step
-        # A compiled container around layers runs as it is written where its operations may be on several devices.
-        eager = torch.compiler.set_stance("force_eager") if len(self.devices) > 1 else nullcontext()
         try:
-            with eager:
+            with self._glue_on_one_device() if len(self.devices) > 1 else nullcontext():
                 self._lanes.drive(partial(self._next, until))
         except torch.OutOfMemoryError as error:
             if step.granted is None:
@@ -464,6 +461,13 @@ class Executor:
             step.granted = None
             for device in self.devices:
                 device.join_lanes()
+
+    @contextmanager
+    def _glue_on_one_device(self) -> Iterator[None]:
+        """The context of lanes whose operations may be on several devices."""
+        # A compiled container around layers runs as it is written there.
+        with torch.compiler.set_stance("force_eager"), functions_on_one_device():
+            yield
 
     def _next(self, until: Phase, previous: Lane | None) -> Lane | None:
         """The lane whose turn it is, everything ready for it. Called in whichever lane has the baton."""

@@ -1,4 +1,4 @@
-"""Transfers: copies from device to device, and the mode that makes several devices one to the user's code."""
+"""Transfers: copies from device to device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_harmony.engine.device import Device
-from lightning_harmony.engine.glue import StandIn
+from lightning_harmony.engine.layer import version_of
 from lightning_harmony.engine.report import Traffic
-from lightning_harmony.engine.shared import SharedTensors, storage_of
+from lightning_harmony.engine.shared import SharedTensors
 from lightning_harmony.engine.strides import compact, restore
-from lightning_harmony.engine.tree import tensors_of
 from lightning_harmony.plan.task import Task
 
 
@@ -106,11 +103,11 @@ class LaneTransfers:
         known = self._copies.get(key)
         if known is not None:
             original, version, copied, copied_version = known
-            if original() is tensor and (version, copied_version) == (_version(tensor), _version(copied)):
+            if original() is tensor and (version, copied_version) == (version_of(tensor), version_of(copied)):
                 return copied
         copied = self._transfers.copy_from(home, tensor, to)
         forget = weakref.ref(tensor, lambda _: self._copies.pop(key, None))
-        self._copies[key] = forget, _version(tensor), copied, _version(copied)
+        self._copies[key] = forget, version_of(tensor), copied, version_of(copied)
         return copied
 
     def made(self, tensors: Iterable[Tensor]) -> None:
@@ -129,9 +126,9 @@ class LaneTransfers:
     def using(self, tensors: Sequence[Tensor], home: int) -> Iterator[None]:
         """The context of code of the lane's that may use these, and change them."""
         self.use(tensors, home, ())
-        versions = [_version(tensor) for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         yield
-        self.made(_changed_since(tensors, versions))
+        self.made(changed_since(tensors, versions))
 
     def moved(self, tensor: Tensor, to: int) -> Tensor:
         """The tensor on a device, differentiable: each use brings its own gradient back, in the order of one device."""
@@ -142,12 +139,9 @@ class LaneTransfers:
         return moved
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _changed_since(tensors: Sequence[Tensor], versions: Sequence[int]) -> list[Tensor]:
-    return [tensor for tensor, version in zip(tensors, versions, strict=True) if _version(tensor) != version]
+def changed_since(tensors: Sequence[Tensor], versions: Sequence[int]) -> list[Tensor]:
+    """Those of some tensors that were changed in place since they had these versions."""
+    return [tensor for tensor, version in zip(tensors, versions, strict=True) if version_of(tensor) != version]
 
 
 class _Moved(torch.autograd.Function):
@@ -159,121 +153,3 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.transfers.copy(gradient, ctx.home), None, None
-
-
-class OneDevice(TorchFunctionMode):
-    """Runs each operation of a lane's glue on one device: that of its largest operand, or of the one that it changes.
-
-    Args:
-        lane: the lane's transfers.
-        transfers: all lanes'.
-        follow: called with the number of the device that an operation runs on, where its random numbers come from.
-    """
-
-    def __init__(self, lane: LaneTransfers, transfers: Transfers, follow: Callable[[int], None]) -> None:
-        super().__init__()
-        self._lane = lane
-        self._transfers = transfers
-        self._follow = follow
-        self._is_off = False
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Within a layer all is on the layer's device, and the engine's own operations are no glue."""
-        # A mode that is on costs some microseconds an operation even if it does nothing.
-        on_top = _get_current_function_mode() is self
-        before, self._is_off = self._is_off, True
-        if on_top:
-            _pop_mode()
-        try:
-            yield
-        finally:
-            self._is_off = before
-            if on_top:
-                _push_mode(self)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Bring the operands to one device."""
-        kwargs = kwargs or {}
-        # What a tensor is, such as its shape, is asked often and needs no device.
-        if self._is_off or getattr(func, "__name__", "") == "__get__":
-            return func(*args, **kwargs)
-        return self.run(func, args, kwargs)
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation."""
-        tensors = tensors_of(*args, *kwargs.values())
-        if any(isinstance(tensor, StandIn) for tensor in tensors):
-            # It comes again, with the parameters in their stand-ins' places.
-            return func(*args, **kwargs)
-        if func in _DIFFERENTIATING:
-            return self._differentiate(func, args, kwargs)
-        homes = {id(tensor): self._transfers.home(tensor) for tensor in tensors}
-        places = {home for home in homes.values() if home is not None}
-        if len(places) > 1:
-            target = self._target(func, args, kwargs, tensors)
-            moved = {key: self._lane.moved for key, home in homes.items() if home not in (None, target)}
-            args, kwargs = tree_map_only(
-                Tensor,
-                lambda tensor: moved[id(tensor)](tensor, target) if id(tensor) in moved else tensor,
-                (args, kwargs),
-            )
-            tensors = [tensor for tensor in tensors if id(tensor) not in moved]
-        else:
-            target = places.pop() if places else 0
-        self._follow(target)
-        # Those that were moved are the lane's own.
-        used = [tensor for tensor in tensors if homes[id(tensor)] is not None]
-        with self._transfers.devices[target].selected():
-            self._lane.use(used, target, _changed(func, args, kwargs))
-            versions = [_version(tensor) for tensor in used]
-            result = func(*args, **kwargs)
-        views = {storage_of(tensor) for tensor in used}
-        made = [tensor for tensor in tensors_of(result) if storage_of(tensor) not in views]
-        # What changes its operands does not always look like it.
-        self._lane.made([*_changed_since(used, versions), *made])
-        return result
-
-    def _differentiate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Bring the gradients that a backward begins with to where its outputs are. All else stays: it is in the graph."""
-        name = _DIFFERENTIATING[func]
-        outputs, gradients = tree_leaves(args[0]), tree_leaves(kwargs.get(name))
-        if len(gradients) == len(outputs):
-            homes = [self._transfers.home(output) if isinstance(output, Tensor) else None for output in outputs]
-            kwargs[name] = [
-                gradient if home is None or not isinstance(gradient, Tensor) else self._lane.moved(gradient, home)
-                for gradient, home in zip(gradients, homes, strict=True)
-            ]
-            if func is Tensor.backward:
-                (kwargs[name],) = kwargs[name]
-        return func(*args, **kwargs)
-
-    def _target(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> int:
-        chosen = max(tensors, key=lambda tensor: (self._transfers.home(tensor) is not None, tensor.numel()))
-        if changes_first(getattr(func, "__name__", "")) and isinstance(args[0], Tensor):
-            chosen = args[0]
-        if isinstance(kwargs.get("out"), Tensor):
-            chosen = kwargs["out"]
-        home = self._transfers.home(chosen)
-        return 0 if home is None else home
-
-
-# With the name of the gradients that they begin with, as torch passes them on to modes.
-_DIFFERENTIATING = {
-    torch.autograd.grad: "grad_outputs",
-    torch.autograd.backward: "grad_tensors",
-    Tensor.backward: "gradient",
-}
-
-
-def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The operands that an operation changes, by its name."""
-    operands = [args[0]] if changes_first(getattr(func, "__name__", "")) else []
-    return tensors_of(*operands, kwargs.get("out"))
-
-
-def changes_first(name: str) -> bool:
-    """Whether an operation changes its first operand, by its name."""
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
-    return name.endswith("_")

@@ -10,8 +10,9 @@ from math import inf
 from torch import Tensor, nn
 
 from lightning_harmony.engine.lane import Lane
+from lightning_harmony.engine.one_device import OneDevice
 from lightning_harmony.engine.stash import LaneStash
-from lightning_harmony.engine.transfer import LaneTransfers, OneDevice
+from lightning_harmony.engine.transfer import LaneTransfers
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.task import Phase
 

@@ -1,0 +1,218 @@
+"""One device: what makes several devices one to the user's code between the layers, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_map_only
+
+from lightning_harmony.engine.glue import StandIn
+from lightning_harmony.engine.layer import version_of
+from lightning_harmony.engine.shared import storage_of
+from lightning_harmony.engine.transfer import LaneTransfers, Transfers, changed_since
+from lightning_harmony.engine.tree import tensors_of
+
+
+class OneDevice(TorchFunctionMode):
+    """Runs each operation of a lane's glue on one device: that of its largest operand, or of the one that it changes.
+
+    Args:
+        lane: the lane's transfers.
+        transfers: all lanes'.
+        follow: called with the number of the device that an operation runs on, where its random numbers come from.
+    """
+
+    def __init__(self, lane: LaneTransfers, transfers: Transfers, follow: Callable[[int], None]) -> None:
+        super().__init__()
+        self._lane = lane
+        self._transfers = transfers
+        self._follow = follow
+        self._is_off = False
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within a layer all is on the layer's device, and the engine's own operations are no glue."""
+        # A mode that is on costs some microseconds an operation even if it does nothing.
+        on_top = _get_current_function_mode() is self
+        before, self._is_off = self._is_off, True
+        if on_top:
+            _pop_mode()
+        try:
+            yield
+        finally:
+            self._is_off = before
+            if on_top:
+                _push_mode(self)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Bring the operands to one device."""
+        kwargs = kwargs or {}
+        # What a tensor is, such as its shape, is asked often and needs no device.
+        if self._is_off or getattr(func, "__name__", "") == "__get__":
+            return func(*args, **kwargs)
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation."""
+        tensors = tensors_of(*args, *kwargs.values())
+        if any(isinstance(tensor, StandIn) for tensor in tensors):
+            # It comes again, with the parameters in their stand-ins' places.
+            return func(*args, **kwargs)
+        if func in _DIFFERENTIATING:
+            return self._differentiate(func, args, kwargs)
+        homes = {id(tensor): self._transfers.home(tensor) for tensor in tensors}
+        places = {home for home in homes.values() if home is not None}
+        if len(places) > 1:
+            target = self._target(func, args, kwargs, tensors)
+            moved = {key: self._lane.moved for key, home in homes.items() if home not in (None, target)}
+            args, kwargs = tree_map_only(
+                Tensor,
+                lambda tensor: moved[id(tensor)](tensor, target) if id(tensor) in moved else tensor,
+                (args, kwargs),
+            )
+            tensors = [tensor for tensor in tensors if id(tensor) not in moved]
+        else:
+            target = places.pop() if places else 0
+        self._follow(target)
+        # Those that were moved are the lane's own.
+        used = [tensor for tensor in tensors if homes[id(tensor)] is not None]
+        with self._transfers.devices[target].selected():
+            self._lane.use(used, target, _changed(func, args, kwargs))
+            versions = [version_of(tensor) for tensor in used]
+            result = func(*args, **kwargs)
+        views = {storage_of(tensor) for tensor in used}
+        made = [tensor for tensor in tensors_of(result) if storage_of(tensor) not in views]
+        # What changes its operands does not always look like it.
+        self._lane.made([*changed_since(used, versions), *made])
+        return result
+
+    def _differentiate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a backward of the user's: from gradients that are where its outputs are, and with this mode on for its glue."""
+        name = _DIFFERENTIATING[func]
+        outputs, gradients = _listed(args[0]), kwargs.pop(name, None)
+        moved = [
+            self._moved_gradient(output, gradient)
+            for output, gradient in zip(
+                outputs, [None] * len(outputs) if gradients is None else _listed(gradients), strict=True
+            )
+        ]
+        # Torch leaves a mode while it handles a function of tensors, but not for one of edges.
+        starts = [_edge(output) for output in outputs]
+        if func is torch.autograd.grad:
+            return self._gradients(starts, moved, _listed(args[1]), **kwargs)
+        self._backward(starts, moved, **kwargs)
+        return None
+
+    def _backward(
+        self,
+        starts: Sequence[GradientEdge],
+        gradients: Sequence[Tensor | None],
+        *,
+        inputs: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        ends = [] if inputs is None else _listed(inputs)
+        for end in ends:
+            if isinstance(end, Tensor) and not end.is_leaf:
+                end.retain_grad()
+        edges = None if inputs is None else [_edge(end) for end in ends]
+        with self:
+            torch.autograd.backward(starts, gradients, inputs=edges, **kwargs)
+
+    def _gradients(
+        self,
+        starts: Sequence[GradientEdge],
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Any],
+        *,
+        materialize_grads: bool = False,
+        allow_unused: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor | None, ...]:
+        ends = [_edge(end) for end in inputs]
+        with self:
+            found = torch.autograd.grad(
+                starts, ends, gradients, allow_unused=materialize_grads or allow_unused, **kwargs
+            )
+        if materialize_grads:
+            # Torch knows no shapes of edges.
+            return tuple(
+                torch.zeros_like(end) if each is None else each for each, end in zip(found, inputs, strict=True)
+            )
+        return found
+
+    def _moved_gradient(self, output: Any, gradient: Tensor | None) -> Tensor | None:
+        if not isinstance(output, Tensor):
+            return gradient
+        if gradient is None:
+            return torch.ones_like(output) if output.numel() == 1 else None
+        home = self._transfers.home(output)
+        return gradient if home is None else self._lane.moved(gradient, home)
+
+    def _target(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> int:
+        chosen = max(tensors, key=lambda tensor: (self._transfers.home(tensor) is not None, tensor.numel()))
+        if changes_first(getattr(func, "__name__", "")) and isinstance(args[0], Tensor):
+            chosen = args[0]
+        if isinstance(kwargs.get("out"), Tensor):
+            chosen = kwargs["out"]
+        home = self._transfers.home(chosen)
+        return 0 if home is None else home
+
+
+@contextmanager
+def functions_on_one_device() -> Iterator[None]:
+    """The context in which autograd functions of the user's own are operations to the mode, as torch's are.
+
+    Their backward, too, returns each gradient on the one device where the function ran.
+    """
+    torchs = vars(torch.autograd.Function)["apply"]
+    ours = __name__.partition(".")[0]
+
+    def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        mode, own = _get_current_function_mode(), partial(torchs.__func__, function)
+        if not isinstance(mode, OneDevice) or function.__module__.partition(".")[0] == ours:
+            return own(*args, **kwargs)
+        return mode.run(own, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = torchs  # type: ignore[method-assign]
+
+
+# With the name of the gradients that they begin with, as torch passes them on to modes.
+_DIFFERENTIATING = {
+    torch.autograd.grad: "grad_outputs",
+    torch.autograd.backward: "grad_tensors",
+    Tensor.backward: "gradient",
+}
+
+
+def _listed(value: Any) -> list[Any]:
+    """One tensor or edge, or several."""
+    return [value] if isinstance(value, Tensor | GradientEdge) else list(value)
+
+
+def _edge(end: Any) -> GradientEdge:
+    return get_gradient_edge(end) if isinstance(end, Tensor) else end
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The operands that an operation changes, by its name."""
+    operands = [args[0]] if changes_first(getattr(func, "__name__", "")) else []
+    return tensors_of(*operands, kwargs.get("out"))
+
+
+def changes_first(name: str) -> bool:
+    """Whether an operation changes its first operand, by its name."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
+    return name.endswith("_")
