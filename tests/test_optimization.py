@@ -816,7 +816,7 @@ def test_glue_that_runs_again_in_the_backward_differs_by_rounding_only() -> None
     swapped = trainer_for(harmony(), max_epochs=2)
     swapped.fit(SkipsAgain(reentrant=False), loader())
     expected, found = (trainer.lightning_module.state_dict() for trainer in (plain, swapped))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 class _ByHand(torch.autograd.Function):
