@@ -380,6 +380,9 @@ class Detector:
         if not devices and (here.on_host or (not here.streams and here.device is None) or read or written):
             self._access_host(name, read, written)
             return
+        if not devices and _is_in_node_of_torch(sys._getframe(1)):
+            # It makes such tensors where its gradients are, which is not told here.
+            return
         number = min(devices, default=here.current_device().number)
         stream = here.current_stream(self.places[number])
         self.check_node(name, number, stream)
@@ -466,7 +469,7 @@ class Detector:
         if node is None or isinstance(node, torch._C._FunctionBase) is not in_python or hasattr(node, "variable"):
             return
         # Nor is it the node that computes while what it saved is brought back, or made again.
-        if {"_unpack", "unpack_hook"}.intersection(_callers(sys._getframe(1))):
+        if _is_unpacking(sys._getframe(1)):
             return
         made_on = self.here.at(node._sequence_nr()).get(number) or self.default_stream(number)
         if made_on is not stream:
@@ -489,6 +492,16 @@ class Mode(TorchDispatchMode):
         if not func.is_view:
             self._detector.note(func, args, kwargs, result)
         return result
+
+
+def _is_in_node_of_torch(frame: Any) -> bool:
+    """Whether a node of torch's own computes, and not Python that brings or makes again what it saved."""
+    node: Any = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch._C._FunctionBase) and not _is_unpacking(frame)
+
+
+def _is_unpacking(frame: Any) -> bool:
+    return not {"_unpack", "unpack_hook"}.isdisjoint(_callers(frame))
 
 
 def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:

@@ -101,6 +101,21 @@ class OwnFunction(nets.Language):
         return x
 
 
+class Mixes(nets.Language):
+    """Operations of all kinds take tensors of two devices, and one of them in two places."""
+
+    def body(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        second = self.blocks[1](first)
+        mask = first > 0
+        chosen = torch.where(mask, second, first).clone()
+        chosen[mask] = (second * first)[mask]
+        chosen += torch.lerp(first, second, first.mean()).clamp(min=second.min())
+        picked = second.gather(-1, first.argsort(-1)) + torch.cat((first, second), 1)[:, : first.shape[1]]
+        attention = F.scaled_dot_product_attention(first, second, torch.stack((chosen, picked)).sum(0))
+        return self.blocks[3](self.blocks[2](attention + torch.einsum("bld,bmd,bmd->bld", first, second, chosen)))
+
+
 class Differentiates(nets.Language):
     """Its forward differentiates what one device made by what another one has, from a gradient that is on a third place."""
 
@@ -122,6 +137,7 @@ OF_THE_BACKWARD: Mapping[str, Callable[[], nn.Module]] = {
     "checkpointed-glue": CheckpointedGlue,
     "by-hand": ByHand,
     "own-function": OwnFunction,
+    "mixes": Mixes,
     "differentiates": Differentiates,
 }
 
