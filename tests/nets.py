@@ -25,6 +25,24 @@ class Block(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
 
 
+class ByHand(torch.autograd.Function):
+    """Runs a block, and in the backward its parts once more, with a backward of their own: as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: Block) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        (x,), block = ctx.saved_tensors, ctx.block
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (x + block.down(F.gelu(block.up(block.norm(x))))).backward(gradient)
+        return x.grad, None
+
+
 class Language(nn.Module):
     """Embedding, blocks, head."""
 

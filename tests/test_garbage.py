@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:lightning", "ignore:.*LeafSpec.* is deprecated:FutureWarning"
 )
 
-# Python 3.12 itself spares the objects that never end, some hundred, from its first full collection on.
-FEW = 1_000
+# From Python 3.12 on, a full collection itself spares the objects that never end, some hundred. Before, nobody else does.
+MOST_OF_PYTHON = 1_000 if sys.version_info >= (3, 12) else 0
 
 
 class Cycle:
@@ -62,29 +63,29 @@ def fit(steps: int, **options: Any) -> Frozen:
 def test_what_lasts_is_looked_at_no_more_until_the_fit_is_over() -> None:
     frozen = fit(NUM_FIRST_STEPS + 2)
     spared = frozen.counts[NUM_FIRST_STEPS - 1 :]
-    assert max(frozen.counts[: NUM_FIRST_STEPS - 1]) < FEW
+    assert max(frozen.counts[: NUM_FIRST_STEPS - 1]) <= MOST_OF_PYTHON
     assert spared[0] > 10_000
     # But for what has ended since.
     assert all(0.9 * spared[0] < count <= spared[0] for count in spared)
-    assert gc.get_freeze_count() < FEW
+    assert gc.get_freeze_count() <= MOST_OF_PYTHON
     # What was garbage by then is gone, though all that was there was spared.
     assert frozen.garbage() is None
 
 
 def test_what_python_itself_spares_is_no_plan_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 3.12 on it does, from its first full collection on: all later ones looked at everything."""
+    """After a full collection of 3.12's own, it was taken for one, and the fit's collections looked at everything."""
     count = gc.get_freeze_count
     monkeypatch.setattr("lightning_harmony.garbage.gc.get_freeze_count", lambda: count() + 375)
     assert fit(NUM_FIRST_STEPS + 1).counts[-1] > 10_000
 
 
 def test_short_fits_leave_the_collector_alone() -> None:
-    assert max(fit(NUM_FIRST_STEPS - 1).counts) < FEW
+    assert max(fit(NUM_FIRST_STEPS - 1).counts) <= MOST_OF_PYTHON
 
 
 def test_who_turned_the_collector_off_has_plans_of_their_own() -> None:
     gc.disable()
-    assert max(fit(NUM_FIRST_STEPS + 1).counts) < FEW
+    assert max(fit(NUM_FIRST_STEPS + 1).counts) <= MOST_OF_PYTHON
 
 
 def test_what_the_user_froze_stays_frozen() -> None:
@@ -106,4 +107,4 @@ class Fails(pl.Callback):
 def test_a_fit_that_fails_spares_nothing_any_more() -> None:
     with pytest.raises(ValueError, match="of the user's"):
         fit(NUM_FIRST_STEPS + 2, callbacks=[Fails()])
-    assert gc.get_freeze_count() < FEW
+    assert gc.get_freeze_count() <= MOST_OF_PYTHON

@@ -819,24 +819,6 @@ def test_glue_that_runs_again_in_the_backward_differs_by_rounding_only() -> None
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-class _ByHand(torch.autograd.Function):
-    """Runs a block, and in the backward its parts once more, with a backward of their own: as reversible networks do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: nets.Block) -> Tensor:
-        ctx.block = block
-        ctx.save_for_backward(x)
-        return block(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
-        (x,), block = ctx.saved_tensors, ctx.block
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            (x + block.down(F.gelu(block.up(block.norm(x))))).backward(gradient)
-        return x.grad, None
-
-
 class RecomputesByHand(Model):
     """Calls layers' parts in the backward alone, in which the forward has left no trace of their parameters.
 
@@ -851,7 +833,7 @@ class RecomputesByHand(Model):
     def forward(self, batch: Tensor) -> Tensor:
         x = self.net.embed(batch)
         for block in self.net.blocks:
-            x = _ByHand.apply(x, block)
+            x = nets.ByHand.apply(x, block)
         for number in self.again:
             x = self.net.blocks[number](x)
         return self.net.logits(x) * self.scale

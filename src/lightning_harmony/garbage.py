@@ -7,7 +7,7 @@ import gc
 # Fits of fewer steps end before a full collection would come. After so many, what lasts as long as the fit is there.
 NUM_FIRST_STEPS = 5
 
-# Python 3.12 spares objects that never end by itself, some hundred; who froze those of a program has many times as many.
+# A full collection of Python 3.12 spares objects that never end, some hundred; who froze a program's has many times as many.
 MOST_IMMORTAL = 10_000
 
 

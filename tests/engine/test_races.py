@@ -55,28 +55,12 @@ class CheckpointedGlue(nets.Language):
         return x
 
 
-class _ByHand(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: nets.Block) -> Tensor:
-        ctx.block = block
-        ctx.save_for_backward(x)
-        return block(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
-        (x,), block = ctx.saved_tensors, ctx.block
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            (x + block.down(F.gelu(block.up(block.norm(x))))).backward(gradient)
-        return x.grad, None
-
-
 class ByHand(nets.Language):
     """Each block's parts have a backward of their own within that of the block."""
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = _ByHand.apply(x, block)
+            x = nets.ByHand.apply(x, block)
         return x
 
 

@@ -71,13 +71,13 @@ class OneDevice(TorchFunctionMode):
         places = {home for home in homes.values() if home is not None}
         if len(places) > 1:
             target = self._target(func, args, kwargs, tensors)
-            moved = {key: self._lane.moved for key, home in homes.items() if home not in (None, target)}
+            away = {key for key, home in homes.items() if home not in (None, target)}
             args, kwargs = tree_map_only(
                 Tensor,
-                lambda tensor: moved[id(tensor)](tensor, target) if id(tensor) in moved else tensor,
+                lambda tensor: self._lane.moved(tensor, target) if id(tensor) in away else tensor,
                 (args, kwargs),
             )
-            tensors = [tensor for tensor in tensors if id(tensor) not in moved]
+            tensors = [tensor for tensor in tensors if id(tensor) not in away]
         else:
             target = places.pop() if places else 0
         self._follow(target)
