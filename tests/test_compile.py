@@ -12,6 +12,7 @@ import pytest
 import torch
 from same_training import Net, compare, train_harmony, train_plain, trainer_for
 from torch import nn
+from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
@@ -183,6 +184,21 @@ def test_between_the_layers_of_a_compiled_container_nothing_of_ours_is_compiled(
     strategy = HarmonyStrategy(num_microbatches=4, device_memory=capacity)
     compare(plain, train(build(nets.Convolutions, backend), strategy, nets.images())[0])
     assert [trace for trace in compiled if "lightning_harmony" in trace] == []
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("capacity", [None, "96KiB"])
+def test_what_counts_memory_is_not_compiled(capacity: str | None) -> None:
+    """It was, and the compiler failed now and then: other threads count meanwhile, in a dict that it went through."""
+    compiled: list[str] = []
+    hook = register_bytecode_hook(lambda code, new: compiled.append(f"{code.co_name} in {code.co_filename}"))
+    try:
+        module = build(nets.Convolutions)
+        module.net.compile(backend="eager")
+        train(module, HarmonyStrategy(num_microbatches=4, device_memory=capacity), nets.images())
+    finally:
+        hook.remove()
+    assert [code for code in compiled if "lightning_harmony" in code] == []
 
 
 def test_compiled_glue_that_uses_a_parameter_is_refused_and_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -576,7 +576,16 @@ class _Meter(TorchDispatchMode):
 
 
 # What compiled glue calls is looked at by the compiler, too: a switch for this code, where a wrapper would cost each call.
-skip_code(_Meter.__torch_dispatch__.__code__)
+for _counting in (
+    _Meter.__torch_dispatch__,
+    VirtualDevice.count_results,
+    VirtualDevice.count,
+    VirtualDevice._count_storage,
+    VirtualDevice._forget,
+    VirtualDevice.room_for,
+    VirtualDevice.allocated_bytes,
+):
+    skip_code(_counting.__code__)
 # On which virtual device each storage is counted.
 _owners: dict[int, VirtualDevice] = {}
 # Nested modes would each see an operation: a thread has one meter, which counts for one device at a time.
