@@ -1,5 +1,6 @@
 """Which packs are on the device, who comes next, and who makes way."""
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from lightning_harmony.engine.stream import Happened, HostStream
 from lightning_harmony.engine.swap import SwappedPack, Swapper
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.task import Phase, Task
+from lightning_harmony.plan.task import Errand, Phase, Task
 
 NUM_PACKS = 5
 PACK_BYTES = 4096
@@ -91,7 +92,11 @@ def test_the_next_packs_are_fetched_ahead(model: Model) -> None:
     assert model.resident() == {0, 1, 2}
 
 
-def test_what_is_updated_comes_while_the_pack_before_it_is_not(model: Model) -> None:
+@pytest.mark.parametrize("is_told", [False, True], ids=["looking ahead", "as the plan tells"])
+def test_what_is_updated_comes_while_the_pack_before_it_is_not(model: Model, is_told: bool) -> None:
+    """Told what comes, the host waited for the first pack of a step, and the second came after it though it was updated."""
+    if is_told:
+        model.residents.moves = {(Phase.FORWARD, 0): tuple(Task(pack, Errand.SWAP_IN) for pack in (0, 1, 2))}
     layers = [model.residents.packs[index].parameters for index in (1, 0)]
     optimizer = torch.optim.SGD([p for parameters in layers for p in parameters], lr=0.1)
     for parameter in optimizer.param_groups[0]["params"]:
@@ -111,6 +116,30 @@ def test_what_is_updated_comes_while_the_pack_before_it_is_not(model: Model) -> 
     assert 0 not in found[1]
     assert model.resident() >= {0, 1}
     model.update.finish()
+
+
+def test_what_is_not_updated_keeps_its_room(model: Model) -> None:
+    """What comes behind it and is updated must not take it."""
+    first, *others = (model.residents.packs[index].parameters for index in (1, 2, 3))
+    optimizer = torch.optim.SGD([p for parameters in (*others, first) for p in parameters], lr=0.1)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    may_end = threading.Event()
+    place = model.forward(0)
+    model.residents.bring(place, 0)
+    model.update.start(optimizer, [first], lambda parameters: assert_set(may_end))
+    try:
+        assert not model.residents.prefetch(place, 0)
+        assert model.resident() == {0}
+    finally:
+        may_end.set()
+    model.update.finish()
+    assert model.residents.prefetch(place, 0)
+    assert model.resident() == {0, 1, 2}
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(20)
 
 
 def test_what_is_needed_last_makes_way(model: Model) -> None:

@@ -116,10 +116,14 @@ class TestSharing:
         wider = replace(other, stash_bytes=99)
         assert share_seconds([one, wider], ["block"] * 2) == [one, wider]
 
-    def test_the_first_of_its_kind_allocates_more_and_is_slow(self) -> None:
-        """On a GPU it makes a handle of each library for each lane: it used to be planned with what that took."""
-        first, _ = costs(2)
-        layers = [replace(first, name="1", forward_seconds=50.0, forward_work_bytes=999)]
+    @pytest.mark.parametrize("its_own", [{"forward_work_bytes": 999}, {"arriving_bytes": 0}, {"returning_bytes": 999}])
+    def test_the_first_of_its_kind_allocates_more_and_is_slow(self, its_own: dict[str, Any]) -> None:
+        """On a GPU it makes a handle of each library for each lane: it used to be planned with what that took.
+
+        It still was where tokens came to it, which are small, and to the others activations.
+        """
+        first = replace(costs(2)[0], arriving_bytes=40, returning_bytes=40)
+        layers = [replace(first, name="1", forward_seconds=50.0, **its_own)]
         layers += [replace(first, name=f"{n}", forward_seconds=3.0) for n in (2, 3)]
         shared = share_seconds(layers, ["block"] * 3)
         assert [cost.forward_seconds for cost in shared] == [3.0] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -194,9 +195,13 @@ class HostPool:
 
     Args:
         allocate: makes a flat uint8 buffer of a size.
+
+    Attributes:
+        making_seconds: how long it has taken to make buffers.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+        self.making_seconds = 0.0
         self._allocate = allocate
         self._free: dict[int, list[_Free]] = defaultdict(list)
         # Storages end in whatever thread drops the last reference.
@@ -234,7 +239,9 @@ class HostPool:
             self.give(self._make(num_bytes), None)
 
     def _make(self, num_bytes: int) -> Tensor:
+        start = time.perf_counter()
         buffer = self._allocate(num_bytes)
+        self.making_seconds += time.perf_counter() - start
         self._count(num_bytes)
         weakref.finalize(buffer.untyped_storage(), self._count, -num_bytes)
         return buffer

@@ -32,7 +32,7 @@ class Observation:
         stashed_before: what had been stashed before it.
         summing: whether the pack had gradients before it.
         began: when it began, where that is measured.
-        granted_seconds: the same on the host's clock.
+        granted_seconds: the same on the clock of the host's own work.
     """
 
     peak: Callable[[], int]
@@ -50,7 +50,7 @@ class LastTurn(NamedTuple):
         pack: the pack that ran, if any.
         phase: its phase.
         seconds: what it took of the host.
-        ended_seconds: the host's clock when it was over, and all of it noted.
+        ended_seconds: the clock of the host's own work when it was over, and all of it noted.
     """
 
     pack: SwappedPack | None
@@ -124,7 +124,7 @@ class Observer:
         peak = device.watch_peak()
         summing = pack is not None and bool(pack.accumulators)
         began = device.moment() if self.is_profiling else None
-        stashed, now = self._traffic.swapped_out["stash"], time.perf_counter()
+        stashed, now = self._traffic.swapped_out["stash"], self._busy_seconds()
         return Observation(peak, device.allocated_bytes(), stashed, summing, began, now)
 
     def end_turn(self, granted: Grant) -> None:
@@ -132,11 +132,11 @@ class Observer:
         observation, self._observation = self._observation, None
         if observation is None:
             return
-        taken = time.perf_counter() - observation.granted_seconds
+        taken = self._busy_seconds() - observation.granted_seconds
         device = self._placement.residents[granted.device].device
         self._note_seconds(granted, device, observation)
         self._note_work(granted, device, observation)
-        self._last_turn = LastTurn(granted.pack, granted.phase, taken, time.perf_counter())
+        self._last_turn = LastTurn(granted.pack, granted.phase, taken, self._busy_seconds())
 
     def forget_turns(self) -> None:
         """What comes next has nothing to do with the last turn."""
@@ -151,7 +151,15 @@ class Observer:
         if last is None or pack is None or (last.pack, last.phase) != (pack, phase) or len(pack.layers) > 1:
             return
         if self.is_profiling:
-            self._profiler.note_period(pack.layers[0], phase, last.seconds + time.perf_counter() - last.ended_seconds)
+            self._profiler.note_period(pack.layers[0], phase, last.seconds + self._busy_seconds() - last.ended_seconds)
+
+    def _busy_seconds(self) -> float:
+        """A clock that stands still while the host makes buffers, which it does once, or waits until copies leave room.
+
+        When they do depends on the plan, and replay tells.
+        """
+        waited = sum(residents.waited_seconds for residents in self._placement.residents)
+        return time.perf_counter() - self._pool.making_seconds - waited
 
     def _note_seconds(self, granted: Grant, device: Device, observation: Observation) -> None:
         """Keep how long a turn in a layer took, and what it stashed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class Residents:
         packs: those of the plan, by their indices, and those that it doesn't know, as they are on this device.
         pinned: the packs that lanes behind the running one will come through, wherever that is.
         visit: where lanes are on this device.
+        waited_seconds: how long the host has waited for copies to leave room.
     """
 
     def __init__(self, device: Device, swapper: Swapper, stash: Stash, number: int = 0) -> None:
@@ -76,6 +78,7 @@ class Residents:
         self.packs: list[SwappedPack] = []
         self.pinned: frozenset[int] = frozenset()
         self.visit: Visit | None = None
+        self.waited_seconds = 0.0
         self.device = device
         self.swapper = swapper
         self.stash = stash
@@ -189,7 +192,7 @@ class Residents:
         if over := [index for index in others if self.plan.is_over(index, place.phase, place.position)]:
             self._evict_one_of(over, place)
             return True
-        if self.stash.retire(wait=True) or self.device.retire(wait=True):
+        if self._await_room():
             return True
         if others or (others := [pack.index for pack in self._others(place.pack)]):
             self._evict_one_of(others, place)
@@ -199,6 +202,13 @@ class Residents:
             self.swapper.park_gradients(pack)
         return bool(summing) or self._forget_graphs(place.pack)
 
+    def _await_room(self) -> bool:
+        """Wait for the oldest copy that leaves room; whether there was one."""
+        start = time.perf_counter()
+        has_waited = self.stash.retire(wait=True) or self.device.retire(wait=True)
+        self.waited_seconds += time.perf_counter() - start
+        return has_waited
+
     def prefetch(self, place: Place, reserved_bytes: int) -> bool:
         """Start to swap in the packs that come next, as far as there is room.
 
@@ -207,20 +217,24 @@ class Residents:
             reserved_bytes: what must stay free for its work.
 
         Returns:
-            Whether there was room for all.
+            Whether all have come, or are on their way.
         """
+        have_come = True
         for following in self._following(place):
             if following.residency is not None:
                 self._due.pop(following.index, None)
                 continue
             if not self.swapper.is_current(following):
-                # The host has better to do than to wait for its update.
-                return False
+                # The host has better to do than to wait for its update. Those behind it may have been updated sooner.
+                have_come = False
+                if following is not place.pack:
+                    reserved_bytes += following.swap_in_bytes
+                continue
             if not self._make_room_ahead(following, following.swap_in_bytes + reserved_bytes, place):
                 return False
             self._due.pop(following.index, None)
             self.swapper.swap_in(following)
-        return True
+        return have_come
 
     def _make_room_ahead(self, following: SwappedPack, num_bytes: int, place: Place) -> bool:
         """Whether there is room to fetch a pack ahead. Where no plan tells what goes, what is needed later makes way."""

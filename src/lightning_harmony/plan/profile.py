@@ -57,12 +57,16 @@ class Profile:
         return {cost.name: cost for cost in self.layers}
 
 
+# The bytes of a cost that are not the layer's doing alone.
+_AROUND = ("forward_work_bytes", "backward_work_bytes", "arriving_bytes", "returning_bytes")
+
+
 def share_seconds(layers: Sequence[Cost], kinds: Sequence[str]) -> list[Cost]:
     """Let layers that do the same share what was timed of each: the median, which one slow turn does not move.
 
     Those do the same that are of one kind and cost the same bytes: their inputs have the same shapes, then. But what they
-    allocate meanwhile may differ: the first of its kind on a device also makes what libraries work with, which takes long.
-    Bytes are counted, not timed, so each layer keeps its own.
+    allocate meanwhile may differ, and what they find: the first of its kind on a device also makes what libraries work with,
+    which takes long, and what it is called with may be small. Bytes are counted, not timed, so each layer keeps its own.
 
     Args:
         layers: what each costs.
@@ -79,4 +83,5 @@ def share_seconds(layers: Sequence[Cost], kinds: Sequence[str]) -> list[Cost]:
 
 def _key(cost: Cost, kind: str) -> object:
     untimed: dict[str, Any] = dict.fromkeys(SECONDS, 0.0)
-    return kind, replace(cost, name="", forward_work_bytes=0, backward_work_bytes=0, **untimed)
+    around: dict[str, Any] = dict.fromkeys(_AROUND, 0)
+    return kind, replace(cost, name="", **around, **untimed)

@@ -1,0 +1,85 @@
+"""What turns are seen to take of the host."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.device import VirtualDevice
+from lightning_harmony.engine.host_store import HostPool, HostStore
+from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.observer import Observer
+from lightning_harmony.engine.profile import Profiler
+from lightning_harmony.engine.report import Traffic
+from lightning_harmony.engine.residents import Residents
+from lightning_harmony.engine.stash import Stash
+from lightning_harmony.engine.step import Grant
+from lightning_harmony.engine.stream import Happened
+from lightning_harmony.engine.swap import SwappedPack
+from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.task import Phase
+
+
+class Leaving(Happened):
+    """A copy that is over when it was waited for.
+
+    Args:
+        wait: waits.
+    """
+
+    def __init__(self, wait: Any) -> None:
+        self.synchronize = wait
+
+    def done(self) -> bool:
+        return False
+
+
+def test_a_turn_does_not_last_longer_for_buffers_that_are_made_once_and_for_room_that_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The head of a large vocabulary was planned with ten times as long as it takes: its first turn makes large buffers."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+
+    def lasting(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def made(num_bytes: int) -> Tensor:
+        lasting(50.0)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    device, pool, traffic = VirtualDevice(None), HostPool(made), Traffic()
+    module = nn.Linear(2, 2)
+    layer = SwappedLayer(0, "layer", module, list(module.parameters()))
+    store = HostStore(layer.parameters, device)
+    pack = SwappedPack(0, [layer], store)
+    swapper: Any = None
+    residents = Residents(device, swapper, Stash(device, pool, traffic))
+    placement: Any = SimpleNamespace(residents=[residents], plan=Plan((("layer",),), (0,), 0), packs=[pack])
+    lanes = [SimpleNamespace(task=(Phase.FORWARD, 0)), SimpleNamespace(task=None)]
+    step: Any = SimpleNamespace(turns=SimpleNamespace(running=lanes))
+    profiler = Profiler(traffic)
+    observer = Observer(step, placement, traffic, profiler, pool)
+    observer.begin_step(4, is_training=True, is_measuring=True, is_watching=False)
+    for progress in lanes:
+        observer.begin_turn(device, Phase.FORWARD, pack)
+        lasting(3.0)
+        if progress is lanes[0]:
+            pool.take(64)
+            device.keep_until(Leaving(lambda: lasting(20.0)), torch.empty(1))
+            assert device.retire() is False
+            assert residents.make_room(SimpleNamespace(pack=pack))  # type: ignore[arg-type]
+        observer.end_turn(Grant(progress, 0, Phase.FORWARD, pack))  # type: ignore[arg-type]
+        lasting(0.5)
+    # The first turn lasts 73 seconds, the second one 3, and each half a second behind it.
+    assert now == 3.0 + 50.0 + 20.0 + 0.5 + 50.0 + 3.0 + 0.5
+    assert profiler.complete(Cost("layer", 1, 1), layer).forward_seconds == 3.5
+    store.close()
+    device.close()
