@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from model import GPT, Shape, Tokens, build
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.errors import CapacityError, PlanError
+from lightning_harmony.garbage import NUM_FIRST_STEPS
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.replay import Prediction, predict
 
@@ -117,8 +118,8 @@ def fit(model: GPT, shape: Shape, row: str, options: argparse.Namespace) -> dict
     trainer.fit(model, DataLoader(data, batch_size=batch_size, collate_fn=steps))
     took = time.perf_counter() - start
     plan = strategy.plan
-    # The first step by the plan still grows the allocator's pools.
-    planned = [step for step in steps.taken if step["plan"] is plan][1:]
+    # The first step by the plan still grows the allocator's pools, and in one the garbage collector looks at everything once.
+    planned = [s for s in steps.taken[NUM_FIRST_STEPS:] if s["plan"] is not None and _does_the_same(s["plan"], plan)]
     if not planned:
         raise RuntimeError(f"the plan was still changed in the last of {options.steps} steps: give more --steps")
     measured = _measured(planned)
@@ -142,6 +143,11 @@ def fit(model: GPT, shape: Shape, row: str, options: argparse.Namespace) -> dict
     except PlanError as error:
         values["error"] = f"no prediction: {error}".splitlines()[0]
     return values
+
+
+def _does_the_same(plan: Plan, other: Plan) -> bool:
+    """Whether what they foresee is all in which they may differ."""
+    return replace(plan, predicted=None, profile=None) == replace(other, predicted=None, profile=None)
 
 
 def _measured(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -223,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--capacities", nargs="+", default=["4GiB", "8GiB", "16GiB"])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 16])
     parser.add_argument("--microbatch-size", type=int, help="sequences; by default 2, and 1 of the 5B model")
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--accelerator", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--only", nargs="+", help="these rows alone, such as 5B/8GiB/16")

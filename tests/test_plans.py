@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_harmony import CapacityError, HarmonyStrategy, PlanError, StepReport
 from lightning_harmony.engine.host_store import HostPool
 from lightning_harmony.engine.lane import current_lane
+from lightning_harmony.engine.profile import Speed, UpdateSpeeds
 from lightning_harmony.engine.stream import HostStream
 from lightning_harmony.plan.graphs import fused_alone
 from lightning_harmony.plan.lowering import lower
@@ -89,6 +90,38 @@ class TestProfile:
         assert plan.profile is not None
         assert plan.profile.machine.update_bytes_per_second is None
         assert plan.predicted is not None
+
+    @pytest.mark.parametrize(("beside_copies", "expected"), [(600.0, 600.0), (950.0, 1000.0)])
+    def test_updates_that_are_slower_beside_the_copies_of_the_plan_are_foreseen_so(
+        self, beside_copies: float, expected: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Layer by layer there are few copies beside them: on GPUs, steps that updates bound were predicted too short."""
+        seen: list[float] = []
+        note = UpdateSpeeds.note
+
+        def told(self: UpdateSpeeds, of_step: Speed) -> None:
+            if of_step.num_bytes:
+                seen.append(1000.0 if len(seen) < 2 else beside_copies)
+                of_step = Speed(int(seen[-1]), 1.0)
+            note(self, of_step)
+
+        monkeypatch.setattr(UpdateSpeeds, "note", told)
+        plans: list[Plan] = []
+        look = Reports()
+        look.on_train_batch_start = lambda trainer, *args: plans.append(trainer.strategy.plan)  # type: ignore[method-assign]
+        strategy = HarmonyStrategy(device_memory="96KiB", num_microbatches=4, profile_cache=False)
+        trainer = trainer_for(strategy, 8, [look], devices=1)
+        trainer.fit(build(), DataLoader(nets.tokens(64), batch_size=8))
+        foreseen = {
+            plan.profile.machine.update_bytes_per_second: plan.predicted.seconds
+            for plan in plans
+            if plan.profile is not None and plan.predicted is not None
+        }
+        # None had been seen when the first plan was made.
+        assert list(foreseen) == list(dict.fromkeys([None, 1000.0, expected]))
+        # What is foreseen changes, and not what is done.
+        assert foreseen[expected] >= foreseen[1000.0]
+        assert len({(plan.packs, plan.first_fused, plan.kept) for plan in plans[-4:]}) == 1
 
     def test_the_strategy_tells_it(self) -> None:
         strategy = HarmonyStrategy(num_microbatches=4)

@@ -13,7 +13,7 @@ from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import HostStore
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.measurements import Measurements
-from lightning_harmony.engine.profile import Profiler, Speed
+from lightning_harmony.engine.profile import Profiler, UpdateSpeeds
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.workspace import WorkSpace
 from lightning_harmony.plan.cost import SECONDS
@@ -45,7 +45,7 @@ def test_what_is_recalled_is_as_if_it_had_been_measured(devices: list[VirtualDev
     module = torch.nn.Linear(2, 2)
     store = HostStore(list(module.parameters()), devices[0])
     layer = SwappedLayer(0, "layer", module, list(module.parameters()))
-    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), Speed())
+    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), UpdateSpeeds())
     nothing = measured.cost(layer)
     assert measured.machine() == MachineLimits(800)
     seen: dict[str, Any] = {**dict.fromkeys(COUNTED, 6), **dict.fromkeys(SECONDS, 0.5)}

@@ -10,7 +10,7 @@ import torch
 
 from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.layer import SwappedLayer
-from lightning_harmony.engine.profile import Profiler, Speed
+from lightning_harmony.engine.profile import Profiler, Speed, UpdateSpeeds
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.task import Phase
@@ -165,3 +165,15 @@ def test_what_is_recalled_is_as_if_it_had_been_measured(profiler: Profiler) -> N
     speed.note(20, 3.0)
     speed.recall(99.0)
     assert speed.bytes_per_second == 10.0
+
+
+def test_updates_are_as_fast_as_ever_until_it_is_settled_how_fast_they_are() -> None:
+    speeds = UpdateSpeeds()
+    for num_bytes in (10, 30, 20):
+        speeds.note(Speed(num_bytes, 1.0))
+    # A step without any.
+    speeds.note(Speed())
+    assert (speeds.fastest.bytes_per_second, speeds.newest.bytes_per_second) == (30.0, 20.0)
+    speeds.settle(25.0)
+    speeds.note(Speed(20, 1.0))
+    assert speeds.fastest.bytes_per_second == 25.0

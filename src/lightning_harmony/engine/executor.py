@@ -132,7 +132,7 @@ class Executor:
         self._transfers = transfers = Transfers(
             devices, self.traffic, lambda to, size: residents[to].admit(size), observer.timing_transfer
         )
-        measured = Measurements(devices, self.store, profiler, observer.works[True], self.updater.speed)
+        measured = Measurements(devices, self.store, profiler, observer.works[True], self.updater.speeds)
         self._planner = planner = Planner(swapped.layers, devices, parallel, fingerprint, measured, plan, records)
         self._sums = sums = GradientSums(swapped, step, placement, transfers, self.updater, observer, profiler)
         self._visits = visits = Visits(step, placement, observer, profiler, self.traffic, self.recorder, compute_dtype)

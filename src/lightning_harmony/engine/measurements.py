@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.host_store import HostStore
 from lightning_harmony.engine.layer import SwappedLayer
-from lightning_harmony.engine.profile import Profiler, Speed
+from lightning_harmony.engine.profile import Profiler, UpdateSpeeds
 from lightning_harmony.engine.workspace import WorkSpace
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.profile import MachineLimits
@@ -26,14 +26,14 @@ class Measurements:
         store: the host store, from which layers come.
         profiler: what was timed.
         work: what was allocated.
-        update_speed: of updates just in time.
+        update_speeds: of updates just in time.
     """
 
     devices: Sequence[Device]
     store: HostStore
     profiler: Profiler
     work: WorkSpace
-    update_speed: Speed
+    update_speeds: UpdateSpeeds
 
     def cost(self, layer: SwappedLayer) -> Cost:
         """What a layer was seen to cost."""
@@ -46,7 +46,7 @@ class Measurements:
             swap_in_bytes_per_second=self.profiler.swap_in.bytes_per_second,
             swap_out_bytes_per_second=self.profiler.swap_out.bytes_per_second,
             transfer_bytes_per_second=self.profiler.transfer.bytes_per_second,
-            update_bytes_per_second=self.update_speed.bytes_per_second,
+            update_bytes_per_second=self.update_speeds.fastest.bytes_per_second,
             # Between steps, when nothing of a step is there.
             occupied_bytes=max(device.allocated_bytes() for device in self.devices),
         )
@@ -67,7 +67,7 @@ class Measurements:
         self.profiler.swap_in.recall(record.machine.swap_in_bytes_per_second)
         self.profiler.swap_out.recall(record.machine.swap_out_bytes_per_second)
         self.profiler.transfer.recall(record.machine.transfer_bytes_per_second)
-        self.update_speed.recall(record.machine.update_bytes_per_second)
+        self.update_speeds.fastest.recall(record.machine.update_bytes_per_second)
 
     def forget_layers(self) -> None:
         """Forget what layers cost: from now on they run otherwise."""

@@ -27,6 +27,8 @@ CHECKED_STEPS, WARM_UP_STEPS = 8, 3
 FAR_OFF = 2.0
 # How many times as fast as before updates have to be for a plan to be looked at again.
 CLEARLY_FASTER = 1.25
+# In how many steps by a plan updates are timed beside its copies, and how far off they may be before it is foreseen anew.
+TIMED_UPDATES, OFF = 3, 1.1
 
 
 class Records(Protocol):
@@ -157,6 +159,8 @@ class Planner:
         self._record: Record | None = None
         self._rests_on_record = self._is_to_be_checked = self._changes_number = False
         self._seconds: list[float] = []
+        # In the first steps by the plan.
+        self._update_speeds: list[float] = []
         self._plan = self.layer_by_layer(range(len(layers)))
 
     @property
@@ -224,15 +228,31 @@ class Planner:
             self._plan = plan if self._given is not None else improved(plan, self._names(self._calls))
             self._write(self._record)
             return self._plan
+        if self._sees_slower_updates():
+            self._measured.update_speeds.settle(median(self._update_speeds))
+            self._plan = foreseen(self._plan, self._costs(), self._measured.machine())
+            self._write(self._record)
+            return self._plan
         return None
 
     def _sees_faster_updates(self) -> bool:
         """Whether updates are clearly faster than when the plan was made, or none had been seen by then."""
-        profile, now = self._plan.profile, self._measured.update_speed.bytes_per_second
+        profile, now = self._plan.profile, self._measured.update_speeds.fastest.bytes_per_second
         if profile is None or now is None:
             return False
         known = profile.machine.update_bytes_per_second
         return known is None or now > CLEARLY_FASTER * known
+
+    def _sees_slower_updates(self) -> bool:
+        """Whether updates take longer beside the copies of the plan than they did before. It is asked after each step."""
+        profile, now = self._plan.profile, self._measured.update_speeds.newest.bytes_per_second
+        if profile is None or now is None or len(self._update_speeds) == TIMED_UPDATES:
+            return False
+        self._update_speeds.append(now)
+        known = profile.machine.update_bytes_per_second
+        if known is None or len(self._update_speeds) < TIMED_UPDATES:
+            return False
+        return OFF * median(self._update_speeds) < known
 
     def choose_number(self, batch_size: int, num_elements: int, usual: int) -> int | None:
         """The number of microbatches that is predicted to make a step fastest; None as long as nothing is known.
@@ -360,6 +380,7 @@ class Planner:
     def _planned(self, num_elements: int, num_microbatches: int) -> Plan:
         """A plan from what is known of the layers."""
         self.is_planned, self.measured_elements = True, num_elements
+        self._update_speeds.clear()
         if self._given is not None:
             packs = self._given_packs(self._given)
             self._plan = self._with_its_packs(self._packed(packs, self._calls), num_microbatches)

@@ -6,7 +6,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Any, TypeAlias
 
@@ -51,6 +51,30 @@ class Speed:
     def bytes_per_second(self) -> float | None:
         """What all of them together came to; None if there was nothing to time."""
         return self.num_bytes / self.seconds if self.num_bytes and self.seconds > 0 else None
+
+
+@dataclass
+class UpdateSpeeds:
+    """Of updates just in time.
+
+    Attributes:
+        fastest: of the step in which they were fastest. The first ones share the host with its making of buffers.
+        newest: of the newest step in which there were any.
+    """
+
+    fastest: Speed = field(default_factory=Speed)
+    newest: Speed = field(default_factory=Speed)
+
+    def note(self, of_step: Speed) -> None:
+        """The updates of a step are done."""
+        self.fastest.keep_faster(of_step)
+        if of_step.num_bytes:
+            self.newest = of_step
+
+    def settle(self, bytes_per_second: float) -> None:
+        """What was faster before does not count any more."""
+        self.fastest = Speed()
+        self.fastest.recall(bytes_per_second)
 
 
 class Profiler:

@@ -25,7 +25,7 @@ from lightning_harmony.engine.postponed import (
     UpdateHeard,
     sort_state,
 )
-from lightning_harmony.engine.profile import Speed
+from lightning_harmony.engine.profile import Speed, UpdateSpeeds
 from lightning_harmony.engine.stream import Event, HostEvent, HostStream, wait_for_one
 from lightning_harmony.engine.swap import HostGradients
 
@@ -98,8 +98,7 @@ class Updater:
 
     Attributes:
         overlap: of all updates.
-        speed: of the updates just in time in the step in which they were fastest. The first ones share the host with its
-            making of buffers.
+        speeds: of the updates just in time.
         norms: of the gradients of this step, where they were asked for.
         postponed: the update of the step before, where it runs under this one's forward.
     """
@@ -112,7 +111,7 @@ class Updater:
         spared_cores: Collection[int] = (),
         on_update: UpdateHeard = lambda parameters, start, end: None,
     ) -> None:
-        self.speed, self._speed_of_step = Speed(), Speed()
+        self.speeds, self._speed_of_step = UpdateSpeeds(), Speed()
         self._pool = pool
         self._devices = devices
         # A thread of its own: the update of a pack runs under the backward of the next.
@@ -235,7 +234,7 @@ class Updater:
         updated, self._updated = self._updated, {}
         optimizer = self._step.optimizer
         # Before anybody plans with what updates take, some have to be timed.
-        if optimizer is not None and self._step.may_outlast and self.speed.bytes_per_second is not None:
+        if optimizer is not None and self._step.may_outlast and self.speeds.fastest.bytes_per_second is not None:
             self.postponed.follow(optimizer, updated, self._known)
         else:
             self._wait_for(submitted)
@@ -252,7 +251,7 @@ class Updater:
         """Wait until nothing is under way, on the way out of an error or before the next step."""
         self._stream.submit(lambda: None).synchronize()
         # Nobody times any more.
-        self.speed.keep_faster(self._speed_of_step)
+        self.speeds.note(self._speed_of_step)
         self._speed_of_step = Speed()
 
     def _take(
