@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+# Half of the model: of the whole one, what DeepSpeed keeps on the host does not fit 128 GiB.
+_HALF = ["--layers", "12"]
 CONTENDERS: dict[str, list[str]] = {
     "in memory, recompute": ["--strategy", "recompute"],
     "in memory": ["--strategy", "plain"],
@@ -32,12 +34,23 @@ CONTENDERS: dict[str, list[str]] = {
         ]
         for number in (1, 2, 4)
     },
+    "half: in memory, recompute, bf16 parameters": ["--strategy", "recompute", "--precision", "bf16-true", *_HALF],
+    "half: harmony, 16 GiB, bf16-compute": ["--device-memory", "16GiB", "--precision", "bf16-compute", *_HALF],
+    "half: RoundPipe": ["roundpipe", *_HALF],
+    "half: RoundPipe, synchronous": ["roundpipe", "--synchronous", *_HALF],
+    "half: DeepSpeed ZeRO-3, both offloads": ["deepspeed", *_HALF],
+    "half: FSDP2, CPU offload": ["fsdp2", *_HALF],
 }
 
 
 def run(arguments: list[str]) -> dict[str, Any]:
-    """The row that a contender prints; what went wrong, if it doesn't."""
-    command = [sys.executable, str(Path(__file__).with_name("train.py")), *arguments]
+    """The row that a contender prints.
+
+    Raises:
+        RuntimeError: if it doesn't, with what it said last.
+    """
+    script = "train.py" if arguments[0].startswith("--") else "peers.py"
+    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
@@ -61,7 +74,12 @@ def main() -> None:
     print("| | " + " | ".join(columns) + " | swapped in, GB | out, GB | update hidden |")
     print("|---|" + "--:|" * (len(columns) + 3))
     for name in options.only:
-        row = run([*CONTENDERS[name], "--steps", str(options.steps)])
+        try:
+            row = run([*CONTENDERS[name], "--steps", str(options.steps)])
+        except RuntimeError as error:
+            # A peer that isn't installed, say: the others are compared all the same.
+            print(f"| {name} | {str(error).splitlines()[-1]} |", flush=True)
+            continue
         report = row.get("report", {})
         swapped = [sum(report.get(f"swapped_{way}_bytes", {}).values()) / 1e9 for way in ("in", "out")]
         cells = [str(row[column]) for column in columns] + [f"{each:.1f}" for each in swapped]
