@@ -1,5 +1,6 @@
 """Norms that are known early have the bits of torch's; a postponed update takes what it needs when it is asked for."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -69,6 +70,33 @@ class TestNorms:
             change(parameters[4])
         expected = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         assert torch.equal(norms.total(parameters), expected)
+
+    def test_several_threads_compute_the_bits_of_torchs_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Torch goes through a tensor in one thread: for gigabytes, that held up each step whose gradients are clipped."""
+        parameters = [nn.Parameter(torch.empty(3, 1 << 18)) for _ in range(4)] + some_parameters(3)
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        expected = [float(norm) for norm in torch._foreach_norm(grads, 2.0)]
+        foreach_norm, both = torch._foreach_norm, threading.Barrier(2, timeout=20)
+        computing: set[str] = set()
+
+        def watched(gradients: list[torch.Tensor], order: float) -> tuple[torch.Tensor, ...]:
+            if gradients[0].shape[0] == 3:
+                computing.add(threading.current_thread().name)
+                both.wait()
+            return foreach_norm(gradients, order)
+
+        monkeypatch.setattr(torch, "_foreach_norm", watched)
+        monkeypatch.setattr(os, "cpu_count", lambda: 2)
+        norms = Norms()
+        norms.note(parameters)
+        monkeypatch.undo()
+        assert len(computing) == 2
+        assert [float(norms.total([parameter])) for parameter in parameters] == expected
+        assert torch.equal(norms.total(parameters), torch.nn.utils.get_total_norm(grads))
+        norms.close()
+        assert not computing & {thread.name for thread in threading.enumerate()}
 
     def test_of_several_types_and_of_nothing_are_torchs(self) -> None:
         parameters = some_parameters(2)

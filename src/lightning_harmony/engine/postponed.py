@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_harmony.engine.cores import run_anywhere
 from lightning_harmony.engine.stream import Event, HostEvent, HostStream
 
 # Changes the gradients of some parameters in place, whichever they are.
@@ -23,6 +26,8 @@ Clip = Callable[[list[nn.Parameter]], None]
 UpdateHeard = Callable[[Iterable[nn.Parameter], float, float], None]
 # While it waits for an update, the host looks this often whether there is something else to do.
 _GLANCE_SECONDS = 2e-4
+# Threads that compute norms, each that of one gradient of at least so many bytes.
+_MOST_NORM_THREADS, _LARGE_BYTES = 8, 1 << 20
 
 
 class Recorder(Protocol):
@@ -117,19 +122,36 @@ class _Norm:
 
 
 class Norms:
-    """Norms of gradients, each computed when its gradient arrives; their norm is that of `torch.nn.utils.get_total_norm`."""
+    """Norms of gradients, each computed when its gradient arrives; their norm is that of `torch.nn.utils.get_total_norm`.
 
-    def __init__(self) -> None:
+    Torch computes the norm of a tensor in one thread, which takes long for gigabytes. Here several do, each that of a tensor.
+
+    Args:
+        spared_cores: of the processor, where none of them runs.
+    """
+
+    def __init__(self, spared_cores: Collection[int] = ()) -> None:
         self._known: dict[nn.Parameter, _Norm] = {}
+        num_threads = min(_MOST_NORM_THREADS, os.cpu_count() or 1)
+        # Threads begin when there is work for them.
+        begin = partial(run_anywhere, spared_cores)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="harmony-norms", initializer=begin)
 
     def note(self, parameters: Sequence[nn.Parameter]) -> None:
         """Compute the norm of the gradient of each."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         # The number of threads decides in which order a norm's squares are summed.
         num_threads = torch.get_num_threads()
-        values = torch._foreach_norm(gradients, 2.0) if gradients else ()
-        for parameter, gradient, value in zip(parameters, gradients, values, strict=True):
+        for parameter, gradient, value in zip(parameters, gradients, self._computed(gradients), strict=True):
             self._known[parameter] = _Norm(gradient, gradient._version, num_threads, value)
+
+    def _computed(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Of each, whatever the thread: the bits are those that torch computes in its one."""
+        large = [gradient for gradient in gradients if _is_large(gradient)]
+        small = [gradient for gradient in gradients if not _is_large(gradient)]
+        of_large = self._pool.map(lambda gradient: torch._foreach_norm([gradient], 2.0)[0], large)
+        of_small = iter(torch._foreach_norm(small, 2.0) if small else ())
+        return [next(of_large if _is_large(gradient) else of_small) for gradient in gradients]
 
     def total(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The norm of all gradients together."""
@@ -153,6 +175,14 @@ class Norms:
     def clear(self) -> None:
         """Forget them, and let their gradients go."""
         self._known = {}
+
+    def close(self) -> None:
+        """Join the threads."""
+        self._pool.shutdown(wait=True)
+
+
+def _is_large(gradient: Tensor) -> bool:
+    return gradient.numel() * gradient.element_size() >= _LARGE_BYTES
 
 
 class Share:

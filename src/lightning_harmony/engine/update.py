@@ -117,7 +117,7 @@ class Updater:
         # A thread of its own: the update of a pack runs under the backward of the next.
         self._stream = HostStream("update", spared_cores)
         self.overlap = Overlap(spared_threads=spared_threads, on_update=on_update)
-        self.norms = Norms()
+        self.norms = Norms(spared_cores)
         self.postponed = PostponedUpdate(self._stream, devices, self.overlap)
         self._step = _Step()
         self._known: frozenset[Tensor] = frozenset()
@@ -315,6 +315,7 @@ class Updater:
         """Finish what was asked for and join the thread."""
         self.postponed.drain()
         self._stream.close()
+        self.norms.close()
 
 
 def _set_gradient(target: nn.Parameter, parameter: nn.Parameter, parts: list[_Part]) -> None:
