@@ -8,9 +8,9 @@ from typing import Any
 
 from lightning_harmony import host_memory
 from lightning_harmony.engine.executor import Executor
-from lightning_harmony.engine.update import RING
 from lightning_harmony.errors import PlanError
 from lightning_harmony.lightning_tree import LightningTree
+from lightning_harmony.plan.host_gradients import waiting_bytes
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.page import format_seconds
 from lightning_harmony.plan.plan import Plan
@@ -119,10 +119,9 @@ def _table(
     """What lives on the host, and what of it goes to the devices and comes from there in a step."""
     plan = engine.plan
     assert plan.profile is not None
-    gradients = sorted(cost.gradient_bytes for cost in plan.profile.pack_costs(plan.packs))
+    gradients = [cost.gradient_bytes for cost in plan.profile.pack_costs(plan.packs)]
     state = host_memory.expected_state_bytes(optimizers)
-    # Just in time, the gradients of few packs wait for their update.
-    most = sum(gradients if is_deferred else gradients[-RING:])
+    most = waiting_bytes(gradients, is_deferred=is_deferred)
     on_host = {
         "weights": format_bytes(engine.store.num_bytes),
         "gradients": format_bytes(most) if most == sum(gradients) else f"up to {format_bytes(most)}",

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.device import free_host_bytes
 from lightning_harmony.errors import CapacityError
+from lightning_harmony.plan.host_gradients import bytes_beside_state
 from lightning_harmony.plan.memory_size import format_bytes
 
 # Host bytes of optimizer state per parameter byte, where it is known before the first step.
 STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "RMSprop": 1, "Adagrad": 1}
 
 
-def refuse_too_little(optimizers: Sequence[Optimizer]) -> None:
+def refuse_too_little(
+    optimizers: Sequence[Optimizer], layers: Iterable[Iterable[nn.Parameter]], *, is_deferred: bool
+) -> None:
     """Refuse to train where gradients and optimizer state will not fit.
+
+    Args:
+        optimizers: of the training.
+        layers: the parameters of each. Packs of several will need more, as far as there is more.
+        is_deferred: whether no update runs just in time.
 
     Raises:
         CapacityError: saying how many bytes the host is short.
     """
-    trainable = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    gradient_bytes = sum(p.numel() * p.element_size() for p in trainable if p.requires_grad)
-    copies = 1 + max((STATE_COPIES.get(type(optimizer).__name__, 0) for optimizer in optimizers), default=0)
-    needed, free = copies * gradient_bytes, free_host_bytes()
+    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    sizes = {p: p.numel() * p.element_size() for p in trained if p.requires_grad}
+    copies = max((STATE_COPIES.get(type(optimizer).__name__, 0) for optimizer in optimizers), default=0)
+    state_bytes = copies * sum(sizes.values())
+    # Each parameter in one layer; those of none, by themselves.
+    gradients = [sum(sizes.pop(p, 0) for p in layer) for layer in layers]
+    gradients += sizes.values()
+    needed = state_bytes + bytes_beside_state(gradients, state_bytes, is_deferred=is_deferred)
+    free = free_host_bytes()
     if free is not None and needed > free:
         raise CapacityError(
             f"the host is {format_bytes(needed - free)} short: gradients and optimizer state take {format_bytes(needed)}, "

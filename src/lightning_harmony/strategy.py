@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_harmony import host_memory
 from lightning_harmony.checkpoints import refuse_directory, refuse_sharded
 from lightning_harmony.deferred_update import DeferredUpdate
 from lightning_harmony.engine.decompose import Layer, find_layers
@@ -291,9 +290,8 @@ class HarmonyStrategyMixin(_Base):
         )
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
-            host_memory.refuse_too_little(self.optimizers)
             assert self._training is not None
-            self._training.show_start()
+            self._training.start()
         self.setup_precision_plugin()
 
     def _prepare(self, trainer: Any, engine: Executor, split_check: SplitCheck, summary: FitSummary) -> None:

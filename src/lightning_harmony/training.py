@@ -21,6 +21,7 @@ from lightning_harmony.engine.rng import stream_seed
 from lightning_harmony.engine.turns import Microbatch
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.fit_summary import FitSummary
+from lightning_harmony.host_memory import refuse_too_little
 from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.microbatches import TrainingStep, merging_logs, num_elements
@@ -53,8 +54,15 @@ class Training:
         self._chosen: int | None = None
         self._least_samples = 2 if batch_norms(self._module) else 1
 
-    def show_start(self) -> None:
-        """Say what is known before the first step."""
+    def start(self) -> None:
+        """Say what is known before the first step.
+
+        Raises:
+            CapacityError: if the host has too little memory.
+        """
+        layers = [self._module.get_submodule(name).parameters() for pack in self.engine.plan.packs for name in pack]
+        is_deferred = self._runs_alone() or self.deferred.policy.choose()[0] == "deferred"
+        refuse_too_little(self.trainer.optimizers, layers, is_deferred=is_deferred)
         self.summary.show_start(runs_alone=self._runs_alone())
 
     def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -14,7 +14,8 @@ from lightning_harmony.engine.host_store import HostPool, lay_out
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.stream import Event, Happened
 from lightning_harmony.engine.swap import HostGradients
-from lightning_harmony.engine.update import RING, SEPARABLE, Updater, why_not_separable
+from lightning_harmony.engine.update import SEPARABLE, Updater, why_not_separable
+from lightning_harmony.plan.host_gradients import RING
 
 Groups = list[dict[str, object]]
 

@@ -28,6 +28,7 @@ from lightning_harmony.engine.postponed import (
 from lightning_harmony.engine.profile import Speed, UpdateSpeeds
 from lightning_harmony.engine.stream import Event, HostEvent, HostStream, wait_for_one
 from lightning_harmony.engine.swap import HostGradients
+from lightning_harmony.plan.host_gradients import RING
 
 # Optimizers that update each parameter from its own gradient and state alone, so that a step pack by pack is the same
 # step. (LBFGS is not one: it searches along all parameters together.)
@@ -79,11 +80,6 @@ class _Step:
     with_norms: bool = False
     reuses: bool = True
     may_outlast: bool = False
-
-
-# How many packs' gradients may be on their way into an update just in time. The fused packs, up to a quarter of them, become
-# final together; what waits beyond those would only take host memory, as the device's work is launched far ahead.
-RING = 8
 
 
 class Updater:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost, pack_cost
 from lightning_harmony.plan.deciding import decide
+from lightning_harmony.plan.host_gradients import bytes_beside_state
 from lightning_harmony.plan.line import on_line
 from lightning_harmony.plan.machine import Machine
 from lightning_harmony.plan.plan import Plan, Predicted, visits_of
@@ -57,7 +58,7 @@ class HostNeed:
 
     Attributes:
         weight_bytes: parameters.
-        gradient_bytes: their gradients.
+        gradient_bytes: the most of their gradients that is there beside the optimizer's state.
         optimizer_bytes: the optimizer's state.
         stash_bytes: the stash of all microbatches.
     """
@@ -303,11 +304,12 @@ class _Step:
 
     def _host(self) -> HostNeed:
         layers: Sequence[LayerProfile] = self._profile.layers
-        trained = sum(layer.trained_bytes for layer in layers)
+        state = self._state_copies * sum(layer.trained_bytes for layer in layers)
+        packs = [sum(layers[index].trained_bytes for index in pack) for pack in self._packs]
         return HostNeed(
             weight_bytes=self._profile.weight_bytes,
-            gradient_bytes=trained,
-            optimizer_bytes=trained * self._state_copies,
+            gradient_bytes=bytes_beside_state(packs, state, is_deferred=self._is_deferred),
+            optimizer_bytes=state,
             stash_bytes=self._lanes * sum(layer.stash_bytes for layer in layers),
         )
 
