@@ -48,7 +48,7 @@ class Measurements:
             transfer_bytes_per_second=self.profiler.transfer.bytes_per_second,
             update_bytes_per_second=self.update_speeds.fastest.bytes_per_second,
             # Between steps, when nothing of a step is there.
-            occupied_bytes=max(device.allocated_bytes() for device in self.devices),
+            occupied_bytes=max(device.allocated_bytes() + device.uncounted_bytes for device in self.devices),
         )
 
     def recall(self, record: Record, num_elements: int, layers: Mapping[str, SwappedLayer]) -> None:

@@ -73,23 +73,24 @@ def footprints(plan: Plan, packs: Sequence[Cost]) -> list[Footprint]:
         if keeps:
             # The code behind the layers keeps on the device what it would stash.
             behind = max(cost.stash_bytes - entering, 0)
-            graph, stash = max(of_layers + behind, entering), 0
+            graph, stash, loaded = max(of_layers + behind, entering), 0, 0
             work = max(cost.forward_work_bytes - leaving, 0)
+            # What was measured made the graph anew. With the last one came the loss, which comes before: what its code keeps
+            # was loaded for it, and no graph was there yet.
+            counted = of_layers if position < len(costs) - 1 else max(of_layers, cost.behind_bytes)
         else:
-            graph, stash = 0, cost.stash_bytes
-            work = 0
-        loaded = min(stash, cost.backward_work_bytes)
+            graph, stash, work = 0, cost.stash_bytes, 0
+            counted = loaded = min(stash, cost.backward_work_bytes)
         beside = [*arriving, returning[-1]][position + 1]
         there, left = entering + arriving[position], graph + stash + leaving
         back = entering + (returning[position - 1] if position else 0)
-        work_back = cost.backward_work_bytes - (of_layers if keeps else loaded)
         found.append(
             Footprint(
                 there_bytes=there,
                 forward_bytes=max(left + beside - there + work, cost.forward_work_bytes),
                 forward_left_bytes=left + beside,
                 returning_bytes=leaving + returning[position],
-                backward_bytes=max(work_back, entering, back - returning[position]),
+                backward_bytes=max(cost.backward_work_bytes - counted, entering, back - returning[position]),
                 backward_left_bytes=back,
                 input_bytes=entering,
                 output_bytes=leaving,
