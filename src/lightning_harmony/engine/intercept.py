@@ -380,7 +380,11 @@ class LayerCall:
 
     def own(self, tensor: Tensor) -> Tensor:
         """An output that will outlive the visit: what lies in the weights' memory is copied out of it."""
-        return tensor.clone() if lies_in(tensor, self.residency.weights) else tensor
+        if not lies_in(tensor, self.residency.weights):
+            return tensor
+        # Not in the lane's own work: what takes the weights' place waits for what the last lane did, and for what computed.
+        with self.residency.device.computing():
+            return tensor.clone()
 
     def forget(self) -> None:
         """Let the graph go: the backward will recompute."""
