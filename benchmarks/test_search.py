@@ -1,6 +1,6 @@
 """How long the search for a plan takes.
 
-pytest benchmarks/test_search.py --benchmark-only --benchmark-columns=median,min,max,rounds
+pytest benchmarks/test_search.py --benchmark-enable --benchmark-only --benchmark-columns=median,min,max,rounds
 """
 
 from __future__ import annotations
