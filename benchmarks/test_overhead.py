@@ -1,6 +1,6 @@
 """What swapping costs on a CPU device: the hand-over of a lane, and a whole step beside plain Lightning.
 
-pytest benchmarks/test_overhead.py --benchmark-enable --benchmark-only --benchmark-columns=median,min,max,rounds
+pytest benchmarks/test_overhead.py --benchmark-enable --benchmark-only -W ignore --benchmark-columns=median,min,max,rounds
 """
 
 from __future__ import annotations

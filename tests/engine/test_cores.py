@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_harmony.engine import touched_memory
 from lightning_harmony.engine.cores import core_of_caller, siblings_of
@@ -34,7 +36,7 @@ def in_lane(pool: LanePool, job: Callable[[], Any]) -> Any:
 @pytest.fixture
 def shared(cores: set[int]) -> Iterator[LanePool]:
     """Lanes that share a core, their first jobs behind them."""
-    pool = LanePool(min(cores))
+    pool = LanePool(lambda: min(cores))
     for _ in range(NUM_FIRST_JOBS):
         in_lane(pool, lambda: None)
     yield pool
@@ -68,18 +70,49 @@ def test_lanes_share_a_core(shared: LanePool, cores: set[int]) -> None:
 
 def test_in_their_first_jobs_lanes_run_anywhere(cores: set[int]) -> None:
     """Threads that a library starts in a lane, for good, may run where that may: they would all share its core."""
-    pool = LanePool(min(cores))
+    pool = LanePool(lambda: min(cores))
     for _ in range(NUM_FIRST_JOBS):
         assert in_lane(pool, affinity) == cores
     assert in_lane(pool, affinity) == {min(cores)}
     pool.close()
 
 
-def test_lanes_that_compute_on_the_host_run_anywhere(cores: set[int]) -> None:
+def test_lanes_that_share_no_core_run_anywhere(cores: set[int]) -> None:
     pool = LanePool()
     for _ in range(NUM_FIRST_JOBS + 1):
         in_lane(pool, lambda: None)
     assert in_lane(pool, affinity) == cores
+    pool.close()
+
+
+def test_the_core_is_found_anew_for_each_step(cores: set[int]) -> None:
+    """Another process may be busy with the one that it was before."""
+    pool = LanePool(core_of_caller)
+    for _ in range(NUM_FIRST_JOBS):
+        in_lane(pool, lambda: None)
+    for core in sorted(cores):
+        os.sched_setaffinity(0, {core})
+        assert in_lane(pool, affinity) == {core}
+    pool.close()
+
+
+def affinities() -> dict[int, set[int]]:
+    """Of all threads of this process, by their numbers."""
+    return {int(thread): os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")}
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system doesn't tell of threads")
+def test_what_lanes_compute_with_runs_anywhere(cores: set[int]) -> None:
+    """All threads of a product on the one core of the lane that asks for it would take as many times as long."""
+    torch.set_num_threads(2)
+    before = set(affinities())
+    pool = LanePool(lambda: min(cores), computes=True)
+    for _ in range(NUM_FIRST_JOBS + 1):
+        in_lane(pool, lambda: None)
+    started = {thread: affinity for thread, affinity in affinities().items() if thread not in before}
+    assert sorted(started.values(), key=len) == sorted([{min(cores)}, cores], key=len)
+    in_lane(pool, lambda: torch.ones(512, 512) @ torch.ones(512, 512).sum(1))
+    assert set(affinities()) == before | set(started)
     pool.close()
 
 

@@ -9,6 +9,9 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
+_GRAIN_SIZE = 32768
 _CAN_CHOOSE = hasattr(os, "sched_setaffinity")
 # A library whose calls let no other thread run meanwhile.
 _libc = ctypes.PyDLL(None) if _CAN_CHOOSE else None
@@ -48,3 +51,11 @@ def run_anywhere(besides: Collection[int] = ()) -> None:
         with suppress(OSError):
             cores = os.sched_getaffinity(os.getpid())
             os.sched_setaffinity(0, cores.difference(besides) or cores)
+
+
+def start_computing_threads() -> None:
+    """Let torch start the threads that it computes with for the calling one: where that may run when they start, they may.
+
+    It starts as many as there is work for, one for each so many elements (at::internal::GRAIN_SIZE).
+    """
+    torch.zeros(torch.get_num_threads() * _GRAIN_SIZE, dtype=torch.uint8, device="cpu").add_(1)

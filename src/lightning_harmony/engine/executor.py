@@ -111,13 +111,15 @@ class Executor:
         self.store = HostStore(list(in_order), root, progress) if store is None else store.reopened(root)
         self.pool = HostPool(root.host_buffer)
         self.recorder = StepRecorder(devices)
-        # Where a GPU computes, lanes only launch what it does.
+        # Where a GPU computes, lanes only launch what it does, on a core that is spared for them. On the host they compute: on
+        # the core that the system finds for their caller, which another process may need next time.
         core = core_of_caller() if self._cuda_devices else None
-        self._lanes = LanePool(core)
+        launches = bool(self._cuda_devices)
+        self._lanes = LanePool((lambda: core) if launches else core_of_caller, computes=not launches)
         self.updater = Updater(
             self.pool,
             devices,
-            spared_threads=SPARED_THREADS if self._cuda_devices else 0,
+            spared_threads=SPARED_THREADS if launches else 0,
             spared_cores=() if core is None else siblings_of(core),
             on_update=self.recorder.note_update,
         )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_harmony.engine.cores import keep_to
+from lightning_harmony.engine.cores import keep_to, start_computing_threads
 
 # Of a lane: an evaluation before the fit, steps that are measured, and the first one by the plan.
 NUM_FIRST_JOBS = 4
@@ -87,6 +87,8 @@ class Lane:
         self._thread.join()
 
     def _loop(self) -> None:
+        if self._pool.computes:
+            start_computing_threads()
         while True:
             self.go.acquire()
             if self._closing:
@@ -126,13 +128,14 @@ class LanePool:
     """Lanes that live across steps, and the baton that goes from one to the next.
 
     Args:
-        core: of the processor, which lanes share, as they wait for each other. From core to core, each would find caches
-            without what all of them use, and often a core asleep. None where lanes compute with several threads of their own,
-            which would run there, too.
+        core: tells the core of the processor that lanes share from now on, as they wait for each other; None for all cores.
+            From core to core, each would find caches without what all of them use, and often a core asleep.
+        computes: whether lanes compute, each with several threads of its own, which may run anywhere.
     """
 
-    def __init__(self, core: int | None = None) -> None:
+    def __init__(self, core: Callable[[], int | None] = lambda: None, *, computes: bool = False) -> None:
         self._core = core
+        self.computes = computes
         self._lanes: list[Lane] = []
         self._choose: Choose | None = None
         self._holder: Lane | None = None
@@ -149,9 +152,9 @@ class LanePool:
         """A lane for each job, not yet started."""
         while len(self._lanes) < len(jobs):
             self._lanes.append(Lane(len(self._lanes), self))
-        lanes = self._lanes[: len(jobs)]
+        lanes, core = self._lanes[: len(jobs)], self._core()
         for lane, job in zip(lanes, jobs, strict=True):
-            lane.begin(job, self._core)
+            lane.begin(job, core)
         return lanes
 
     def drive(self, choose: Choose) -> None:
