@@ -153,7 +153,7 @@ def test_layers_that_are_not_timed_alone_any_more_need_time_in_proportion(profil
 
 
 def test_what_is_recalled_is_as_if_it_had_been_measured(profiler: Profiler) -> None:
-    counted = Cost("layer", 1, 1, copied_bytes=4, input_bytes=2, stash_bytes=3, behind_bytes=1)
+    counted = Cost("layer", 1, 1, copied_bytes=4, input_bytes=2, stash_bytes=3)
     cost = replace(counted, forward_seconds=0.5, backward_seconds=1.5, recompute_seconds=0.25)
     profiler.recall(LAYER, cost)
     assert profiler.complete(Cost("layer", 1, 1), LAYER) == cost

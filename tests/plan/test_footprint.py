@@ -40,7 +40,7 @@ def test_what_the_loss_keeps_is_a_part_of_what_its_backward_was_seen_to_take() -
     """It counted twice: as kept, and as loaded for the backward. Of a large vocabulary that is more than all else."""
     keeps = replace(PLAN, first_fused=3)
     assert footprints(keeps, [LAYER] * 4)[-1].backward_bytes == 50 - 40
-    head = replace(LAYER, graph_bytes=15, stash_bytes=10 + 35, behind_bytes=35)
+    head = pack_cost([replace(LAYER, graph_bytes=15, stash_bytes=10 + 35)])
     last = footprints(keeps, [LAYER] * 3 + [head])[-1]
     assert (last.graph_bytes, last.backward_bytes) == (15 + 35, 50 - 35)
     # Before the last layer, what glue keeps is loaded in the turn of the layer behind it.

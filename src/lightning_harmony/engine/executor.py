@@ -113,8 +113,8 @@ class Executor:
         self.recorder = StepRecorder(devices)
         # Where a GPU computes, lanes only launch what it does, on a core that is spared for them. On the host they compute: on
         # the core that the system finds for their caller, which another process may need next time.
-        core = core_of_caller() if self._cuda_devices else None
         launches = bool(self._cuda_devices)
+        core = core_of_caller() if launches else None
         self._lanes = LanePool((lambda: core) if launches else core_of_caller, computes=not launches)
         self.updater = Updater(
             self.pool,

@@ -226,14 +226,13 @@ class Planner:
         if self._sees_faster_updates():
             plan = foreseen(self._plan, self._costs(), self._measured.machine())
             self._plan = plan if self._given is not None else improved(plan, self._names(self._calls))
-            self._write(self._record)
-            return self._plan
-        if self._sees_slower_updates():
+        elif self._sees_slower_updates():
             self._measured.update_speeds.settle(median(self._update_speeds))
             self._plan = foreseen(self._plan, self._costs(), self._measured.machine())
-            self._write(self._record)
-            return self._plan
-        return None
+        else:
+            return None
+        self._write(self._record)
+        return self._plan
 
     def _sees_faster_updates(self) -> bool:
         """Whether updates are clearly faster than when the plan was made, or none had been seen by then."""

@@ -186,13 +186,11 @@ class Profiler:
         """The cost of a layer with what was seen of it added."""
         self._read_clocks()
         seconds: dict[str, Any] = {name: self._seconds.get((layer.index, name), 0.0) for name in SECONDS}
-        stashed, inputs = self._stashed[layer.index], self._inputs[layer.index]
         return replace(
             cost,
             copied_bytes=self._copied[layer.index],
-            input_bytes=inputs,
-            stash_bytes=stashed,
-            behind_bytes=max(stashed - inputs, 0),
+            input_bytes=self._inputs[layer.index],
+            stash_bytes=self._stashed[layer.index],
             **seconds,
         )
 

@@ -23,7 +23,7 @@ class Cost:
         input_bytes: what it is called with, for one microbatch: what a microbatch has on the device when it comes to it.
         stash_bytes: what is stashed for its backward, for one microbatch: its input, and what the code behind it keeps. An
             input that several take is stashed once.
-        behind_bytes: what the code behind the last layer keeps of that.
+        behind_bytes: of a pack, what the code behind its last layer keeps of that.
         forward_seconds: of its forward, for one microbatch.
         backward_seconds: of its recompute and backward, for one microbatch.
         recompute_seconds: of the recompute alone, which ends with the last tensor that the backward needs.
@@ -88,5 +88,5 @@ def pack_cost(costs: Sequence[Cost]) -> Cost:
         max(cost.staging_bytes for cost in costs),
         costs[0].arriving_bytes,
         costs[-1].returning_bytes,
-        costs[-1].behind_bytes,
+        max(costs[-1].stash_bytes - costs[-1].input_bytes, 0),
     )

@@ -202,13 +202,11 @@ class _Step:
         """What a layer costs in each of the visits that a microbatch pays it, where it is a pack of its own."""
         parts = ("forward", "backward", "recompute")
         forward, backward, recompute = (max(self._compute_seconds(layer, part)) / max(num_visits, 1) for part in parts)
-        stash = layer.stash_bytes // max(num_visits, 1)
         return replace(
             layer.cost,
             copied_bytes=layer.swapped_bytes,
             input_bytes=layer.input_bytes,
-            stash_bytes=stash,
-            behind_bytes=max(stash - layer.input_bytes, 0),
+            stash_bytes=layer.stash_bytes // max(num_visits, 1),
             forward_seconds=forward,
             backward_seconds=backward,
             recompute_seconds=recompute,
