@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,25 @@ def in_lane(pool: LanePool, job: Callable[[], Any]) -> Any:
 
 
 @pytest.fixture
-def shared(cores: set[int]) -> Iterator[LanePool]:
+def pool_of() -> Iterator[Callable[..., LanePool]]:
+    """Makes pools of lanes, which end with the test however it does: other tests see that no thread is left."""
+    with ExitStack() as stack:
+
+        def made(*arguments: Any, **options: Any) -> LanePool:
+            pool = LanePool(*arguments, **options)
+            stack.callback(pool.close)
+            return pool
+
+        yield made
+
+
+@pytest.fixture
+def shared(pool_of: Callable[..., LanePool], cores: set[int]) -> LanePool:
     """Lanes that share a core, their first jobs behind them."""
-    pool = LanePool(lambda: min(cores))
+    pool = pool_of(lambda: min(cores))
     for _ in range(NUM_FIRST_JOBS):
         in_lane(pool, lambda: None)
-    yield pool
-    pool.close()
+    return pool
 
 
 def affinity() -> set[int]:
@@ -68,52 +81,53 @@ def test_lanes_share_a_core(shared: LanePool, cores: set[int]) -> None:
     assert affinity() == cores
 
 
-def test_in_their_first_jobs_lanes_run_anywhere(cores: set[int]) -> None:
+def test_in_their_first_jobs_lanes_run_anywhere(pool_of: Callable[..., LanePool], cores: set[int]) -> None:
     """Threads that a library starts in a lane, for good, may run where that may: they would all share its core."""
-    pool = LanePool(lambda: min(cores))
+    pool = pool_of(lambda: min(cores))
     for _ in range(NUM_FIRST_JOBS):
         assert in_lane(pool, affinity) == cores
     assert in_lane(pool, affinity) == {min(cores)}
-    pool.close()
 
 
-def test_lanes_that_share_no_core_run_anywhere(cores: set[int]) -> None:
-    pool = LanePool()
+def test_lanes_that_share_no_core_run_anywhere(pool_of: Callable[..., LanePool], cores: set[int]) -> None:
+    pool = pool_of()
     for _ in range(NUM_FIRST_JOBS + 1):
         in_lane(pool, lambda: None)
     assert in_lane(pool, affinity) == cores
-    pool.close()
 
 
-def test_the_core_is_found_anew_for_each_step(cores: set[int]) -> None:
+def test_the_core_is_found_anew_for_each_step(pool_of: Callable[..., LanePool], cores: set[int]) -> None:
     """Another process may be busy with the one that it was before."""
-    pool = LanePool(core_of_caller)
+    pool = pool_of(core_of_caller)
     for _ in range(NUM_FIRST_JOBS):
         in_lane(pool, lambda: None)
     for core in sorted(cores):
         os.sched_setaffinity(0, {core})
         assert in_lane(pool, affinity) == {core}
-    pool.close()
 
 
 def affinities() -> dict[int, set[int]]:
     """Of all threads of this process, by their numbers."""
-    return {int(thread): os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")}
+    found = {}
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with suppress(ProcessLookupError):  # It has ended since.
+            found[thread] = os.sched_getaffinity(thread)
+    return found
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system doesn't tell of threads")
-def test_what_lanes_compute_with_runs_anywhere(cores: set[int]) -> None:
+def test_what_lanes_compute_with_runs_anywhere(pool_of: Callable[..., LanePool], cores: set[int]) -> None:
     """All threads of a product on the one core of the lane that asks for it would take as many times as long."""
     torch.set_num_threads(2)
     before = set(affinities())
-    pool = LanePool(lambda: min(cores), computes=True)
+    pool = pool_of(lambda: min(cores), computes=True)
     for _ in range(NUM_FIRST_JOBS + 1):
         in_lane(pool, lambda: None)
     started = {thread: affinity for thread, affinity in affinities().items() if thread not in before}
     assert sorted(started.values(), key=len) == sorted([{min(cores)}, cores], key=len)
     in_lane(pool, lambda: torch.ones(512, 512) @ torch.ones(512, 512).sum(1))
-    assert set(affinities()) == before | set(started)
-    pool.close()
+    # A thread of another test may have ended meanwhile.
+    assert set(affinities()) <= before | set(started)
 
 
 def test_a_stream_that_a_lane_begins_runs_anywhere(shared: LanePool, cores: set[int]) -> None:
