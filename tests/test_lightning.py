@@ -19,13 +19,13 @@ import same_training
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI
 from same_training import Net
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
 from lightning_harmony.engine.residents import Place, Residents
+from lightning_harmony.monitor import monitor_class
 from lightning_harmony.precision import precision_class
 from lightning_harmony.strategy import strategy_class
 
@@ -38,6 +38,8 @@ BATCH_SIZE = 8
 NUM_MICROBATCHES = 4
 NUM_STEPS = 3
 CAPACITY = "64KiB"
+# Each tree, and where what it takes is imported from.
+SOURCES = {"lightning.pytorch": "lightning_harmony", "pytorch_lightning": "lightning_harmony.pytorch_lightning"}
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -172,7 +174,7 @@ def test_the_strategy_trains_in_both_trees_as_one_process_with_one_device(tree: 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_the_old_tree_clips_averages_validates_saves_resumes_tests_predicts_and_refuses(tmp_path: Path) -> None:
-    package = import_module("pytorch_lightning")
+    package, ours = import_module("pytorch_lightning"), import_module("lightning_harmony.pytorch_lightning")
     found = []
     for kind in ("plain", "harmony"):
         number = NUM_MICROBATCHES if kind == "plain" else 1
@@ -181,7 +183,7 @@ def test_the_old_tree_clips_averages_validates_saves_resumes_tests_predicts_and_
         for epochs in (1, 2):
             saver = package.callbacks.ModelCheckpoint(tmp_path / kind, "{epoch}", save_top_k=-1)
             average = package.callbacks.EMAWeightAveraging(decay=0.5)
-            strategy = "auto" if kind == "plain" else strategy_class("pytorch_lightning")(CAPACITY, NUM_MICROBATCHES)
+            strategy = "auto" if kind == "plain" else ours.HarmonyStrategy(CAPACITY, NUM_MICROBATCHES)
             trainer = trainer_for(
                 strategy, max_epochs=epochs, callbacks=[saver, average], accumulate_grad_batches=number, **options
             )
@@ -196,7 +198,10 @@ def test_the_old_tree_clips_averages_validates_saves_resumes_tests_predicts_and_
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-def test_the_command_line_builds_the_strategy_from_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tree", "source"), SOURCES.items())
+def test_the_command_line_builds_the_strategy_from_a_config(
+    tree: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", ["train.py"])
     config = tmp_path / "config.yaml"
     config.write_text(
@@ -210,29 +215,40 @@ trainer:
   enable_progress_bar: false
   enable_model_summary: false
   strategy:
-    class_path: lightning_harmony.HarmonyStrategy
+    class_path: SOURCE.HarmonyStrategy
     init_args:
       device_memory: 64KiB
       microbatch_size: 2
       layers: [nets.Block]
       update: deferred
       loss_reduction: mean
-""".replace("ACCELERATOR", same_training.accelerator)
+""".replace("ACCELERATOR", same_training.accelerator).replace("SOURCE", source)
     )
-
-    class Plain(Model):
-        def __init__(self) -> None:
-            super().__init__()
-
-    cli = LightningCLI(
-        Plain, args=["--config", str(config)], run=False, save_config_callback=None, seed_everything_default=False
+    cli = import_module(f"{tree}.cli").LightningCLI(
+        type(model_of(import_module(tree))),
+        args=["--config", str(config)],
+        run=False,
+        save_config_callback=None,
+        seed_everything_default=False,
     )
-    assert isinstance(cli.trainer.strategy, strategy_class("lightning.pytorch"))
+    assert isinstance(cli.trainer.strategy, strategy_class(tree))
+    # As it would be saved.
+    module, _, name = cli.config.trainer.strategy.class_path.rpartition(".")
+    assert getattr(import_module(module), name) is strategy_class(tree)
     cli.trainer.fit(cli.model, loader())
     report = cli.trainer.strategy.step_report
     assert (report.num_microbatches, report.update) == (4, "deferred")
     same_training.assert_within([report], "64KiB")
     assert_same(plainly(), cli.trainer)
+
+
+@pytest.mark.parametrize("factory", [strategy_class, precision_class, monitor_class])
+@pytest.mark.parametrize(("tree", "source"), SOURCES.items())
+def test_the_classes_for_a_tree_are_found_where_they_say(tree: str, source: str, factory: Callable[[str], Any]) -> None:
+    cls = factory(tree)
+    assert getattr(import_module(source), cls.__name__) is cls
+    assert getattr(import_module(cls.__module__), cls.__name__) is cls
+    assert pickle.loads(pickle.dumps(cls)) is cls
 
 
 # --- What is seen between hooks.

@@ -41,3 +41,13 @@ class LightningTree:
     def warn(self, message: str) -> None:
         """Say it once."""
         self.part("utilities.rank_zero").rank_zero_warn(message)
+
+
+def module_for(tree: str, own: str) -> str:
+    """The module of ours from which a class is imported.
+
+    Args:
+        tree: the Lightning tree that the class is for.
+        own: the module of the class for "lightning.pytorch".
+    """
+    return own if tree == "lightning.pytorch" else "lightning_harmony.pytorch_lightning"
