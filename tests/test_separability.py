@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -129,6 +130,39 @@ def test_a_mean_over_samples_is_not_complained_of(precision: str) -> None:
 )
 def test_nothing_is_said_where_nothing_can_be_told_or_nobody_wants_to_know(net: Any, options: Any) -> None:
     assert said(net(), **options) == []
+
+
+class OverEdges(nets.Language):
+    """Of a graph whose nodes have one row each, and whose edges are numbers of nodes."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.embed(batch["nodes"])
+        first, second = batch["edges"]
+        loss: Tensor = self.logits(self.body((x[first] + x[second])[None])).logsumexp(-1).mean()
+        return loss
+
+
+def notes_of_failing(batch: Any, **options: Any) -> list[str]:
+    trainer = trainer_for(HarmonyStrategy(**options), 1, [])
+    with pytest.raises(IndexError) as failed:
+        trainer.fit(Net(OverEdges()), DataLoader([batch], batch_size=None))
+    return [note for note in getattr(failed.value, "__notes__", []) if "microbatches" in note]
+
+
+@pytest.mark.cpu  # A GPU says no more than that an assertion failed, and computes nothing from then on.
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take no notes")
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
+def test_an_error_of_a_batch_that_may_be_split_wrongly_says_how_it_was_split() -> None:
+    """Nodes were taken for samples: the user saw an index out of bounds, deep in the model, that is not out of bounds."""
+    nodes, edges = torch.arange(8), torch.randint(4, 8, (2, 20), generator=torch.Generator().manual_seed(0))
+    (note,) = notes_of_failing({"nodes": nodes, "edges": edges}, num_microbatches=2)
+    assert "2 microbatches" in note
+    assert "8 samples" in note
+    assert "Tensors of 2 rows" in note
+    assert "num_microbatches=1" in note
+    # What is wrong with a whole batch has other reasons, and so has what is wrong with one that is all split.
+    assert notes_of_failing({"nodes": nodes, "edges": edges + 8}, num_microbatches=1) == []
+    assert notes_of_failing({"nodes": nodes + nets.VOCABULARY, "edges": edges[:, :8].T}, num_microbatches=2) == []
 
 
 class Untidy(Net):

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_harmony.engine.batch import split_batch
+from lightning_harmony.engine.batch import numbers_of_rows, split_batch
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.turns import Microbatch
+from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
 from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.microbatches import TrainingStep, run_without_backward
@@ -54,24 +55,31 @@ class SplitCheck:
             self._step = batch, rest, kwargs, sizes
 
     @contextmanager
-    def explaining(self, sizes: Sequence[int]) -> Iterator[None]:
-        """The context in which microbatches of these sizes run. What a single sample is too few for says why there is one.
+    def explaining(self, batch: Any, sizes: Sequence[int]) -> Iterator[None]:
+        """The context in which microbatches of these sizes run. An error that the splitting may have caused says so.
 
         Raises:
             ValueError: if the statistics of a microbatch of one sample are asked for.
         """
         try:
             yield
-        except ValueError as error:
-            if min(sizes) > 1 or len(sizes) == 1 or _TOO_FEW not in str(error):
+        except Exception as error:
+            if len(sizes) == 1:
                 raise
-            names = list(batch_norms(self.trainer.lightning_module))
-            raise ValueError(
-                f"a batch of {sum(sizes)} samples is split into {len(sizes)} microbatches, some of a single one, of which "
-                f"{f'{names[0]!r} needs' if names else 'the step asks for'} the statistics. Let each have two at least, with "
-                "a smaller HarmonyStrategy(num_microbatches=...) or a larger microbatch_size; where the last batch of an "
-                f"epoch alone is so short, with DataLoader(drop_last=True). ({error})"
-            ) from error
+            if min(sizes) == 1 and isinstance(error, ValueError) and _TOO_FEW in str(error):
+                raise self._too_few(error, sizes) from error
+            _note_other_rows(error, batch, sizes)
+            raise
+
+    def _too_few(self, error: ValueError, sizes: Sequence[int]) -> ValueError:
+        """Why a single sample is all there is."""
+        names = list(batch_norms(self.trainer.lightning_module))
+        return ValueError(
+            f"a batch of {sum(sizes)} samples is split into {len(sizes)} microbatches, some of a single one, of which "
+            f"{f'{names[0]!r} needs' if names else 'the step asks for'} the statistics. Let each have two at least, with "
+            "a smaller HarmonyStrategy(num_microbatches=...) or a larger microbatch_size; where the last batch of an "
+            f"epoch alone is so short, with DataLoader(drop_last=True). ({error})"
+        )
 
     def after_backward(self) -> None:
         """Look at the loss of the step that was noted, if none was looked at before."""
@@ -139,6 +147,19 @@ class SplitCheck:
         found = explain_difference(whole, losses, halves, reduction=self.settings.reduction, is_narrow=is_narrow)
         if found is not None and not has_drawn and math.isfinite(whole + sum(losses)):
             self.tree.warn(found)
+
+
+def _note_other_rows(error: Exception, batch: Any, sizes: Sequence[int]) -> None:
+    """What the rows of the batch's tensors are is guessed. Where the guess may be wrong, an error of the step says so."""
+    if isinstance(error, CapacityError | PlanError | UnsupportedModelError) or not hasattr(error, "add_note"):
+        return
+    others = sorted(numbers_of_rows(batch) - {sum(sizes)})
+    if others:
+        error.add_note(
+            f"the batch was split into {len(sizes)} microbatches: as Lightning tells it, by its first tensor, it has "
+            f"{sum(sizes)} samples. Tensors of {', '.join(map(str, others))} rows went whole into each microbatch. If these "
+            "belong to samples, as edges of graphs do, use HarmonyStrategy(num_microbatches=1)"
+        )
 
 
 def batch_norms(module: nn.Module) -> dict[str, nn.Module]:

@@ -89,7 +89,8 @@ class Training:
         ]
         weights = self.settings.weights(sizes)
         self.split_check.note(batch, rest, kwargs, sizes)
-        self._forward(steps, weights, sizes)
+        with self.split_check.explaining(batch, sizes):
+            self._forward(steps, weights, sizes)
         output = merge_outputs([each.output for each in steps], sizes)
         losses = [each.loss for each in steps if each.loss is not None]
         if len(losses) < len(steps):
@@ -135,7 +136,7 @@ class Training:
         seeds = [stream_seed(seed, batch_number, number) if len(steps) > 1 else None for number in range(len(steps))]
         microbatches = [Microbatch(*each) for each in zip(steps, weights, seeds, strict=True)]
         logs = merging_logs(self.engine, self.trainer._results, sizes, self._attributes)
-        with self.split_check.explaining(sizes), logs, without_caches(self._module):
+        with logs, without_caches(self._module):
             self.engine.forward(
                 microbatches,
                 num_elements=max(step.num_elements() for step in steps),

@@ -14,7 +14,13 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from lightning_harmony.engine.batch import merge_evaluations, merge_outputs, microbatch_sizes, split_batch
+from lightning_harmony.engine.batch import (
+    merge_evaluations,
+    merge_outputs,
+    microbatch_sizes,
+    numbers_of_rows,
+    split_batch,
+)
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -335,3 +341,12 @@ class TestMergeEvaluations:
     def test_anything_else_is_refused(self, outputs):
         with pytest.raises(ValueError, match="microbatch"):
             merge_evaluations(outputs, [2, 1], averages=False)
+
+
+def test_numbers_of_rows_are_those_of_tensors_and_arrays_at_any_depth():
+    batch = {
+        "a": [torch.zeros(3, 2), FrozenSample(torch.zeros(4), np.zeros((5, 1)))],
+        "b": (torch.tensor(1.0), "text", None),
+    }
+    assert numbers_of_rows(batch) == {3, 4, 5}
+    assert numbers_of_rows(torch.tensor(1.0)) == set()

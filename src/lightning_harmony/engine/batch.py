@@ -66,6 +66,13 @@ def split_batch(batch: Any, batch_size: int, sizes: Sequence[int]) -> list[Any]:
     )
 
 
+def numbers_of_rows(batch: Any) -> set[int]:
+    """Say how many rows tensors and arrays in a batch have, at any depth of what `split_batch` looks into."""
+    if _is_tensor(batch):
+        return {batch.shape[0]} if len(batch.shape) > 0 else set()
+    return set().union(*(numbers_of_rows(child) for child in _children(batch) or ()))
+
+
 def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Merge what the step returned for each microbatch into what it would have returned for the whole batch.
 
