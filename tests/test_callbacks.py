@@ -16,6 +16,7 @@ import pytest
 import same_training
 import torch
 from lightning.pytorch import callbacks as cb
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from test_lightning import (
@@ -725,7 +726,7 @@ def test_the_command_line_fits_saves_its_config_and_resumes(tmp_path: Path, monk
     ]  # fmt: skip
     for epochs in (1, 2):
         path = [f"--ckpt_path={next(tmp_path.rglob('*.ckpt'))}"] if epochs == 2 else []
-        cli = pl.cli.LightningCLI(
+        cli = LightningCLI(
             Plain,
             args=[*arguments, f"--trainer.max_epochs={epochs}", *path],
             seed_everything_default=7,
