@@ -43,11 +43,14 @@ class LightningTree:
         self.part("utilities.rank_zero").rank_zero_warn(message)
 
 
-def module_for(tree: str, own: str) -> str:
-    """The module of ours from which a class is imported.
+def class_for(tree: str, name: str, mixin: type, base: type) -> Any:
+    """A class of ours for a Lightning tree, which says where it is imported from.
 
     Args:
-        tree: the Lightning tree that the class is for.
-        own: the module of the class for "lightning.pytorch".
+        tree: "lightning.pytorch" or "pytorch_lightning".
+        name: of the class.
+        mixin: what it adds, in the module that has the class for "lightning.pytorch".
+        base: the tree's own class.
     """
-    return own if tree == "lightning.pytorch" else "lightning_harmony.pytorch_lightning"
+    module = mixin.__module__ if tree == "lightning.pytorch" else "lightning_harmony.pytorch_lightning"
+    return type(name, (mixin, base), {"tree": tree, "__doc__": mixin.__doc__, "__module__": module})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_harmony.engine.report import StepReport
-from lightning_harmony.lightning_tree import module_for
+from lightning_harmony.lightning_tree import class_for
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base
@@ -126,8 +126,7 @@ def _figures(report: StepReport, separator: str) -> dict[str, float]:
 def monitor_class(tree: str) -> Any:
     """`HarmonyMonitor` for a Lightning tree, "lightning.pytorch" or "pytorch_lightning"."""
     base = import_module(f"{tree}.callbacks").Callback
-    names = {"tree": tree, "__doc__": HarmonyMonitorMixin.__doc__, "__module__": module_for(tree, __name__)}
-    return type("HarmonyMonitor", (HarmonyMonitorMixin, base), names)
+    return class_for(tree, "HarmonyMonitor", HarmonyMonitorMixin, base)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from lightning_harmony.lightning_tree import module_for
+from lightning_harmony.lightning_tree import class_for
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision as _Base
@@ -105,8 +105,7 @@ class HarmonyPrecisionMixin(_Base):
 def precision_class(tree: str) -> Any:
     """`HarmonyPrecision` for a Lightning tree, "lightning.pytorch" or "pytorch_lightning"."""
     base = import_module(f"{tree}.plugins.precision").Precision
-    names = {"tree": tree, "__doc__": HarmonyPrecisionMixin.__doc__, "__module__": module_for(tree, __name__)}
-    return type("HarmonyPrecision", (HarmonyPrecisionMixin, base), names)
+    return class_for(tree, "HarmonyPrecision", HarmonyPrecisionMixin, base)
 
 
 @cache

@@ -28,7 +28,7 @@ from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.evaluation import Evaluation
 from lightning_harmony.fit_summary import FitSummary
 from lightning_harmony.garbage import LastingObjects
-from lightning_harmony.lightning_tree import LightningTree, module_for
+from lightning_harmony.lightning_tree import LightningTree, class_for
 from lightning_harmony.logs import unheard
 from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.plan.profile import Profile
@@ -512,8 +512,7 @@ class HarmonyStrategyMixin(_Base):
 def strategy_class(tree: str) -> Any:
     """The strategy of a Lightning tree, "lightning.pytorch" or "pytorch_lightning"."""
     strategies = import_module(f"{tree}.strategies")
-    names = {"tree": tree, "__doc__": HarmonyStrategyMixin.__doc__, "__module__": module_for(tree, __name__)}
-    cls = type("HarmonyStrategy", (HarmonyStrategyMixin, strategies.ParallelStrategy), names)
+    cls = class_for(tree, "HarmonyStrategy", HarmonyStrategyMixin, strategies.ParallelStrategy)
     # Lightning compiles models only for strategies that it knows: this one, too, has one logical device.
     strategies.SingleDeviceStrategy.register(cls)
     return cls
