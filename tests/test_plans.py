@@ -91,6 +91,7 @@ class TestProfile:
         assert plan.profile.machine.update_bytes_per_second is None
         assert plan.predicted is not None
 
+    @pytest.mark.cpu
     @pytest.mark.parametrize(("beside_copies", "expected"), [(600.0, 600.0), (950.0, 1000.0)])
     def test_updates_that_are_slower_beside_the_copies_of_the_plan_are_foreseen_so(
         self, beside_copies: float, expected: float, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 import weakref
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.stream import Event
 from lightning_harmony.engine.strides import is_dense
+from lightning_harmony.engine.touched_memory import SharedMemory
 
 # CUDA's allocator aligns to 512 bytes and kernels are chosen by alignment: a swapped parameter keeps what it had.
 ALIGNMENT = 512
@@ -80,8 +80,8 @@ def lay_out(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = No
 class HostStore:
     """Moves parameters into one host arena and keeps the user's Parameter objects as views of it.
 
-    Each parameter's storage covers its own bytes only, so that saving one doesn't save the arena. The arena is a shared
-    anonymous mapping: after a data loader forks, writing to it copies no page that a device reads from.
+    Each parameter's storage covers its own bytes only, so that saving one doesn't save the arena. The arena is shared
+    memory: after a data loader forks, writing to it copies no page that a device reads from.
 
     Args:
         parameters: in execution order, as far as it is known; each once.
@@ -100,12 +100,14 @@ class HostStore:
         self._storages: dict[nn.Parameter, weakref.ref[torch.UntypedStorage]] = {}
         self.elsewhere: set[nn.Parameter] = set()
         slots, self.num_bytes = lay_out(parameters)
-        self._map = mmap.mmap(-1, max(self.num_bytes, 1))
+        memory = SharedMemory(self.num_bytes)
+        self._map = memory.mapping
         self.arena = torch.frombuffer(self._map, dtype=torch.uint8)
         self._address = self.arena.data_ptr()
         done = 0
         for parameter, slot in zip(parameters, slots, strict=True):
             self._slots[parameter] = slot
+            memory.reach(slot.offset + slot.num_bytes)
             self._adopt(parameter)
             done += slot.num_bytes
             progress(done)
