@@ -2,6 +2,7 @@
 
 import io
 import math
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -58,6 +59,15 @@ class TestParameters:
         HostStore(parameters, device, told.append)
         sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
         assert told == [sum(sizes[: number + 1]) for number in range(len(sizes))]
+
+    def test_move_one_by_one_and_no_second_copy_of_all_comes_to_be(self, device: VirtualDevice) -> None:
+        parameters = [nn.Parameter(torch.ones(100)) for _ in range(10)]
+        before = [weakref.ref(parameter.untyped_storage()) for parameter in parameters]
+        alive: list[int] = []
+        HostStore(parameters, device, lambda done: alive.append(sum(storage() is not None for storage in before)))
+        # One may be on its way out.
+        assert all(left <= 10 - moved for moved, left in enumerate(alive))
+        assert not any(storage() is not None for storage in before)
 
     def test_keep_requires_grad(self, device: VirtualDevice) -> None:
         frozen = nn.Parameter(torch.ones(3), requires_grad=False)

@@ -96,7 +96,7 @@ class TestSharedMemory:
     @pytest.fixture(autouse=True)
     def small_stripes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(touched_memory, "STRIPE_BYTES", 4 * mmap.PAGESIZE)
-        monkeypatch.setattr(touched_memory, "MOST_THREADS", 3)
+        monkeypatch.setattr(touched_memory, "_num_threads", lambda: 3)
 
     @pytest.mark.parametrize("num_bytes", [0, 1, 100, 4 * mmap.PAGESIZE, 50 * mmap.PAGESIZE + 7])
     def test_has_zeros_at_first(self, num_bytes: int) -> None:

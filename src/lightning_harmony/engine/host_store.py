@@ -7,11 +7,13 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.cores import run_anywhere
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.stream import Event
 from lightning_harmony.engine.strides import is_dense
@@ -105,12 +107,20 @@ class HostStore:
         self.arena = torch.frombuffer(self._map, dtype=torch.uint8)
         self._address = self.arena.data_ptr()
         done = 0
-        for parameter, slot in zip(parameters, slots, strict=True):
-            self._slots[parameter] = slot
-            memory.reach(slot.offset + slot.num_bytes)
-            self._adopt(parameter)
-            done += slot.num_bytes
-            progress(done)
+        with ThreadPoolExecutor(1, initializer=run_anywhere) as pool:
+            freed: Future[None] | None = None
+            for parameter, slot in zip(parameters, slots, strict=True):
+                self._slots[parameter] = slot
+                memory.reach(slot.offset + slot.num_bytes)
+                before = [parameter.data]
+                self._adopt(parameter)
+                if freed is not None:
+                    # No second copy of the model comes to be.
+                    freed.result()
+                # The system takes longer to free memory than it takes to copy the next parameter meanwhile.
+                freed = pool.submit(before.clear)
+                done += slot.num_bytes
+                progress(done)
         self._unregister = device.register_host(self.arena)
 
     def _adopt(self, parameter: nn.Parameter) -> None:

@@ -70,7 +70,7 @@ class SharedMemory:
     def reach(self, end: int) -> None:
         """Make its pages up to a byte, and beyond it as many as keep all threads busy."""
         if end > self._touched:
-            ahead = min(MOST_THREADS * STRIPE_BYTES, self._num_bytes - self._touched)
+            ahead = min(_num_threads() * STRIPE_BYTES, self._num_bytes - self._touched)
             num_bytes = max(end - self._touched, ahead)
             _touch(self._address + self._touched, num_bytes, STRIPE_BYTES)
             self._touched += num_bytes
@@ -87,11 +87,14 @@ def _map_anew(address: int, num_bytes: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
+def _num_threads() -> int:
+    return min(MOST_THREADS, os.cpu_count() or 1)
+
+
 def _touch(address: int, num_bytes: int, piece_bytes: int) -> None:
     """Write to all pages. Not by torch: how many threads it uses here, it would use in all threads that begin later."""
     starts = range(0, num_bytes, piece_bytes)
-    num_threads = min(len(starts), MOST_THREADS, os.cpu_count() or 1)
-    if num_threads == 0:
+    if not starts:
         return
-    with ThreadPoolExecutor(num_threads, initializer=run_anywhere) as pool:
+    with ThreadPoolExecutor(min(len(starts), _num_threads()), initializer=run_anywhere) as pool:
         list(pool.map(lambda at: ctypes.memset(address + at, 0, min(piece_bytes, num_bytes - at)), starts))
