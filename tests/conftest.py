@@ -102,12 +102,6 @@ def few_threads() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def copied_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests' layers are small: their weights come by the thread that brings those of large ones."""
-    monkeypatch.setattr("lightning_harmony.engine.device.COPIED_AT_ONCE_BYTES", -1)
-
-
-@pytest.fixture(autouse=True)
 def small_stash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests' tensors are small: swap out all but scalars."""
     monkeypatch.setattr("lightning_harmony.engine.stash.SMALLEST_BYTES", 64)

@@ -48,14 +48,6 @@ def test_every_network_trains_bit_for_bit_as_plain_lightning(net: str, capacity:
     assert_same_training(build(NETS[net]), nets.tokens(), device_memory=CAPACITIES[capacity])
 
 
-@pytest.mark.cpu
-@pytest.mark.parametrize("net", ["plain", "dropout", "rich", "own-parameters", "hooked"])
-def test_layers_so_small_that_the_lane_itself_brings_their_weights(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As users' small layers are; in other tests the thread brings them that brings large ones."""
-    monkeypatch.setattr("lightning_harmony.engine.device.COPIED_AT_ONCE_BYTES", 64 * 1024)
-    assert_same_training(build(NETS[net]), nets.tokens(), device_memory="60KiB")
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8])
 def test_every_optimizer_and_number_of_microbatches(optimizer: str, num_microbatches: int) -> None:

@@ -2,13 +2,10 @@
 
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_harmony.engine.device import DeviceOutOfMemoryError, VirtualDevice, free_host_bytes
 from lightning_harmony.engine.stream import Event, Happened
@@ -269,55 +266,6 @@ class TestStreams:
 
     def test_what_the_caller_computed_has_happened(self, device: VirtualDevice) -> None:
         assert device.record().done()
-
-
-class TestSmallCopies:
-    """To wake the thread that copies took longer than small layers' copies, and held lanes up: 125 us a turn, not 75."""
-
-    @pytest.fixture(autouse=True)
-    def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("lightning_harmony.engine.device.COPIED_AT_ONCE_BYTES", 1000)
-
-    @pytest.mark.parametrize(("num_bytes", "is_small"), [(0, True), (1000, True), (1001, False)])
-    def test_are_made_by_who_asks(self, device: VirtualDevice, num_bytes: int, is_small: bool) -> None:
-        copied_by: list[threading.Thread] = []
-        event = device.start_swap_in(lambda: copied_by.append(threading.current_thread()), num_bytes)
-        event.synchronize()
-        assert event.done()
-        assert (copied_by == [threading.current_thread()]) == is_small
-
-    def test_come_behind_what_was_asked_for_before(self, device: VirtualDevice) -> None:
-        go, done = threading.Event(), list[str]()
-        device.swap_in.submit(lambda: done.append("large" if go.wait(60) else "never"))
-        event = device.start_swap_in(lambda: done.append("small"), 10)
-        assert not event.done()
-        go.set()
-        event.synchronize()
-        assert done == ["large", "small"]
-
-    def test_are_seen_by_no_mode_and_recorded_in_no_graph(self, device: VirtualDevice) -> None:
-        seen: list[str] = []
-
-        class Operations(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                seen.append("operation")
-                return func(*args, **(kwargs or {}))
-
-        class Functions(TorchFunctionMode):
-            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                seen.append("function")
-                return func(*args, **(kwargs or {}))
-
-        source, target = torch.ones(3, requires_grad=True), torch.zeros(3)
-        with device.computing(), Operations(), Functions():
-            device.start_swap_in(lambda: target.copy_(source), 12)
-        assert target.tolist() == [1, 1, 1]
-        assert not target.requires_grad
-        assert seen == []
-
-    def test_that_fail_say_so(self, device: VirtualDevice) -> None:
-        with pytest.raises(ZeroDivisionError):
-            device.start_swap_in(lambda: 1 // 0, 10)
 
 
 class TestHost:

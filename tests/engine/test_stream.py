@@ -33,21 +33,6 @@ def test_work_runs_in_order_of_submission(stream: HostStream) -> None:
     assert done == list(range(20))
 
 
-def test_a_stream_is_idle_when_all_is_done(stream: HostStream) -> None:
-    assert stream.is_idle()
-    go = threading.Event()
-    stream.submit(partial(_wait, go))
-    fails = stream.submit(_fail)
-    assert not stream.is_idle()
-    go.set()
-    with pytest.raises(ZeroDivisionError):
-        fails.synchronize()
-    deadline = time.monotonic() + 60
-    while not stream.is_idle() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert stream.is_idle()
-
-
 def test_of_what_may_begin_the_most_urgent_begins_first(stream: HostStream, other: HostStream) -> None:
     done: list[str] = []
     go, late = threading.Event(), threading.Event()

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._dynamo.eval_frame import skip_code
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -32,9 +31,6 @@ from lightning_harmony.engine.stream import (
 )
 from lightning_harmony.engine.touched_memory import touched_buffer
 from lightning_harmony.plan.task import Errand, Task
-
-# To copy so much on the host takes less than to wake the thread that copies: 10 microseconds instead of 50.
-COPIED_AT_ONCE_BYTES = 64 * 1024
 
 
 class DeviceOutOfMemoryError(torch.OutOfMemoryError):
@@ -184,15 +180,6 @@ class Device(ABC):
     def register_host(self, buffer: Tensor) -> Callable[[], None]:
         """Make an existing host buffer fast to copy; calling the result undoes it."""
         return lambda: None
-
-    def start_swap_in(self, copy: Callable[[], None], num_bytes: int) -> Event:
-        """Start to copy weights to this device, behind what `swap_in` was given before.
-
-        Args:
-            copy: copies.
-            num_bytes: how much.
-        """
-        return self.swap_in.submit(copy)
 
     def noted(
         self, kind: Errand, what: str, num_bytes: int, work: Callable[[], None], pack: int | None = None
@@ -489,15 +476,6 @@ class VirtualDevice(Device):
         """Watch from what is allocated now."""
         self._watched_bytes = self._allocated_bytes
         return lambda: self._watched_bytes
-
-    def start_swap_in(self, copy: Callable[[], None], num_bytes: int) -> Event:
-        """Copy at once where that takes less than to ask for it, and nothing is to come before."""
-        if num_bytes > COPIED_AT_ONCE_BYTES or not self.swap_in.is_idle():
-            return super().start_swap_in(copy, num_bytes)
-        # As in a thread of its own, which has no modes.
-        with torch._C.DisableTorchFunction(), torch.no_grad(), no_dispatch():
-            copy()
-        return Happened()
 
     def record(self) -> Event:
         """The host computes in the calling thread: what it has computed has happened."""

@@ -32,10 +32,6 @@ class NoCopies:
         """Leave it."""
         return Happened()
 
-    def is_idle(self) -> bool:
-        """Never: nobody needs to do its work."""
-        return False
-
     def moment(self) -> HostMoment:
         """Now."""
         return HostMoment()

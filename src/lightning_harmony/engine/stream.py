@@ -43,9 +43,6 @@ class Stream(Protocol):
     def submit(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Event:
         """Run ``work`` once the events of ``after`` have happened; return the event of its completion."""
 
-    def is_idle(self) -> bool:
-        """Whether all that was submitted is done."""
-
     def moment(self) -> Moment:
         """Within such work: the moment at which it has come so far."""
 
@@ -138,7 +135,6 @@ class HostStream:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"harmony-{name}", initializer=begin)
         self._lock = threading.Lock()
         self._line: list[_HostWork] = []
-        self._num_unfinished = 0
 
     def submit(self, work: Callable[[], None], after: Sequence[Event] = (), rank: int | None = None) -> HostEvent:
         """Run ``work`` in this stream's thread.
@@ -152,7 +148,6 @@ class HostStream:
         submitted = _HostWork(work, tuple(after), rank)
         with self._lock:
             self._line.append(submitted)
-            self._num_unfinished += 1
         self._pool.submit(self._run_next)
         return HostEvent(submitted.future)
 
@@ -160,12 +155,6 @@ class HostStream:
         with self._lock:
             chosen = self._line.pop(self._next())
         chosen.run()
-        with self._lock:
-            self._num_unfinished -= 1
-
-    def is_idle(self) -> bool:
-        """Whether all that was submitted is done."""
-        return self._num_unfinished == 0
 
     def _next(self) -> int:
         """The place in line of what is next. What nothing may begin before is waited for in order of submission."""
@@ -274,10 +263,6 @@ class CudaStream:
     def selected(self) -> OnCudaStream:
         """The context of what is done on this stream."""
         return OnCudaStream(self._stream)
-
-    def is_idle(self) -> bool:
-        """Whether all that was launched is done."""
-        return bool(self._stream.query())
 
     def moment(self) -> CudaMoment:
         """A timed event on this stream."""

@@ -309,7 +309,7 @@ class Swapper:
         for leaf in leaves.values():
             refuse_accumulation(leaf)
         copied = layout.copied_bytes + pack.buffer_bytes
-        ready = device.start_swap_in(device.noted(Errand.SWAP_IN, "weights", copied, copy, pack.index), copied)
+        ready = device.swap_in.submit(device.noted(Errand.SWAP_IN, "weights", copied, copy, pack.index))
         self._traffic.count_in("weights", copied)
         pack.residency = Residency(device, weights, ready, leaves, buffers, as_of)
 
