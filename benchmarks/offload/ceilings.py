@@ -93,8 +93,8 @@ def main() -> None:
     """Measure, and print a line of JSON for each figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = os.cpu_count() or 1
-    choices = sorted({max(1, cores // 4), cores // 2, cores - 4, cores - 2, cores} - {0})
-    parser.add_argument("--threads", type=int, nargs="+", default=[n for n in choices if n > 0])
+    choices = sorted({cores // 4, cores // 2, cores - 4, cores - 2, cores})
+    parser.add_argument("--threads", type=int, nargs="+", default=[number for number in choices if number > 0])
     options = parser.parse_args()
     device = CudaDevice(torch.device("cuda", 0), None)
     copier = Copier(device)
