@@ -39,7 +39,6 @@ class Usage:
     threads: tuple[str, ...]
     num_handles: int
     num_tensors: int
-    pool_bytes: int
 
 
 def usage(trainer: Any) -> Usage:
@@ -47,21 +46,25 @@ def usage(trainer: Any) -> Usage:
     gc.unfreeze()
     gc.collect()
     engine = trainer.strategy._executor
+    # What goes on under the next step holds tensors, for longer or shorter.
+    engine.updater.postponed.finish()
+    num_pooled = sum(len(buffers) for buffers in engine.pool._free.values())
     return Usage(
         host_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
         device_bytes=sum(device.allocated_bytes() for device in engine.devices),
         threads=tuple(sorted(thread.name for thread in threading.enumerate())),
         num_handles=len(os.listdir("/proc/self/fd")),
-        num_tensors=sum(issubclass(type(each), Tensor) for each in gc.get_objects()),
-        pool_bytes=engine.pool.num_bytes,
+        num_tensors=sum(issubclass(type(each), Tensor) for each in gc.get_objects()) - num_pooled,
     )
 
 
 class Usages(pl.Callback):
     def __init__(self) -> None:
         self.seen: dict[int, Usage] = {}
+        self.pool_bytes: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.pool_bytes.append(trainer.strategy._executor.pool.num_bytes)
         if trainer.global_step % WARM_UP == 0:
             self.seen[trainer.global_step] = usage(trainer)
 
@@ -120,7 +123,8 @@ def test_nothing_grows_with_the_number_of_steps(num_steps: int, tmp_path: Path) 
     assert last.num_handles == first.num_handles
     # A GPU has the last metrics as well, which callbacks keep.
     assert last.device_bytes - first.device_bytes <= (4096 if same_training.accelerator == "gpu" else 0)
-    assert last.pool_bytes == first.pool_bytes
+    # A step whose updates come late makes a buffer more, which goes again a few steps after.
+    assert min(usages.pool_bytes[-WARM_UP // 2 :]) <= min(usages.pool_bytes[WARM_UP // 2 : WARM_UP])
     # Fewer are what tests before this one have left and let go of now.
     assert last.num_tensors <= first.num_tensors
     # What the allocator and the logger keep: far less than a step allocates, times the steps. The allocator's share varies
