@@ -42,12 +42,12 @@ class Usage:
 
 
 def usage(trainer: Any) -> Usage:
-    # The collector doesn't tell of objects that it is spared.
-    gc.unfreeze()
-    gc.collect()
     engine = trainer.strategy._executor
     # What goes on under the next step holds tensors, for longer or shorter.
     engine.updater.postponed.finish()
+    # The collector doesn't tell of objects that it is spared.
+    gc.unfreeze()
+    gc.collect()
     num_pooled = sum(len(buffers) for buffers in engine.pool._free.values())
     return Usage(
         host_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
