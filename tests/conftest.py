@@ -102,6 +102,12 @@ def few_threads() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def copied_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests' tensors are small: they are copied by the threads that copy large ones."""
+    monkeypatch.setattr("lightning_harmony.engine.device.BRIEFLY_COPIED_BYTES", -1)
+
+
+@pytest.fixture(autouse=True)
 def small_stash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests' tensors are small: swap out all but scalars."""
     monkeypatch.setattr("lightning_harmony.engine.stash.SMALLEST_BYTES", 64)

@@ -48,6 +48,17 @@ def test_every_network_trains_bit_for_bit_as_plain_lightning(net: str, capacity:
     assert_same_training(build(NETS[net]), nets.tokens(), device_memory=CAPACITIES[capacity])
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("capacity", ["some", "tight"])
+@pytest.mark.parametrize("net", NETS)
+def test_every_network_whose_copies_lanes_make_themselves(
+    net: str, capacity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they do with small tensors. In other tests threads copy these, too."""
+    monkeypatch.setattr("lightning_harmony.engine.device.BRIEFLY_COPIED_BYTES", 64 * 1024)
+    assert_same_training(build(NETS[net]), nets.tokens(), device_memory=CAPACITIES[capacity])
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8])
 def test_every_optimizer_and_number_of_microbatches(optimizer: str, num_microbatches: int) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.device import DeviceOutOfMemoryError, VirtualDevice, free_host_bytes
 from lightning_harmony.engine.stream import Event, Happened
+from lightning_harmony.plan.task import Errand
 
 
 @pytest.fixture
@@ -266,6 +267,34 @@ class TestStreams:
 
     def test_what_the_caller_computed_has_happened(self, device: VirtualDevice) -> None:
         assert device.record().done()
+
+
+class TestCopies:
+    @pytest.mark.parametrize(("num_bytes", "is_brief"), [(0, True), (1000, True), (1001, False)])
+    def test_small_ones_are_made_by_who_asks(
+        self, device: VirtualDevice, num_bytes: int, is_brief: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("lightning_harmony.engine.device.BRIEFLY_COPIED_BYTES", 1000)
+        copied_by: list[threading.Thread] = []
+        copy = lambda: copied_by.append(threading.current_thread())  # noqa: E731
+        device.start_copy(Errand.SWAP_IN, "weights", num_bytes, copy).synchronize()
+        assert (copied_by == [threading.current_thread()]) == is_brief
+
+    @pytest.mark.parametrize(
+        ("kind", "stream"),
+        [
+            (Errand.SWAP_IN, "swap-in"),
+            (Errand.UNPARK, "swap-in"),
+            (Errand.SWAP_OUT, "swap-out"),
+            (Errand.PARK, "swap-out"),
+            (Errand.STASH_OUT, "swap-out"),
+            (Errand.STASH_IN, "stash-in"),
+        ],
+    )
+    def test_each_kind_has_its_stream(self, device: VirtualDevice, kind: Errand, stream: str) -> None:
+        names: list[str] = []
+        device.start_copy(kind, "", 1, lambda: names.append(threading.current_thread().name)).synchronize()
+        assert names[0].startswith(f"harmony-{stream}")
 
 
 class TestHost:

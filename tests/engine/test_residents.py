@@ -291,6 +291,8 @@ class TestLessReuse:
                 waited_for.append(list(after))
                 return super().submit(work, after, *others, **named)
 
+            submit_brief = submit
+
         monkeypatch.setattr(model.device, "record", lambda: computed)
         model.device.swap_in.close()
         model.device.swap_in = Spy("swap-in")

@@ -56,6 +56,8 @@ class Recording:
         self.events.append(self._stream.submit(work, after))
         return self.events[-1]
 
+    submit_brief = submit
+
 
 def make_stash(device: VirtualDevice) -> Stash:
     return Stash(device, HostPool(device.host_buffer), Traffic())

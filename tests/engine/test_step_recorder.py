@@ -42,10 +42,19 @@ class Clock:
 
 
 class Stream:
-    """Runs what it is given at once."""
+    """Runs what it is given when the test says."""
 
     def __init__(self, clock: Clock) -> None:
         self.moment = clock.moment
+        self._submitted: list[Callable[[], None]] = []
+
+    def submit(self, work: Callable[[], None], after: Any) -> None:
+        self._submitted.append(work)
+
+    def run(self) -> None:
+        for work in self._submitted:
+            work()
+        self._submitted.clear()
 
     def close(self) -> None:
         pass
@@ -57,7 +66,8 @@ class Device(VirtualDevice):
         self.clock = clock
         for stream in (self.swap_in, self.swap_out, self.stash_in):
             stream.close()
-        self.swap_in = self.swap_out = self.stash_in = Stream(clock)  # type: ignore[assignment]
+        self.copies = Stream(clock)
+        self.swap_in = self.swap_out = self.stash_in = self.copies  # type: ignore[assignment]
 
     def moment(self) -> Any:
         return self.clock.moment()
@@ -160,16 +170,17 @@ class TestRecording:
         def copying(until: float) -> Callable[[], None]:
             return lambda: setattr(run.clock, "now", until)
 
-        device.noted(Errand.SWAP_IN, "weights", 10, copying(101.0), 0)()
+        device.start_copy(Errand.SWAP_IN, "weights", 10, copying(101.0), pack=0)
+        device.copies.run()
         recorder.enter(0, Task(0, Phase.FORWARD, 0), run.packs[0])
         buffer = device.empty(300)
-        stash = device.noted(Errand.STASH_OUT, "stash", 5, copying(104.0))
+        device.start_copy(Errand.STASH_OUT, "stash", 5, copying(104.0))
         run.clock.now = 103.0
         del buffer
         kept = device.empty(100)
         recorder.leave()
-        stash()
-        device.noted(Errand.SWAP_OUT, "gradients", 7, copying(105.0), 1)()
+        device.start_copy(Errand.SWAP_OUT, "gradients", 7, copying(105.0), pack=1)
+        device.copies.run()
         recorder.note_update(run.packs[1].parameters, 105.0, 106.0)
         recorder.end(7.0, 2, "just-in-time: so")
 
@@ -254,7 +265,8 @@ class TestRecording:
         run.compute(1.0, "0B1")
         device = run.devices[0]
         for kind in (Errand.PARK, Errand.UNPARK):
-            device.noted(kind, "gradients", 3, lambda: None, 1)()
+            device.start_copy(kind, "gradients", 3, lambda: None, pack=1)
+        device.copies.run()
         recorder.end(1.0, 2, "")
         assert recorder.recording is not None
         # Both have to be read back.

@@ -5,9 +5,13 @@ import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_harmony.engine.stream import Happened, HostStream, wait_for_one
 
@@ -53,6 +57,77 @@ def test_of_what_may_begin_the_most_urgent_begins_first(stream: HostStream, othe
     in_order.synchronize()
     stream.submit(lambda: None).synchronize()
     assert done[3:] == ["late", "in order", "urgent, but after that"]
+
+
+class TestBriefWork:
+    """To wake a thread took longer than a small copy, and held lanes up: 120 us a turn instead of 80."""
+
+    def test_is_done_by_who_submits_it(self, stream: HostStream) -> None:
+        done_by: list[threading.Thread] = []
+        event = stream.submit_brief(lambda: done_by.append(threading.current_thread()), [Happened()])
+        assert event.done()
+        assert done_by == [threading.current_thread()]
+
+    def test_comes_behind_what_was_submitted_before(self, stream: HostStream) -> None:
+        go, done = threading.Event(), list[str]()
+        stream.submit(partial(_wait, go))
+        stream.submit(partial(done.append, "long"))
+        event = stream.submit_brief(partial(done.append, "brief"))
+        assert not event.done()
+        go.set()
+        event.synchronize()
+        assert done == ["long", "brief"]
+
+    def test_comes_behind_what_it_has_to_wait_for(self, stream: HostStream, other: HostStream) -> None:
+        go, done = threading.Event(), list[str]()
+        first = other.submit(lambda: (_wait(go), done.append("first"))[0])
+        event = stream.submit_brief(partial(done.append, "then"), [first])
+        assert not event.done()
+        go.set()
+        event.synchronize()
+        assert done == ["first", "then"]
+
+    def test_is_done_at_once_again_when_a_thread_has_done_what_was_before(self, stream: HostStream) -> None:
+        with pytest.raises(ZeroDivisionError):
+            stream.submit(_fail).synchronize()
+        done_by: list[threading.Thread] = []
+        deadline = time.monotonic() + 60
+        # The event happens a moment before the thread has finished with it.
+        while threading.current_thread() not in done_by and time.monotonic() < deadline:
+            stream.submit_brief(lambda: done_by.append(threading.current_thread())).synchronize()
+        assert threading.current_thread() in done_by
+
+    def test_is_seen_by_no_mode_and_recorded_in_no_graph(self, stream: HostStream) -> None:
+        seen: list[str] = []
+
+        class Operations(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                seen.append("operation")
+                return func(*args, **(kwargs or {}))
+
+        class Functions(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                seen.append("function")
+                return func(*args, **(kwargs or {}))
+
+        source, target = torch.ones(3, requires_grad=True), torch.zeros(3)
+        made: list[Tensor] = []
+        with Operations(), Functions(), torch.inference_mode():
+            seen.clear()
+            stream.submit_brief(lambda: (target.copy_(source), made.append(torch.zeros(1)))[1])
+            assert seen == []
+        assert target.tolist() == [1, 1, 1]
+        assert not target.requires_grad
+        assert not made[0].is_inference()
+
+    def test_that_fails_says_so(self, stream: HostStream, other: HostStream) -> None:
+        with pytest.raises(ZeroDivisionError):
+            stream.submit_brief(_fail)
+        failed = other.submit(_fail)
+        while not failed.done():
+            time.sleep(0.001)
+        with pytest.raises(ZeroDivisionError):
+            stream.submit_brief(lambda: None, [failed])
 
 
 def test_one_of_several_is_waited_for(stream: HostStream, other: HostStream) -> None:

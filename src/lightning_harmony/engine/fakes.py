@@ -32,6 +32,10 @@ class NoCopies:
         """Leave it."""
         return Happened()
 
+    def submit_brief(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Happened:
+        """Leave it, too."""
+        return Happened()
+
     def moment(self) -> HostMoment:
         """Now."""
         return HostMoment()

@@ -165,7 +165,7 @@ class Residents:
         self.ensure_room(work_bytes + (0 if pack.residency is not None else pack.swap_in_bytes), place)
         if not self.plan.lookahead and pack.residency is None:
             # The host is ahead of the device: what it asks for now would come while the device still computes.
-            self.device.swap_in.submit(lambda: None, after=[self.device.record()])
+            self.device.swap_in.submit_brief(lambda: None, after=[self.device.record()])
         try:
             self.swapper.swap_in(pack)
         except torch.OutOfMemoryError as error:

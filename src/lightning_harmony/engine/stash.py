@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
+from functools import partial
 
 from torch import Tensor
 
@@ -65,8 +66,8 @@ class HostCopy(Stashed):
         with device.on_host():
             self._buffer, free = stash.pool.take(num_bytes)
             host = self._buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
-        store = device.noted(Errand.STASH_OUT, "stash", num_bytes, lambda: _copy(host, compacted))
-        self._stored = device.swap_out.submit(store, after=[device.record(), *free])
+        store, after = partial(_copy, host, compacted), [device.record(), *free]
+        self._stored = device.start_copy(Errand.STASH_OUT, "stash", num_bytes, store, after)
         stash.traffic.count_out("stash", num_bytes)
         # The device copy must live until it is copied, and must not change before.
         stash.pending.append((self._stored, tensor, tensor._version, compacted))
@@ -76,8 +77,8 @@ class HostCopy(Stashed):
         device = self._stash.device
         num_bytes = self._buffer.numel()
         buffer = device.empty(num_bytes, device.stash_in)
-        load = device.noted(Errand.STASH_IN, "stash", num_bytes, lambda: _copy(buffer, self._buffer))
-        self._loaded = device.stash_in.submit(load, after=[self._stored])
+        load = partial(_copy, buffer, self._buffer)
+        self._loaded = device.start_copy(Errand.STASH_IN, "stash", num_bytes, load, [self._stored])
         self._stash.traffic.count_in("stash", num_bytes)
         with device.selected():
             with device.waiting():

@@ -10,6 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch._C import DisableTorchFunction
+from torch.utils._mode_utils import no_dispatch
 
 from lightning_harmony.engine.cores import run_anywhere
 
@@ -42,6 +44,9 @@ class Stream(Protocol):
 
     def submit(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Event:
         """Run ``work`` once the events of ``after`` have happened; return the event of its completion."""
+
+    def submit_brief(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Event:
+        """As `submit`, of work that takes less than to wake a thread for it."""
 
     def moment(self) -> Moment:
         """Within such work: the moment at which it has come so far."""
@@ -135,6 +140,7 @@ class HostStream:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"harmony-{name}", initializer=begin)
         self._lock = threading.Lock()
         self._line: list[_HostWork] = []
+        self._num_unfinished = 0
 
     def submit(self, work: Callable[[], None], after: Sequence[Event] = (), rank: int | None = None) -> HostEvent:
         """Run ``work`` in this stream's thread.
@@ -148,13 +154,27 @@ class HostStream:
         submitted = _HostWork(work, tuple(after), rank)
         with self._lock:
             self._line.append(submitted)
+            self._num_unfinished += 1
         self._pool.submit(self._run_next)
         return HostEvent(submitted.future)
+
+    def submit_brief(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Event:
+        """As `submit`, but at once, in the calling thread, where nothing has to come before. What fails is raised here."""
+        if self._num_unfinished > 0 or not all(event.done() for event in after):
+            return self.submit(work, after)
+        for event in after:
+            event.synchronize()
+        # As in a thread of its own: no mode of the caller's sees it, and no graph records it.
+        with DisableTorchFunction(), no_dispatch(), torch.inference_mode(False), torch.no_grad():
+            work()
+        return Happened()
 
     def _run_next(self) -> None:
         with self._lock:
             chosen = self._line.pop(self._next())
         chosen.run()
+        with self._lock:
+            self._num_unfinished -= 1
 
     def _next(self) -> int:
         """The place in line of what is next. What nothing may begin before is waited for in order of submission."""
@@ -259,6 +279,10 @@ class CudaStream:
                 event.wait()
             work()
             return CudaEvent(self._stream)
+
+    def submit_brief(self, work: Callable[[], None], after: Sequence[Event] = ()) -> CudaEvent:
+        """As `submit`: to launch takes no thread."""
+        return self.submit(work, after)
 
     def selected(self) -> OnCudaStream:
         """The context of what is done on this stream."""

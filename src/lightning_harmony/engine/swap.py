@@ -280,7 +280,7 @@ class Swapper:
 
     def finish_reading(self) -> None:
         """Wait until all that was to be copied to the device has left the host: from here on, anyone may write there."""
-        self._device.swap_in.submit(lambda: None).synchronize()
+        self._device.swap_in.submit_brief(lambda: None).synchronize()
 
     def _start_swap_in(self, pack: SwappedPack) -> None:
         device, arena, layout = self._device, self._store.arena, pack.layout
@@ -309,7 +309,7 @@ class Swapper:
         for leaf in leaves.values():
             refuse_accumulation(leaf)
         copied = layout.copied_bytes + pack.buffer_bytes
-        ready = device.swap_in.submit(device.noted(Errand.SWAP_IN, "weights", copied, copy, pack.index))
+        ready = device.start_copy(Errand.SWAP_IN, "weights", copied, copy, pack=pack.index)
         self._traffic.count_in("weights", copied)
         pack.residency = Residency(device, weights, ready, leaves, buffers, as_of)
 
@@ -413,8 +413,8 @@ class Swapper:
         accumulator.touched.update(parked.sums)
         num_bytes = parked.buffer.numel()
         copy = partial(_copy, accumulator.buffer, parked.buffer)
-        load = self._device.noted(Errand.UNPARK, "gradients", num_bytes, copy, pack.index)
-        loaded = self._device.swap_in.submit(load, [self._device.record(), parked.event])
+        after = [self._device.record(), parked.event]
+        loaded = self._device.start_copy(Errand.UNPARK, "gradients", num_bytes, copy, after, pack.index)
         loaded.wait()
         self._pool.give(parked.buffer, loaded)
         self._traffic.count_in("gradients", num_bytes)
@@ -429,8 +429,8 @@ class Swapper:
             for key, gradient in earlier.items():
                 sums[key].copy_(gradient)
 
-        load = self._device.noted(Errand.SWAP_IN, "gradients", num_bytes, copy, pack.index)
-        loaded = self._device.swap_in.submit(load, [self._device.record()])
+        after = [self._device.record()]
+        loaded = self._device.start_copy(Errand.SWAP_IN, "gradients", num_bytes, copy, after, pack.index)
         # The host buffers of `earlier` may be used again from here on.
         loaded.synchronize()
         accumulator.touched.update(earlier)
@@ -476,8 +476,8 @@ class Swapper:
                 host, free = self._pool.take(num_bytes)
                 sums = {key: slots[key].view(host) for key in slots if key in accumulator.touched}
             copy = partial(_copy, host, accumulator.buffer)
-            noted = self._device.noted(kind, "gradients", num_bytes, copy, pack.index)
-            event = self._device.swap_out.submit(noted, after=[self._device.record(), *free])
+            after = [self._device.record(), *free]
+            event = self._device.start_copy(kind, "gradients", num_bytes, copy, after, pack.index)
             self._device.keep_until(event, accumulator.buffer)
             self._traffic.count_out("gradients", num_bytes)
             gradients.append(HostGradients(use, host, event, sums, accumulator.includes_earlier))
