@@ -92,9 +92,9 @@ class TestProfile:
         assert plan.predicted is not None
 
     @pytest.mark.cpu
-    @pytest.mark.parametrize(("beside_copies", "expected"), [(600.0, 600.0), (950.0, 1000.0)])
-    def test_updates_that_are_slower_beside_the_copies_of_the_plan_are_foreseen_so(
-        self, beside_copies: float, expected: float, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("beside_copies", [600.0, 950.0, 1100.0])
+    def test_updates_are_foreseen_as_they_are_beside_the_copies_of_the_plan(
+        self, beside_copies: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Layer by layer there are few copies beside them: on GPUs, steps that updates bound were predicted too short."""
         seen: list[float] = []
@@ -119,9 +119,9 @@ class TestProfile:
             if plan.profile is not None and plan.predicted is not None
         }
         # None had been seen when the first plan was made.
-        assert list(foreseen) == list(dict.fromkeys([None, 1000.0, expected]))
+        assert list(foreseen) == [None, 1000.0, beside_copies]
         # What is foreseen changes, and not what is done.
-        assert foreseen[expected] >= foreseen[1000.0]
+        assert (foreseen[beside_copies] - foreseen[1000.0]) * (beside_copies - 1000.0) <= 0
         assert len({(plan.packs, plan.first_fused, plan.kept) for plan in plans[-4:]}) == 1
 
     def test_the_strategy_tells_it(self) -> None:

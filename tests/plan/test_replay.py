@@ -68,6 +68,24 @@ class TestUpdates:
         # The second pack is fetched from 2 on, and there at 4; the first from the beginning on.
         assert seconds == pytest.approx(23.8 - 2)
 
+    def test_the_gradients_of_few_packs_wait_for_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Steps that updates bound took up to 1.2 times as long as foreseen: the backward waits for room on the host."""
+        monkeypatch.setattr("lightning_harmony.plan.replay.RING", 2)
+        seconds, updates = updates_of(8 / 5)
+        # Those of the first pack leave from 13.8 on, and have not arrived when the second one's update begins.
+        assert updates == {2: (8.8, 13.8), 1: (13.8, 18.8), 0: (18.8, 23.8)}
+        assert seconds == pytest.approx(23.8)
+
+    def test_what_is_asked_for_behind_gradients_waits_with_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("lightning_harmony.plan.replay.RING", 1)
+        machine = MachineLimits(None, 10.0, 10.0, None, 8 / 5)
+        found = replay(chain(3, 2, 1), grid(THREE_TASKS), [PACK] * 3, machine)
+        starts = {str(span.task): span.start_seconds for span in found.devices[0].spans}
+        # The first one's update ends at 13.8, the second one's 5.8 s after its gradients have left.
+        assert starts["1SWAP_OUT"] == pytest.approx(13.8)
+        assert starts["0B0"] == pytest.approx(14.2)
+        assert starts["0SWAP_OUT"] == pytest.approx(19.6)
+
     def test_no_step_is_shorter_than_all_updates_take(self) -> None:
         seconds, updates = updates_of(8 / 100)
         assert updates[1][1] == pytest.approx(308.8)

@@ -27,8 +27,8 @@ CHECKED_STEPS, WARM_UP_STEPS = 8, 3
 FAR_OFF = 2.0
 # How many times as fast as before updates have to be for a plan to be looked at again.
 CLEARLY_FASTER = 1.25
-# In how many steps by a plan updates are timed beside its copies, and how far off they may be before it is foreseen anew.
-TIMED_UPDATES, OFF = 3, 1.1
+# In how many steps by a plan updates are timed beside its copies, until what it takes is foreseen anew.
+TIMED_UPDATES = 3
 
 
 class Records(Protocol):
@@ -226,7 +226,7 @@ class Planner:
         if self._sees_faster_updates():
             plan = foreseen(self._plan, self._costs(), self._measured.machine())
             self._plan = plan if self._given is not None else improved(plan, self._names(self._calls))
-        elif self._sees_slower_updates():
+        elif self._has_timed_updates():
             self._measured.update_speeds.settle(median(self._update_speeds))
             self._plan = foreseen(self._plan, self._costs(), self._measured.machine())
         else:
@@ -242,16 +242,13 @@ class Planner:
         known = profile.machine.update_bytes_per_second
         return known is None or now > CLEARLY_FASTER * known
 
-    def _sees_slower_updates(self) -> bool:
-        """Whether updates take longer beside the copies of the plan than they did before. It is asked after each step."""
+    def _has_timed_updates(self) -> bool:
+        """Whether it has just become known what updates take beside the copies of the plan. It is asked after each step."""
         profile, now = self._plan.profile, self._measured.update_speeds.newest.bytes_per_second
         if profile is None or now is None or len(self._update_speeds) == TIMED_UPDATES:
             return False
         self._update_speeds.append(now)
-        known = profile.machine.update_bytes_per_second
-        if known is None or len(self._update_speeds) < TIMED_UPDATES:
-            return False
-        return OFF * median(self._update_speeds) < known
+        return len(self._update_speeds) == TIMED_UPDATES
 
     def choose_number(self, batch_size: int, num_elements: int, usual: int) -> int | None:
         """The number of microbatches that is predicted to make a step fastest; None as long as nothing is known.

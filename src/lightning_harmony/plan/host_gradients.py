@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 # How many packs' gradients may be on their way into an update just in time. The fused packs, up to a quarter of them, become
-# final together; what waits beyond those would only take host memory, as the device's work is launched far ahead.
-RING = 8
+# final together. What waits when the backward ends is all that the host has to do under the next forward: with 8, it ran out
+# of work there. More would only take host memory, as the device's work is launched far ahead.
+RING = 12
 
 
 def waiting_bytes(packs: Iterable[int], *, is_deferred: bool) -> int:

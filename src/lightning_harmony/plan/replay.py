@@ -19,7 +19,8 @@ The rules:
 Times: each device has a stream of each kind, and the host one for updates, which goes on from step to step. A task begins
 when its stream is free, what it needs is there, and there is room: it waits for what earlier tasks send away, as far as it
 has to. A copy is issued behind the computing that is listed before it, so it begins no sooner than that does; weights, where
-none are fetched ahead, no sooner than that has ended.
+none are fetched ahead, no sooner than that has ended. Gradients leave, and all behind them is issued, when those of few packs
+alone wait for an update just in time.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import NamedTuple
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.footprint import Footprint, footprints
+from lightning_harmony.plan.host_gradients import RING
 from lightning_harmony.plan.lowering import lower, owner, summing_devices
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Plan
@@ -288,6 +290,53 @@ class _Memory:
         return tuple(zip(changes, accumulate(changes.values()), strict=True))
 
 
+class _Updates:
+    """The stream of updates: of what has arrived, that first which the next forward needs first.
+
+    Args:
+        ranks: by pack, when the next forward needs it.
+        seconds: by pack, what its update takes.
+
+    Attributes:
+        done: packs that have been updated, with beginning and end.
+    """
+
+    def __init__(self, ranks: Mapping[int, int], seconds: Sequence[float]) -> None:
+        self.done: list[tuple[int, float, float]] = []
+        self._ranks, self._seconds = ranks, seconds
+        self._arrived: dict[int, float] = {}
+        self._coming: list[tuple[float, int, int]] = []
+        self._waiting: list[tuple[int, int]] = []
+        self._free = 0.0
+
+    def __contains__(self, pack: int) -> bool:
+        return pack in self._arrived
+
+    def add(self, pack: int, seconds: float) -> None:
+        """The gradients of a pack are there from that moment on."""
+        self._arrived[pack] = seconds
+        heappush(self._coming, (seconds, self._ranks[pack], pack))
+
+    def room_at(self, most: int) -> float:
+        """When fewer packs than so many are there, or on their way there."""
+        while len(self._coming) + len(self._waiting) >= most:
+            self._run_next()
+        return self._free if self.done else 0.0
+
+    def run_all(self) -> None:
+        """Update what has not been."""
+        self.room_at(1)
+
+    def _run_next(self) -> None:
+        if not self._waiting:
+            self._free = max(self._free, self._coming[0][0])
+        while self._coming and self._coming[0][0] <= self._free:
+            heappush(self._waiting, heappop(self._coming)[1:])
+        _, pack = heappop(self._waiting)
+        start, self._free = self._free, self._free + self._seconds[pack]
+        self.done.append((pack, start, self._free))
+
+
 @dataclass
 class _Device:
     """A device in the middle of its tasks."""
@@ -313,6 +362,11 @@ class _Device:
     swapped_in: Counter[str] = field(default_factory=Counter)
     swapped_out: Counter[str] = field(default_factory=Counter)
     transferred_bytes: int = 0
+
+    def hold(self, seconds: float) -> None:
+        """Nothing that comes behind is asked for before."""
+        self.streams[COMPUTE] = max(self.streams[COMPUTE], seconds)
+        self.issued = max(self.issued, seconds)
 
 
 class _Replay:
@@ -341,8 +395,8 @@ class _Replay:
             for device in summing_devices(plan, pack)
         }
         self._sent: dict[int, dict[int, float]] = {}
-        # When the gradients of a pack are there to be updated with.
-        self._arrived: dict[int, float] = {}
+        ranks = {pack: rank for rank, pack in enumerate(dict.fromkeys(plan.visits))}
+        self._updates = _Updates(ranks, [self._update_seconds(cost) for cost in packs])
         self._handlers: dict[Phase | Errand, Callable[[_Device, int, int], str]] = {
             Phase.FORWARD: self._forward,
             Phase.BACKWARD: self._backward,
@@ -366,28 +420,21 @@ class _Replay:
             raise self._refusal([(device, device.waits_for) for device in waiting])
         if unfinished := [(device, problem) for device in self._devices if (problem := self._unfinished(device))]:
             raise self._refusal(unfinished)
-        seconds = self._run_updates()
+        seconds = self._end_updates()
         return Prediction(seconds, tuple(self._prediction(device) for device in self._devices))
 
-    def _run_updates(self) -> float:
-        """Run the updates: of what has arrived, that first which the next forward needs first. How long each step takes."""
+    def _end_updates(self) -> float:
+        """Run the updates that are left. How long each step takes."""
         period = max((span.end_seconds for device in self._devices for span in device.spans), default=0.0)
-        ranks = {pack: rank for rank, pack in enumerate(dict.fromkeys(self._plan.visits))}
-        coming = sorted(((seconds, ranks[pack], pack) for pack, seconds in self._arrived.items()), reverse=True)
-        waiting: list[tuple[int, int]] = []
-        free = busy = 0.0
-        while coming or waiting:
-            if not waiting:
-                free = max(free, coming[-1][0])
-            while coming and coming[-1][0] <= free:
-                heappush(waiting, coming.pop()[1:])
-            _, pack = heappop(waiting)
-            seconds = self._seconds(self._packs[pack].gradient_bytes, self._machine.update_bytes_per_second)
-            span = Span(Task(pack, Errand.UPDATE), UPDATE, free, free + seconds)
+        self._updates.run_all()
+        for pack, start, end in self._updates.done:
+            span = Span(Task(pack, Errand.UPDATE), UPDATE, start, end)
             self._devices[owner(self._plan, pack)].spans.append(span)
-            busy, free = busy + seconds, span.end_seconds
-            period = max(period, busy, free - self._needed_at(pack))
-        return period
+            period = max(period, end - self._needed_at(pack))
+        return max(period, sum(end - start for _, start, end in self._updates.done))
+
+    def _update_seconds(self, cost: Cost) -> float:
+        return self._seconds(cost.gradient_bytes, self._machine.update_bytes_per_second)
 
     def _needed_at(self, pack: int) -> float:
         """When a forward has to begin to fetch a pack for its first use."""
@@ -446,7 +493,7 @@ class _Replay:
             return f"the gradients of pack {min(device.sums)} are never swapped out"
         if device.parked:
             return f"the gradients of pack {plan.visits[min(device.parked)]} are parked for ever"
-        waiting = [pack for pack in self._sent if pack not in self._arrived and owner(plan, pack) == device.number]
+        waiting = [pack for pack in self._sent if pack not in self._updates and owner(plan, pack) == device.number]
         return f"pack {waiting[0]} is never updated" if waiting else ""
 
     def _prediction(self, device: _Device) -> DevicePrediction:
@@ -709,6 +756,8 @@ class _Replay:
         others = len(summing_devices(self._plan, pack)) - 1 if self._plan.just_in_time else 0
         if len(device.reduced.get(pack, [])) < others:
             raise _BrokenError(f"the gradients of pack {pack} on other devices are not added")
+        # Whoever asks for the copy waits for room on the host: what comes behind is asked for later.
+        device.hold(self._updates.room_at(RING))
         sent[device.number] = self._send(device, pack)
         # What was parked of other visits is on the host, where it is added.
         for position in [position for position in device.parked if self._plan.visits[position] == pack]:
@@ -752,7 +801,7 @@ class _Replay:
 
     def _update(self, device: _Device, pack: int, _: int) -> str:
         self._refuse_other_owner(device, pack)
-        if pack in self._arrived:
+        if pack in self._updates:
             raise _BrokenError(f"pack {pack} has been updated")
         sent, after = self._sent.get(pack, {}), 0.0
         if self._plan.just_in_time and not sent:
@@ -764,5 +813,5 @@ class _Replay:
                 return f"the backward of microbatch {waiting[0]} has not ended"
             after = max(lane.ready for lane in self._lanes)
         # A deferred one is listed behind all computing.
-        self._arrived[pack] = max(*sent.values(), after, device.streams[COMPUTE])
+        self._updates.add(pack, max(*sent.values(), after, device.streams[COMPUTE]))
         return ""
