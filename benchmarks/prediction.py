@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import product
@@ -62,13 +63,15 @@ COLUMNS = (
 class Steps:
     """Makes batches, and takes stock before each: a callback that runs between steps would be taken to look at weights.
 
+    So would what holds the strategy, through which they are reached.
+
     Args:
         strategy: whose steps they are.
         is_gpu: whether a GPU is waited for, and its allocator asked.
     """
 
     def __init__(self, strategy: Any, *, is_gpu: bool) -> None:
-        self._strategy = strategy
+        self._strategy = weakref.proxy(strategy)
         self._is_gpu = is_gpu
         self._began: float | None = None
         self._plan: Plan | None = None

@@ -124,6 +124,16 @@ class TestProfile:
         assert (foreseen[beside_copies] - foreseen[1000.0]) * (beside_copies - 1000.0) <= 0
         assert len({(plan.packs, plan.first_fused, plan.kept) for plan in plans[-4:]}) == 1
 
+    @pytest.mark.parametrize("looks", [False, True])
+    def test_whether_updates_may_outlast_their_step_is_part_of_it(self, looks: bool) -> None:
+        strategy = HarmonyStrategy(device_memory="96KiB", num_microbatches=4, profile_cache=False)
+        callbacks: list[pl.Callback] = [Reports()] if looks else []
+        trainer = trainer_for(strategy, 8, callbacks, devices=1)
+        trainer.fit(build(), DataLoader(nets.tokens(64), batch_size=8))
+        assert strategy.plan is not None
+        assert strategy.plan.profile is not None
+        assert strategy.plan.profile.machine.updates_outlast is not looks
+
     def test_the_strategy_tells_it(self) -> None:
         strategy = HarmonyStrategy(num_microbatches=4)
         assert strategy.profile is None

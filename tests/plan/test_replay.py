@@ -68,6 +68,12 @@ class TestUpdates:
         # The second pack is fetched from 2 on, and there at 4; the first from the beginning on.
         assert seconds == pytest.approx(23.8 - 2)
 
+    def test_where_weights_may_be_looked_at_between_steps_each_waits_for_its_own(self) -> None:
+        """Steps that updates bound were predicted a quarter too short for whoever has a callback between them."""
+        machine = MachineLimits(None, 10.0, 10.0, None, 8 / 5, updates_outlast=False)
+        found = replay(chain(3, 2, 1), grid(THREE_TASKS), [PACK] * 3, machine)
+        assert found.seconds == pytest.approx(23.8)
+
     def test_the_gradients_of_few_packs_wait_for_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Steps that updates bound took up to 1.2 times as long as foreseen: the backward waits for room on the host."""
         monkeypatch.setattr("lightning_harmony.plan.replay.RING", 2)

@@ -60,10 +60,12 @@ class UpdateSpeeds:
     Attributes:
         fastest: of the step in which they were fastest. The first ones share the host with its making of buffers.
         newest: of the newest step in which there were any.
+        outlast: whether those of the newest step may go on when it has ended.
     """
 
     fastest: Speed = field(default_factory=Speed)
     newest: Speed = field(default_factory=Speed)
+    outlast: bool = True
 
     def note(self, of_step: Speed) -> None:
         """The updates of a step are done."""

@@ -17,7 +17,7 @@ from lightning_harmony.plan.task import Phase
 from lightning_harmony.plan.values import decode, encode
 
 # A reader of one version refuses all others: plans are quickly made anew.
-_KIND = DocumentKind("lightning-harmony plan", 5, "plan", "plan", way_out=": plan anew")
+_KIND = DocumentKind("lightning-harmony plan", 6, "plan", "plan", way_out=": plan anew")
 
 
 @dataclass(frozen=True)

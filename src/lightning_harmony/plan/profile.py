@@ -21,6 +21,8 @@ class MachineLimits:
         transfer_bytes_per_second: device to device.
         update_bytes_per_second: gradients that the host's optimizer works off.
         occupied_bytes: what of the capacity a step finds taken: by the batch, by buffers of no layer, by what user code keeps.
+        updates_outlast: whether updates just in time may go on under the next step's forward. Where something may look at
+            weights between steps, each step waits for its own.
     """
 
     capacity_bytes: int | None = None
@@ -29,6 +31,7 @@ class MachineLimits:
     transfer_bytes_per_second: float | None = None
     update_bytes_per_second: float | None = None
     occupied_bytes: int = 0
+    updates_outlast: bool = True
 
     @property
     def free_bytes(self) -> int | None:

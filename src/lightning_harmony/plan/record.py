@@ -13,7 +13,7 @@ from lightning_harmony.plan.profile import MachineLimits
 from lightning_harmony.plan.values import decode, encode
 
 # A reader of one version refuses all others: a record is quickly made anew.
-_KIND = DocumentKind("lightning-harmony profile", 3, "profile", "profile")
+_KIND = DocumentKind("lightning-harmony profile", 4, "profile", "profile")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from lightning_harmony.plan.values import decode, encode
 # A reader of one version refuses all others: a step is quickly recorded anew.
 _KIND = DocumentKind(
     "lightning-harmony recording",
-    1,
+    2,
     "recorded step",
     "recording",
     origin=". HarmonyMonitor(trace_step=...) writes one",

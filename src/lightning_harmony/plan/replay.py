@@ -16,7 +16,7 @@ The rules:
    come back before the next backward that adds to them.
 8. What is on a device never exceeds the capacity.
 
-Times: each device has a stream of each kind, and the host one for updates, which goes on from step to step. A task begins
+Times: each device has a stream of each kind, and the host one for updates, which may go on from step to step. A task begins
 when its stream is free, what it needs is there, and there is room: it waits for what earlier tasks send away, as far as it
 has to. A copy is issued behind the computing that is listed before it, so it begins no sooner than that does; weights, where
 none are fetched ahead, no sooner than that has ended. Gradients leave, and all behind them is issued, when those of few packs
@@ -430,7 +430,7 @@ class _Replay:
         for pack, start, end in self._updates.done:
             span = Span(Task(pack, Errand.UPDATE), UPDATE, start, end)
             self._devices[owner(self._plan, pack)].spans.append(span)
-            period = max(period, end - self._needed_at(pack))
+            period = max(period, end - (self._needed_at(pack) if self._machine.updates_outlast else 0.0))
         return max(period, sum(end - start for _, start, end in self._updates.done))
 
     def _update_seconds(self, cost: Cost) -> float:
