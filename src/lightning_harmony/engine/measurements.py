@@ -49,7 +49,7 @@ class Measurements:
             update_bytes_per_second=self.update_speeds.fastest.bytes_per_second,
             # Between steps, when nothing of a step is there.
             occupied_bytes=max(device.allocated_bytes() + device.uncounted_bytes for device in self.devices),
-            updates_outlast=self.update_speeds.outlast,
+            updates_outlast=self.update_speeds.outlast is not False,
         )
 
     def recall(self, record: Record, num_elements: int, layers: Mapping[str, SwappedLayer]) -> None:

@@ -60,12 +60,13 @@ class UpdateSpeeds:
     Attributes:
         fastest: of the step in which they were fastest. The first ones share the host with its making of buffers.
         newest: of the newest step in which there were any.
-        outlast: whether those of the newest step may go on when it has ended.
+        outlast: whether those of a step may go on when it has ended; None before the first. After some step something looks
+            at weights at once, as when a validation follows: that says nothing of the others.
     """
 
     fastest: Speed = field(default_factory=Speed)
     newest: Speed = field(default_factory=Speed)
-    outlast: bool = True
+    outlast: bool | None = None
 
     def note(self, of_step: Speed) -> None:
         """The updates of a step are done."""

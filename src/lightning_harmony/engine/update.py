@@ -155,8 +155,7 @@ class Updater:
         self._submitted, self._updated = [], {}
         self._held_back = [] if hold_back else None
         self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back)
-        if optimizer is not None:
-            self.speeds.outlast = may_outlast
+        self.speeds.outlast = may_outlast or bool(self.speeds.outlast)
         self._known = frozenset[Tensor]() if optimizer is None else frozenset(optimizer.state)
         self.norms.clear()
         self._parts = defaultdict(list)
