@@ -239,6 +239,17 @@ def test_of_what_has_arrived_that_is_updated_first_which_a_forward_needs_first(p
     assert list(map(id, done)) == [id(parameters[index]) for index in (3, 0, 1, 2)]
 
 
+def test_that_one_step_waits_for_its_update_says_nothing_of_the_others(pool: HostPool, updater: Updater) -> None:
+    """The last step of a fit waits: what was foreseen after it, for those before it, was wrong."""
+    (parameter,) = some_parameters(1)
+    outlast = []
+    for may_outlast in (False, True, False):
+        updater.begin(SGD([parameter], lr=1.0), [[parameter]], may_outlast=may_outlast)
+        outlast.append(updater.speeds.outlast)
+        updater.finish()
+    assert outlast == [False, True, True]
+
+
 def test_few_packs_wait_for_their_update(pool: HostPool, updater: Updater) -> None:
     parameters = some_parameters(RING + 1)
     gate = Gate()

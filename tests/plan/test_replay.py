@@ -15,7 +15,7 @@ from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.lowering import lower
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.profile import MachineLimits, Profile
-from lightning_harmony.plan.replay import predict, refuse_invalid, replay
+from lightning_harmony.plan.replay import LATE_TURNS, predict, refuse_invalid, replay
 from lightning_harmony.plan.schedule import Schedule
 from lightning_harmony.plan.task import Errand, Task
 
@@ -165,8 +165,8 @@ class TestTimes:
         with pytest.raises(PlanError, match="short"):
             replay(TWO, grid(TWO_TASKS), [PACK] * 2, replace(machine, occupied_bytes=11))
 
-    def test_what_is_copied_away_counts_until_the_turn_after_it_has_ended(self) -> None:
-        """A copy takes longer where the machine has more to do: what was predicted was then less than what was there."""
+    def test_what_is_copied_away_counts_in_some_turns_after_it_has_ended(self) -> None:
+        """The host asks for room ahead of the copies: what was predicted was then less than what was there."""
         tasks = "0SWAP_IN 0F0 1SWAP_IN 1F0 1B0 1SWAP_OUT 1U 0B0 0SWAP_OUT 0U 1EVICT 0EVICT"
         packs = [Cost("pack", 0, 8, forward_seconds=1.0, backward_seconds=1.0)] * 2
         (device,) = replay(TWO, grid(tasks), packs, FREE).devices
@@ -174,6 +174,10 @@ class TestTimes:
         assert device.peak_bytes == 8 + 8
         # It is waited for where there is no room.
         assert replay(TWO, grid(tasks), packs, MachineLimits(9)).peak_bytes == (9,)
+        forth = " ".join(f"{pack}SWAP_IN {pack}F0" for pack in range(6))
+        back = " ".join(f"{pack}B0 {pack}SWAP_OUT {pack}U {pack}EVICT" for pack in reversed(range(6)))
+        six = replay(chain(6, 0, 1), grid(f"{forth} {back}"), packs[:1] * 6, FREE)
+        assert six.peak_bytes == (8 + LATE_TURNS * 8,)
 
     def test_what_casting_takes_is_there_while_weights_come(self) -> None:
         packs = [Cost("pack", 10, 0, copied_bytes=20, forward_seconds=1.0, staging_bytes=7)] * 2

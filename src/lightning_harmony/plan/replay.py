@@ -25,7 +25,7 @@ alone wait for an update just in time.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -43,6 +43,8 @@ from lightning_harmony.plan.profile import MachineLimits
 from lightning_harmony.plan.schedule import Schedule
 from lightning_harmony.plan.task import Errand, Phase, Task
 
+# How many turns the host is ahead of the copies of what leaves a device, at most.
+LATE_TURNS = 3
 COMPUTE, UPDATE = "compute", "update"
 STREAMS = ("swap-in", "stash-in", "transfer", COMPUTE, "swap-out", UPDATE)
 STREAM_OF: dict[Phase | Errand, str] = {
@@ -230,8 +232,8 @@ class _Memory:
     What leaves counts until a task needs its room, which then begins behind that. So in no order of times is more there.
 
     Attributes:
-        most_bytes: the most in the order of tasks, what leaves counted until the turn after it has ended: a copy may take that
-            much longer than it should.
+        most_bytes: the most in the order of tasks, what leaves counted in the turns after it, `LATE_TURNS` of them: the host
+            asks for room so far ahead of the copy.
     """
 
     def __init__(self, machine: MachineLimits) -> None:
@@ -240,7 +242,9 @@ class _Memory:
         self.changes: list[tuple[float, int]] = [(0.0, machine.occupied_bytes)] if machine.occupied_bytes else []
         self.most_bytes = machine.occupied_bytes
         self._leaving: list[tuple[float, int]] = []
-        self._leaving_bytes = self._lingering_bytes = 0
+        self._leaving_bytes = 0
+        # Of this turn, and of each of those before.
+        self._lingering_bytes, self._late_bytes = 0, deque([0], maxlen=LATE_TURNS)
         self._after = 0.0
 
     def short_bytes(self, num_bytes: int) -> int:
@@ -277,7 +281,8 @@ class _Memory:
 
     def note_turn(self) -> None:
         """A lane has its turn, and has taken what it takes."""
-        most = self.num_bytes - self._leaving_bytes + self._lingering_bytes
+        self._late_bytes.append(self._lingering_bytes)
+        most = self.num_bytes - self._leaving_bytes + sum(self._late_bytes)
         self.most_bytes = max(self.most_bytes, most if self.capacity_bytes is None else min(most, self.capacity_bytes))
         self._lingering_bytes = 0
 
