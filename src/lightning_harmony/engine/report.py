@@ -27,7 +27,8 @@ class StepReport:
         update_hidden: the share of the updates' seconds in which the device had other work, between 0 and 1: of this step's
             update just in time, under its backward; or of the deferred one that the step before asked for, under this step's
             forward. 0 where no update ran beside the step.
-        predicted_seconds: how long a step by its plan was predicted to take, with updates just in time; None if it was not.
+        predicted_seconds: how long a step by its plan was predicted to take, a deferred update counted as no time; None if it
+            was not.
         busy: for each device, the share of `seconds` in which it computed, between 0 and 1. What a microbatch does counts from
             its first operation in a pack to its last, waiting for what is copied excepted. With several devices, calls of
             layers count, and not the code between them. Empty where nobody asked: `HarmonyMonitor` does.
