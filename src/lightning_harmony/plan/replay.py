@@ -243,8 +243,8 @@ class _Memory:
         self.most_bytes = machine.occupied_bytes
         self._leaving: list[tuple[float, int]] = []
         self._leaving_bytes = 0
-        # Of this turn, and of each of those before.
-        self._lingering_bytes, self._late_bytes = 0, deque([0], maxlen=LATE_TURNS)
+        # Since the last turn, and before each of the last ones.
+        self._lingering_bytes, self._late_bytes = 0, deque[int](maxlen=LATE_TURNS)
         self._after = 0.0
 
     def short_bytes(self, num_bytes: int) -> int:
@@ -326,7 +326,7 @@ class _Updates:
         """When fewer packs than so many are there, or on their way there."""
         while len(self._coming) + len(self._waiting) >= most:
             self._run_next()
-        return self._free if self.done else 0.0
+        return self._free
 
     def run_all(self) -> None:
         """Update what has not been."""
