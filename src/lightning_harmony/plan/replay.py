@@ -42,6 +42,7 @@ from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.profile import MachineLimits
 from lightning_harmony.plan.schedule import Schedule
 from lightning_harmony.plan.task import Errand, Phase, Task
+from lightning_harmony.plan.update_stream import UpdateStream
 
 # How many turns the host is ahead of the copies of what leaves a device, at most.
 LATE_TURNS = 3
@@ -295,53 +296,6 @@ class _Memory:
         return tuple(zip(changes, accumulate(changes.values()), strict=True))
 
 
-class _Updates:
-    """The stream of updates: of what has arrived, that first which the next forward needs first.
-
-    Args:
-        ranks: by pack, when the next forward needs it.
-        seconds: by pack, what its update takes.
-
-    Attributes:
-        done: packs that have been updated, with beginning and end.
-    """
-
-    def __init__(self, ranks: Mapping[int, int], seconds: Sequence[float]) -> None:
-        self.done: list[tuple[int, float, float]] = []
-        self._ranks, self._seconds = ranks, seconds
-        self._arrived: dict[int, float] = {}
-        self._coming: list[tuple[float, int, int]] = []
-        self._waiting: list[tuple[int, int]] = []
-        self._free = 0.0
-
-    def __contains__(self, pack: int) -> bool:
-        return pack in self._arrived
-
-    def add(self, pack: int, seconds: float) -> None:
-        """The gradients of a pack are there from that moment on."""
-        self._arrived[pack] = seconds
-        heappush(self._coming, (seconds, self._ranks[pack], pack))
-
-    def room_at(self, most: int) -> float:
-        """When fewer packs than so many are there, or on their way there."""
-        while len(self._coming) + len(self._waiting) >= most:
-            self._run_next()
-        return self._free
-
-    def run_all(self) -> None:
-        """Update what has not been."""
-        self.room_at(1)
-
-    def _run_next(self) -> None:
-        if not self._waiting:
-            self._free = max(self._free, self._coming[0][0])
-        while self._coming and self._coming[0][0] <= self._free:
-            heappush(self._waiting, heappop(self._coming)[1:])
-        _, pack = heappop(self._waiting)
-        start, self._free = self._free, self._free + self._seconds[pack]
-        self.done.append((pack, start, self._free))
-
-
 @dataclass
 class _Device:
     """A device in the middle of its tasks."""
@@ -401,7 +355,7 @@ class _Replay:
         }
         self._sent: dict[int, dict[int, float]] = {}
         ranks = {pack: rank for rank, pack in enumerate(dict.fromkeys(plan.visits))}
-        self._updates = _Updates(ranks, [self._update_seconds(cost) for cost in packs])
+        self._updates = UpdateStream(ranks, [self._update_seconds(cost) for cost in packs])
         self._handlers: dict[Phase | Errand, Callable[[_Device, int, int], str]] = {
             Phase.FORWARD: self._forward,
             Phase.BACKWARD: self._backward,
