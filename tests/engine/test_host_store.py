@@ -1,5 +1,6 @@
 """The host store: parameters move into one arena, and nobody notices."""
 
+import gc
 import io
 import math
 import weakref
@@ -256,6 +257,18 @@ class TestHostPool:
         small, _ = pool.take(99)
         assert small.numel() == 99
         assert pool.num_bytes == 199
+
+    def test_its_buffers_end_with_it(self) -> None:
+        """What counted them kept it, and all free buffers with it, until the process ended."""
+        pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+        taken, _ = pool.take(100)
+        pool.provide(100)
+        ended: list[str] = []
+        weakref.finalize(pool._free[100][0].buffer.untyped_storage(), ended.append, "free")
+        del pool
+        gc.collect()
+        assert ended == ["free"]
+        assert taken.numel() == 100
 
     def test_a_buffer_comes_with_the_event_of_its_last_use(self) -> None:
         pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))

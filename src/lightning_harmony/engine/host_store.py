@@ -202,6 +202,25 @@ class _Free:
     age: int = 0
 
 
+class _Existing:
+    """What the buffers of a pool take that exist, whoever has them.
+
+    Its buffers' ends are told to this, and not to the pool: what waits for the end of a buffer must not be what keeps it.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.peak_bytes = 0
+        # Storages end in whatever thread drops the last reference.
+        self._lock = threading.RLock()
+
+    def count(self, num_bytes: int) -> None:
+        """So many more; or fewer, of what has ended."""
+        with self._lock:
+            self.num_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+
 class HostPool:
     """Host buffers that are used again, each of the exact size asked for, and given back to the system when they are not.
 
@@ -216,20 +235,17 @@ class HostPool:
         self.making_seconds = 0.0
         self._allocate = allocate
         self._free: dict[int, list[_Free]] = defaultdict(list)
-        # Storages end in whatever thread drops the last reference.
-        self._lock = threading.RLock()
-        self._num_bytes = 0
-        self._peak_bytes = 0
+        self._existing = _Existing()
         self._missed: Counter[int] = Counter()
 
     @property
     def num_bytes(self) -> int:
         """What all buffers take that exist, whoever has them."""
-        return self._num_bytes
+        return self._existing.num_bytes
 
     def take_peak_bytes(self) -> int:
         """The most that buffers took together since this was last asked."""
-        peak, self._peak_bytes = self._peak_bytes, self._num_bytes
+        peak, self._existing.peak_bytes = self._existing.peak_bytes, self._existing.num_bytes
         return peak
 
     def take(self, num_bytes: int) -> tuple[Tensor, list[Event]]:
@@ -254,14 +270,9 @@ class HostPool:
         start = time.perf_counter()
         buffer = self._allocate(num_bytes)
         self.making_seconds += time.perf_counter() - start
-        self._count(num_bytes)
-        weakref.finalize(buffer.untyped_storage(), self._count, -num_bytes)
+        self._existing.count(num_bytes)
+        weakref.finalize(buffer.untyped_storage(), self._existing.count, -num_bytes)
         return buffer
-
-    def _count(self, num_bytes: int) -> None:
-        with self._lock:
-            self._num_bytes += num_bytes
-            self._peak_bytes = max(self._peak_bytes, self._num_bytes)
 
     def give(self, buffer: Tensor, last_use: Event | None) -> None:
         """Return a buffer, with the event of the last copy that reads it."""
