@@ -25,7 +25,8 @@ from lightning_harmony.engine.postponed import Share
 from lightning_harmony.monitor import monitor_class
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.recording import Recording, read_recording
-from lightning_harmony.plan.replay import COMPUTE, STREAM_OF, UPDATE, predict
+from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.streams import COMPUTE, STREAM_OF, UPDATE
 from lightning_harmony.plan.task import Errand, Phase
 
 pytestmark = [

@@ -4,7 +4,8 @@ import json
 
 from plans import STEP
 
-from lightning_harmony.plan.replay import STREAMS, predict
+from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.streams import STREAMS
 from lightning_harmony.plan.trace import to_trace
 
 PREDICTION = predict(STEP)

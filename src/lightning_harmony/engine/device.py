@@ -30,6 +30,7 @@ from lightning_harmony.engine.stream import (
     current_cuda_stream,
 )
 from lightning_harmony.engine.touched_memory import touched_buffer
+from lightning_harmony.plan.streams import STREAM_OF
 from lightning_harmony.plan.task import Errand, Task
 
 # To copy so much on the host takes less than to wake the thread that copies: 10 microseconds instead of 50.
@@ -205,14 +206,13 @@ class Device(ABC):
         """
         if self.recorder is not None:
             copy = self.recorder.copying(self, kind, what, num_bytes, copy, pack)
-        stream = self._stream(kind)
+        stream = self.stream_of(kind)
         submit = stream.submit_brief if num_bytes <= BRIEFLY_COPIED_BYTES else stream.submit
         return submit(copy, after)
 
-    def _stream(self, kind: Errand) -> Stream:
-        if kind is Errand.STASH_IN:
-            return self.stash_in
-        return self.swap_in if kind in (Errand.SWAP_IN, Errand.UNPARK) else self.swap_out
+    def stream_of(self, kind: Errand) -> Stream:
+        """Where a kind of copy between host and device runs."""
+        return {"swap-in": self.swap_in, "stash-in": self.stash_in, "swap-out": self.swap_out}[STREAM_OF[kind]]
 
     def receiving(self, source: Device, num_bytes: int, task: Task | None) -> AbstractContextManager[None]:
         """The context of a copy from another device; the task is None for what belongs to the running lane."""

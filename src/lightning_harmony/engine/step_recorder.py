@@ -22,7 +22,8 @@ from lightning_harmony.engine.swap import SwappedPack
 from lightning_harmony.plan.lowering import owner
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.recording import Recording
-from lightning_harmony.plan.replay import COMPUTE, STREAM_OF, DevicePrediction, Prediction, Span
+from lightning_harmony.plan.replay import DevicePrediction, Prediction, Span
+from lightning_harmony.plan.streams import COMPUTE, STREAM_OF
 from lightning_harmony.plan.task import Errand, Phase, Task
 
 _ARRIVING = frozenset({Errand.SWAP_IN, Errand.UNPARK, Errand.STASH_IN})
@@ -279,9 +280,8 @@ class StepRecorder:
         if pack is None or kind is Errand.UNPARK:
             # For the running lane: others share what comes and goes of a pack.
             task = task._replace(microbatch=step.task.microbatch)
-        stream = {"swap-in": device.swap_in, "stash-in": device.stash_in, "swap-out": device.swap_out}[STREAM_OF[kind]]
         number = self._devices.index(device)
-        return _noting(work, stream.moment, step.work[number], task, number, what, num_bytes)
+        return _noting(work, device.stream_of(kind).moment, step.work[number], task, number, what, num_bytes)
 
     @contextmanager
     def transferring(self, source: Device, target: Device, num_bytes: int, task: Task | None) -> Iterator[None]:

@@ -18,9 +18,10 @@ from lightning_harmony.plan.line import on_line
 from lightning_harmony.plan.machine import Machine
 from lightning_harmony.plan.plan import Plan, Predicted, visits_of
 from lightning_harmony.plan.profile import MachineLimits
-from lightning_harmony.plan.replay import COMPUTE, Prediction, predict
+from lightning_harmony.plan.replay import Prediction, predict
 from lightning_harmony.plan.rules import with_graphs
 from lightning_harmony.plan.search import MOST_TASKS
+from lightning_harmony.plan.streams import COMPUTE
 from lightning_harmony.plan.work import LayerProfile, StepProfile
 
 # More microbatches are not replayed, and have the packs of so many: each of them adds as much as the one before.

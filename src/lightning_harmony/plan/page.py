@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.replay import STREAMS, DevicePrediction, Prediction, Span
+from lightning_harmony.plan.replay import DevicePrediction, Prediction, Span
+from lightning_harmony.plan.streams import STREAMS
 from lightning_harmony.plan.task import Phase
 
 _WIDTH, _ROW, _GAP, _LEFT, _CURVE = 1600, 26, 4, 84, 120

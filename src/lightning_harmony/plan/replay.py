@@ -41,27 +41,12 @@ from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.profile import MachineLimits
 from lightning_harmony.plan.schedule import Schedule
+from lightning_harmony.plan.streams import COMPUTE, STREAM_OF, STREAMS, UPDATE
 from lightning_harmony.plan.task import Errand, Phase, Task
 from lightning_harmony.plan.update_stream import UpdateStream
 
 # How many turns the host is ahead of the copies of what leaves a device, at most.
 LATE_TURNS = 3
-COMPUTE, UPDATE = "compute", "update"
-STREAMS = ("swap-in", "stash-in", "transfer", COMPUTE, "swap-out", UPDATE)
-STREAM_OF: dict[Phase | Errand, str] = {
-    Phase.FORWARD: COMPUTE,
-    Phase.BACKWARD: COMPUTE,
-    Errand.SWAP_IN: "swap-in",
-    Errand.UNPARK: "swap-in",
-    Errand.STASH_IN: "stash-in",
-    Errand.TRANSFER_FORWARD: "transfer",
-    Errand.TRANSFER_BACKWARD: "transfer",
-    Errand.REDUCE: "transfer",
-    Errand.STASH_OUT: "swap-out",
-    Errand.SWAP_OUT: "swap-out",
-    Errand.PARK: "swap-out",
-    Errand.UPDATE: UPDATE,
-}
 
 
 class Span(NamedTuple):

@@ -6,7 +6,8 @@ from itertools import product
 from typing import Any
 
 from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.replay import STREAMS, DevicePrediction, Prediction, Span
+from lightning_harmony.plan.replay import DevicePrediction, Prediction, Span
+from lightning_harmony.plan.streams import STREAMS
 
 
 def to_trace(plan: Plan, steps: Mapping[str, Prediction]) -> str:

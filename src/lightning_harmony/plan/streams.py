@@ -1,0 +1,20 @@
+"""Streams: what runs beside what. Each device has one of each kind, and the host has one for updates."""
+
+from lightning_harmony.plan.task import Errand, Phase
+
+COMPUTE, UPDATE = "compute", "update"
+STREAMS = ("swap-in", "stash-in", "transfer", COMPUTE, "swap-out", UPDATE)
+STREAM_OF: dict[Phase | Errand, str] = {
+    Phase.FORWARD: COMPUTE,
+    Phase.BACKWARD: COMPUTE,
+    Errand.SWAP_IN: "swap-in",
+    Errand.UNPARK: "swap-in",
+    Errand.STASH_IN: "stash-in",
+    Errand.TRANSFER_FORWARD: "transfer",
+    Errand.TRANSFER_BACKWARD: "transfer",
+    Errand.REDUCE: "transfer",
+    Errand.STASH_OUT: "swap-out",
+    Errand.SWAP_OUT: "swap-out",
+    Errand.PARK: "swap-out",
+    Errand.UPDATE: UPDATE,
+}
