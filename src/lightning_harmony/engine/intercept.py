@@ -263,7 +263,7 @@ class LayerCall:
         args, kwargs = self._arguments.of(self._with_tensors(self.tensors, self._leaves))
         contents = self._containers.watched(args, kwargs, self.tensors)
         unknown = self._layer.has_unknown_buffers()
-        before = {key: tensor.clone() for key, tensor in self.residency.buffers.items()} if unknown else {}
+        before = self._copy_of_buffers() if unknown else {}
         with self._bound(self.residency.buffers) as left, self._explaining(), self._watching(watch):
             result = self._run(*args, **kwargs), contents()
         changed = self._keep_buffers(left, before)
@@ -294,7 +294,7 @@ class LayerCall:
         checked = [*self.tensors, self.residency.weights]
         versions = [tensor._version for tensor in checked]
         buffers = self.residency.buffers
-        before = {key: tensor.clone() for key, tensor in buffers.items()}
+        before = self._copy_of_buffers()
         keeps = self._runtime.keep_graph(self._layer, self)
         hollow = HollowGraph() if not keeps and self._may_be_hollow(hidden) else None
         inputs = self._as_given([tensor.detach() for tensor in self.tensors])
@@ -422,8 +422,7 @@ class LayerCall:
         graph = self._graph_of_forward()
         # A checkpoint within the layer runs a part of it again now, and must find the weights here, too;
         # what it does to buffers has been done.
-        buffers = {key: self.residency.buffers[key].clone() for key in self._layer.buffers}
-        with self._layer.bound(self.residency.leaves, buffers):
+        with self._layer.bound(self.residency.leaves, self._copy_of_buffers()):
             found = _gradients(graph.outputs, gradients, [*graph.inputs, *graph.hidden, *graph.leaves.values()])
         of_inputs = iter(found[: len(graph.inputs)])
         self._refuse_hidden(found[len(graph.inputs) : len(graph.inputs) + len(graph.hidden)])
@@ -517,6 +516,10 @@ class LayerCall:
 
     def _cuda_device(self) -> int | None:
         return self.residency.device.torch_device.index
+
+    def _copy_of_buffers(self) -> dict[BufferKey, Tensor]:
+        """The layer's own: its pack may have those of many layers."""
+        return {key: self.residency.buffers[key].clone() for key in self._layer.buffers}
 
     @contextmanager
     def _bound(self, buffers: dict[BufferKey, Tensor]) -> Iterator[dict[BufferKey, Tensor | None]]:
