@@ -301,6 +301,8 @@ class Residents:
         self.stash.drain()
         while self.device.retire(wait=True):
             pass
+        for pack in self.packs:
+            self.swapper.finish_write_back(pack)
 
     def _others(self, pack: SwappedPack) -> list[SwappedPack]:
         return [other for other in self.packs if other.residency is not None and other is not pack]

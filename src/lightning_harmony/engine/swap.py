@@ -53,6 +53,38 @@ class HostGradients:
     includes_earlier: set[nn.Parameter]
 
 
+@dataclass(frozen=True)
+class Staging:
+    """Page-locked memory that a pack's buffers pass through.
+
+    To copy them from or to the user's own tensors would stop the host until the device has come there.
+
+    Attributes:
+        memory: all of it.
+        buffers: each of them, as a view of it.
+        on_device: the memory that they come to.
+    """
+
+    memory: Tensor
+    buffers: dict[BufferKey, Tensor]
+    on_device: Tensor
+
+
+@dataclass(frozen=True)
+class LeavingBuffers:
+    """Buffers that layers changed, on their way to the host.
+
+    Attributes:
+        staging: where they come to.
+        changed: which ones.
+        event: the end of the copies.
+    """
+
+    staging: Staging
+    changed: list[BufferKey]
+    event: Event
+
+
 @dataclass
 class Residency:
     """The weights and buffers of a pack on a device.
@@ -63,6 +95,7 @@ class Residency:
         ready: the end of the copies that bring them.
         leaves: each parameter, as a view of the buffer.
         buffers: the layers' buffers.
+        staging: what they pass through on the host; None where there are none.
         last_use: the end of the last work that used them, if it is known. What is evicted makes way for the next pack, which
             would otherwise wait for all that was launched since.
         dirty_buffers: those that layers changed.
@@ -74,6 +107,7 @@ class Residency:
     ready: Event
     leaves: dict[nn.Parameter, nn.Parameter]
     buffers: dict[BufferKey, Tensor]
+    staging: Staging | None = None
     as_of: int = 0
     last_use: Event | None = None
     dirty_buffers: set[BufferKey] = field(default_factory=set)
@@ -139,6 +173,7 @@ class SwappedPack:
         layers: in execution order.
         parameters: of all its layers, each once.
         is_narrow: whether it is swapped in narrow, as far as its layers allow.
+        leaving: buffers of its last stay that the host doesn't have yet.
     """
 
     def __init__(self, index: int, layers: Sequence[SwappedLayer], store: HostStore) -> None:
@@ -150,6 +185,7 @@ class SwappedPack:
         self._store = store
         self._layouts: dict[bool, Layout] = {}
         self.residency: Residency | None = None
+        self.leaving: LeavingBuffers | None = None
         self.accumulators: dict[int, Accumulator] = {}
         self.parked: dict[int, HostGradients] = {}
         self._gradient_layouts: dict[tuple[bool, ...], tuple[dict[GradientKey, Slot], int]] = {}
@@ -194,6 +230,11 @@ class SwappedPack:
         """Bytes of its layers' buffers."""
         buffers = [owner._buffers[name] for owner, name in self.buffers]
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None)
+
+    def buffer_layout(self) -> tuple[dict[BufferKey, Slot], int]:
+        """A slot for each of its layers' buffers, and the bytes of the whole."""
+        slots, num_bytes = lay_out([_buffer(key) for key in self.buffers])
+        return dict(zip(self.buffers, slots, strict=True)), num_bytes
 
     def gradient_layout(self) -> tuple[dict[GradientKey, Slot], int]:
         """A slot for the gradient of each trainable parameter of each layer, and the bytes of the whole."""
@@ -284,13 +325,15 @@ class Swapper:
 
     def _start_swap_in(self, pack: SwappedPack) -> None:
         device, arena, layout = self._device, self._store.arena, pack.layout
+        self.finish_write_back(pack)
         for layer in pack.layers:
             layer.refuse_changed_buffers()
             layer.note_host_buffers(layer.buffers)
         as_of = _num_writes(pack)
         weights = device.empty(layout.num_bytes)
-        staging = device.empty(layout.staging_bytes)
-        buffers = {key: self._empty_like(_buffer(key)) for key in pack.buffers}
+        uncast = device.empty(layout.staging_bytes)
+        slots, num_bytes = pack.buffer_layout()
+        staging = self._stage(slots, num_bytes) if slots else None
         elsewhere = self._store.elsewhere.intersection(pack.parameters)
 
         def copy() -> None:
@@ -298,11 +341,11 @@ class Swapper:
                 source = arena[run.arena_offset : run.arena_offset + run.num_bytes]
                 weights[run.device_offset : run.device_offset + run.num_bytes].copy_(source, non_blocking=True)
             for parameter in layout.casts:
-                _cast(self._store.slot(parameter).flat(arena), layout.slots[parameter], weights, staging)
+                _cast(self._store.slot(parameter).flat(arena), layout.slots[parameter], weights, uncast)
             for parameter in elsewhere:
                 layout.slots[parameter].view(weights).copy_(parameter.detach())
-            for key, tensor in buffers.items():
-                tensor.copy_(_buffer(key))
+            if staging is not None:
+                _copy(staging.on_device, staging.memory)
 
         # First: what the copy runs beside should not wait for the thread that copies.
         leaves = {p: nn.Parameter(slot.view(weights), p.requires_grad) for p, slot in layout.slots.items()}
@@ -311,43 +354,85 @@ class Swapper:
         copied = layout.copied_bytes + pack.buffer_bytes
         ready = device.start_copy(Errand.SWAP_IN, "weights", copied, copy, pack=pack.index)
         self._traffic.count_in("weights", copied)
-        pack.residency = Residency(device, weights, ready, leaves, buffers, as_of)
+        # As `data`, each counts its own changes.
+        buffers = {} if staging is None else {key: slot.view(staging.on_device).data for key, slot in slots.items()}
+        pack.residency = Residency(device, weights, ready, leaves, buffers, staging, as_of)
 
-    def _empty_like(self, tensor: Tensor) -> Tensor:
-        (slot,), num_bytes = lay_out([tensor])
-        return slot.view(self._device.empty(num_bytes))
+    def _stage(self, slots: Mapping[BufferKey, Slot], num_bytes: int) -> Staging:
+        with self._device.on_host():
+            memory, free = self._pool.take(num_bytes)
+            for event in free:
+                event.synchronize()
+            buffers = {key: slot.view(memory) for key, slot in slots.items()}
+            for key, tensor in buffers.items():
+                tensor.copy_(_buffer(key))
+        return Staging(memory, buffers, self._device.empty(num_bytes))
 
     def evict(self, pack: SwappedPack) -> None:
-        """Drop a pack's weights, after writing back the buffers that its layers changed."""
+        """Drop a pack's weights, after starting to write back the buffers that its layers changed."""
         residency, pack.residency = pack.residency, None
         if residency is None:
             return
-        self.write_back(pack, residency)
         uses = self._device.record_all() if residency.last_use is None else [residency.last_use]
+        self._start_write_back(pack, residency, uses)
         uses.append(residency.ready)
         self._device.free(residency.weights, uses)
-        for buffer in residency.buffers.values():
-            self._device.free(buffer, uses)
+        staging, leaving = residency.staging, pack.leaving
+        if staging is not None:
+            self._device.free(staging.on_device, uses if leaving is None else [*uses, leaving.event])
+            if leaving is None:
+                self._pool.give(staging.memory, residency.ready)
         residency.empty_leaves()
 
-    def write_back(self, pack: SwappedPack, residency: Residency) -> None:
-        """Copy the buffers that layers changed to the host's, which are the user's own tensors."""
-        if not residency.dirty_buffers:
+    def _start_write_back(self, pack: SwappedPack, residency: Residency, after: Sequence[Event]) -> None:
+        """Start to copy the buffers that layers changed to the host."""
+        changed = {key: residency.buffers[key] for key in pack.buffers if key in residency.dirty_buffers}
+        residency.dirty_buffers.clear()
+        staging = residency.staging
+        if not changed or staging is None:
             return
         for layer in pack.layers:
             layer.refuse_changed_buffers()
-        for key in residency.dirty_buffers:
-            host, changed = _buffer(key), residency.buffers[key]
-            with torch.no_grad(), self._device.on_host():
-                if host.shape == changed.shape and host.dtype == changed.dtype:
-                    host.copy_(changed)
-                else:
-                    key[0]._buffers[key[1]] = changed.to(host.device, copy=True)
-            self._traffic.count_out("weights", changed.numel() * changed.element_size())
+        for tensor in changed.values():
+            self._traffic.count_out("weights", tensor.numel() * tensor.element_size())
+        replaced = {key: changed.pop(key) for key in list(changed) if not _is_alike(changed[key], staging.buffers[key])}
+        with torch.no_grad(), self._device.on_host():
+            for key, tensor in replaced.items():
+                key[0]._buffers[key[1]] = tensor.to(_buffer(key).device, copy=True)
+        for layer in pack.layers:
+            layer.note_host_buffers(replaced)
+
+        def copy() -> None:
+            for key, tensor in changed.items():
+                _copy(staging.buffers[key], tensor)
+
+        event = self._device.swap_out.submit_brief(copy, after)
+        for tensor in changed.values():
+            self._device.keep_until(event, tensor)
+        pack.leaving = LeavingBuffers(staging, list(changed), event)
+
+    def finish_write_back(self, pack: SwappedPack) -> None:
+        """Wait for buffers that are on their way to the host, and let the user's own be what they are."""
+        leaving, pack.leaving = pack.leaving, None
+        if leaving is None:
+            return
+        leaving.event.synchronize()
+        for layer in pack.layers:
+            layer.refuse_changed_buffers()
+        with torch.no_grad(), self._device.on_host():
+            for key in leaving.changed:
+                _buffer(key).copy_(leaving.staging.buffers[key])
         for layer in pack.layers:
             layer.num_buffer_writes += 1
-            layer.note_host_buffers(residency.dirty_buffers)
-        residency.dirty_buffers.clear()
+            layer.note_host_buffers(leaving.changed)
+        if pack.residency is None:
+            self._pool.give(leaving.staging.memory, leaving.event)
+
+    def write_back(self, pack: SwappedPack) -> None:
+        """Copy the buffers that layers changed to the user's own tensors."""
+        if pack.residency is not None:
+            self._start_write_back(pack, pack.residency, [self._device.record()])
+        self.finish_write_back(pack)
 
     def read_again(self, pack: SwappedPack) -> None:
         """Copy a pack's buffers to the device once more, if the host's were written since."""
@@ -519,3 +604,7 @@ def _cast(source: Tensor, slot: Slot, weights: Tensor, staging: Tensor) -> None:
 
 def _copy(destination: Tensor, source: Tensor) -> None:
     destination.copy_(source, non_blocking=True)
+
+
+def _is_alike(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.shape == other.shape and tensor.dtype == other.dtype

@@ -146,13 +146,16 @@ class Visits:
         residents = placement.residents[placement.plan.device_of(place.pack.index, progress.lane.microbatch)]
         residents.pinned = self._pinned(place)
         work_bytes = self._needed_bytes(place.pack, place.phase)
+        passes_buffers_on = bool(place.pack.buffers) and len(placement.residents) > 1
+        if passes_buffers_on:
+            self._write_back_elsewhere(residents, place.pack)
         if is_profiling and place.pack.residency is None and len(place.pack.layers) == 1:
             self._time_swap_in(residents, place, work_bytes)
             self._observer.note_found(residents, place)
         else:
             residents.enter(place, work_bytes, alone=self._observer.is_measuring)
-        if place.pack.buffers and place.phase is Phase.FORWARD and len(placement.residents) > 1:
-            self._pass_buffers_on(residents, place.pack)
+        if passes_buffers_on and place.phase is Phase.FORWARD:
+            residents.swapper.read_again(place.pack)
 
     def note_task(self, number: int, progress: LaneProgress, phase: Phase, pack: SwappedPack | None) -> None:
         """Record what a lane does: before the first layer, and from its loss to the last, something to that layer's pack."""
@@ -179,14 +182,12 @@ class Visits:
             assert pack.residency is not None
             pack.residency.ready.synchronize()
 
-    def _pass_buffers_on(self, residents: Residents, pack: SwappedPack) -> None:
+    def _write_back_elsewhere(self, residents: Residents, pack: SwappedPack) -> None:
         """A microbatch finds the buffers of a pack as the one before it left them, on whichever device that was."""
         for others in self._placement.residents:
-            copy = others.packs[pack.index]
-            if copy is not pack and copy.residency is not None:
+            if others is not residents:
                 with others.device.scheduling():
-                    others.swapper.write_back(copy, copy.residency)
-        residents.swapper.read_again(pack)
+                    others.swapper.write_back(others.packs[pack.index])
 
     # ---- memory --------------------------------------------------------------------------------------------------------
 
