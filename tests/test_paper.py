@@ -98,6 +98,18 @@ def test_replay_counts_all_but_the_statistics_that_norms_send_back(paper: Any) -
     refuse_other_bytes(measured, plan, counted, far=0.03)
 
 
+@pytest.mark.parametrize("name", ["bert-96", "resnet-1001"])
+def test_in_memory_the_same_is_trained(paper: Any, name: str) -> None:
+    measured, plan, _ = run(paper, name, "just in time", 1, "pipeline", AMPLE)
+    subject = paper.models.subject_of(name, is_small=True)
+    model = paper.models.build(subject.shape)
+    paper.models.initialise(model, subject.shape)
+    options = Namespace(accelerator="cpu", steps=1)
+    in_memory = paper.train.measure_in_memory(model, subject, plan.num_microbatches, options)
+    assert in_memory["losses"] == measured["losses"]
+    assert len(in_memory["all_seconds"]) == len(measured["all_seconds"])
+
+
 def test_models_have_the_published_sizes(paper: Any) -> None:
     sizes = {}
     for name, subject in paper.models.SUBJECTS.items():

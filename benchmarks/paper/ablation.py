@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from models import SUBJECTS, Subject
-from rows import ROWS, Costs, Counted, costs_of, count, plan_of
+from rows import IN_MEMORY, ROWS, Costs, Counted, costs_of, count, plan_of
 from train import arguments, chosen
 
 from lightning_harmony.errors import CapacityError, PlanError
@@ -64,14 +64,14 @@ def seconds_table(seconds_by_model: dict[str, dict[str, float]]) -> str:
     """As Markdown: the steps that were measured on one device."""
     head = ["", *(SUBJECTS[name].title for name in seconds_by_model)]
     rows = [head, ["---", *["--:"] * (len(head) - 1)]]
-    for row in ROWS:
+    for row in (IN_MEMORY, *ROWS):
         steps = [seconds.get(row) for seconds in seconds_by_model.values()]
         rows.append([_name(row), *("" if step is None else f"{step:.3f} s" for step in steps)])
     return _markdown(rows)
 
 
 def _name(row: str) -> str:
-    return ("" if row == ROWS[0] else "+ ") + row
+    return row if row in (IN_MEMORY, ROWS[0]) else f"+ {row}"
 
 
 def _gigabytes(num_bytes: int) -> str:

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 
@@ -267,18 +268,24 @@ def _layers_of(shape: Shape) -> tuple[list[nn.Module], nn.Module]:
 
 
 class Model(pl.LightningModule):
-    """One of the models."""
+    """One of the models.
+
+    Attributes:
+        losses: of all steps.
+        recomputes: whether each layer runs again in the backward: under harmony it does so by itself.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         body, self.head = _layers_of(shape)
         self.body = nn.ModuleList(body)
         self.losses: list[Tensor] = []
+        self.recomputes = False
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, labels = batch
         for layer in self.body:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
         loss: Tensor = self.head(x, labels)
         self.losses.append(loss.detach())
         return loss

@@ -23,6 +23,8 @@ from lightning_harmony.plan.search import search
 from lightning_harmony.plan.task import Errand
 from lightning_harmony.plan.work import LayerProfile
 
+# Plain Lightning, whose steps those of the rows are beside.
+IN_MEMORY = "in memory"
 ROWS = ("per microbatch", "grouping", "just in time", "packing", "prefetch", "search")
 
 

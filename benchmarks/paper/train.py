@@ -2,8 +2,8 @@
 
 python benchmarks/paper/train.py --model gpt2-xl --devices 1
 
-On one device these are the rows of the ablation; on several, the four schemes of the paper. `compare.py` makes tables and
-a picture of the lines.
+On one device these are the rows of the ablation, behind one of plain Lightning, which has the model in memory; on several, the
+four schemes of the paper. `ablation.py` and `compare.py` make tables and a picture of the lines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import lightning
 import lightning.pytorch as pl
 import torch
 from models import LAYERS, SUBJECTS, Model, Samples, Subject, build, initialise, subject_of
-from rows import ROWS, Costs, Counted, costs_of, count, plan_of
+from rows import IN_MEMORY, ROWS, Costs, Counted, costs_of, count, plan_of
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
@@ -39,18 +39,25 @@ LAUNCH_SECONDS = 4e-3
 
 
 class Clock(pl.Callback):
-    """Seconds and reports of all steps."""
+    """Seconds and reports of all steps.
 
-    def __init__(self) -> None:
+    Args:
+        num_batches: how many a step takes.
+    """
+
+    def __init__(self, num_batches: int = 1) -> None:
         self.seconds: list[float] = []
         self.reports: list[Any] = []
+        self._num_batches = num_batches
 
-    def on_train_batch_start(self, *args: Any) -> None:
-        self._began = _now()
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self._num_batches == 0:
+            self._began = _now()
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.seconds.append(_now() - self._began)
-        self.reports.append(trainer.strategy.step_report)
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % self._num_batches == 0:
+            self.seconds.append(_now() - self._began)
+            self.reports.append(getattr(trainer.strategy, "step_report", None))
 
 
 def _forget_peaks() -> None:
@@ -85,23 +92,9 @@ def measure(
         profile_cache=False,
         **given,
     )
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator=options.accelerator,
-        devices=options.devices,
-        max_steps=WARM_UP + options.steps,
-        precision="32-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[clock],
-    )
     batch_size = num_microbatches * subject.microbatch_size
-    samples = Samples(subject.shape, batch_size * (WARM_UP + options.steps))
-    torch.manual_seed(0)
     began = time.perf_counter()
-    trainer.fit(model, DataLoader(samples, batch_size=batch_size))
+    _fit(model, subject, batch_size, clock, options, strategy=strategy, devices=options.devices)
     used, report = strategy.plan, clock.reports[-1]
     assert used is not None
     if plan is not None and (used.packs, used.visits, used.reuse) != (plan.packs, plan.visits, plan.reuse):
@@ -120,35 +113,79 @@ def measure(
     }
 
 
+def measure_in_memory(
+    model: Model, subject: Subject, num_microbatches: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Train for some steps by plain Lightning, which accumulates the same microbatches and recomputes each layer."""
+    clock = Clock(num_microbatches)
+    model.recomputes = True
+    began = time.perf_counter()
+    try:
+        _fit(model, subject, subject.microbatch_size, clock, options, accumulate_grad_batches=num_microbatches)
+    finally:
+        model.recomputes = False
+    step = statistics.median(clock.seconds[WARM_UP:])
+    return {
+        "seconds": step,
+        "all_seconds": [round(each, 4) for each in clock.seconds],
+        "samples_per_second": num_microbatches * subject.microbatch_size / step,
+        "fit_seconds": time.perf_counter() - began,
+        "losses": [float(loss) for loss in model.losses],
+        "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+    }
+
+
+def _fit(
+    model: Model, subject: Subject, batch_size: int, clock: Clock, options: argparse.Namespace, **own: Any
+) -> None:
+    num_steps = WARM_UP + options.steps
+    trainer = pl.Trainer(
+        **{"devices": 1} | own,
+        accelerator=options.accelerator,
+        max_steps=num_steps,
+        precision="32-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[clock],
+    )
+    samples = Samples(subject.shape, num_steps * batch_size * own.get("accumulate_grad_batches", 1))
+    torch.manual_seed(0)
+    trainer.fit(model, DataLoader(samples, batch_size=batch_size))
+
+
 @dataclass(frozen=True)
 class Row:
     """What is to be measured.
 
     Attributes:
-        name: one of `ROWS`.
-        plan: its plan.
+        name: one of `ROWS`, or `IN_MEMORY`.
+        num_microbatches: of a step.
+        parallel: how devices share the work.
+        plan: its plan; None in memory.
         counted: what replay counts of that.
     """
 
     name: str
-    plan: Plan
-    counted: Counted
+    num_microbatches: int
+    parallel: Parallel
+    plan: Plan | None = None
+    counted: Counted | None = None
 
 
 def row_of(row: Row, model: Model, subject: Subject, costs: Costs, options: argparse.Namespace) -> dict[str, Any]:
     """What was planned, what the formula says, and what was measured."""
-    plan = row.plan
-    assert plan.num_microbatches is not None
     found: dict[str, Any] = {
         "model": options.model,
         "row": row.name,
-        "parallel": plan.parallel,
-        "devices": plan.num_devices,
-        "num_microbatches": plan.num_microbatches,
+        "parallel": row.parallel,
+        "devices": options.devices,
+        "num_microbatches": row.num_microbatches,
         "microbatch_size": subject.microbatch_size,
-        "capacity_bytes": parse_bytes(options.capacity),
+        "capacity_bytes": None if row.plan is None else parse_bytes(options.capacity),
         "weight_bytes": costs.weight_bytes,
-        "planned": asdict(row.counted),
+        "planned": None if row.counted is None else asdict(row.counted),
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU",
@@ -156,9 +193,12 @@ def row_of(row: Row, model: Model, subject: Subject, costs: Costs, options: argp
     try:
         initialise(model, subject.shape)
         _forget_peaks()
-        # The last row is what users get: the strategy's own plan, from what it measures.
-        given = None if row.name == "search" else plan
-        found |= measure(model, subject, given, plan.num_microbatches, plan.parallel, options)
+        if row.plan is None:
+            found |= measure_in_memory(model, subject, row.num_microbatches, options)
+        else:
+            # The last row is what users get: the strategy's own plan, from what it measures.
+            given = None if row.name == "search" else row.plan
+            found |= measure(model, subject, given, row.num_microbatches, row.parallel, options)
     except Exception as error:
         traceback.print_exc()
         found["error"] = f"{type(error).__name__}: {error}"[:2000]
@@ -190,7 +230,12 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--model", choices=SUBJECTS, required=True)
     parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--rows", nargs="*", choices=ROWS, help="all on one device, on several the first and the last")
+    parser.add_argument(
+        "--rows",
+        nargs="*",
+        choices=(IN_MEMORY, *ROWS),
+        help="all on one device; on several the first of swapping and the last",
+    )
     parser.add_argument("--parallel", nargs="*", choices=["data", "pipeline"], help="on one device they are the same")
     parser.add_argument("--steps", type=int, default=5, help="measured, behind two that are not")
     parser.add_argument("--accelerator", default="gpu" if torch.cuda.is_available() else "cpu")
@@ -202,15 +247,20 @@ def main() -> None:
 
     subject = chosen(options.model, options)
     several = options.devices > 1
-    rows = options.rows or ([ROWS[0], ROWS[-1]] if several else ROWS)
+    rows = options.rows or ([ROWS[0], ROWS[-1]] if several else [IN_MEMORY, *ROWS])
+    if several and IN_MEMORY in rows:
+        parser.error(f"--rows {IN_MEMORY!r} is of one device")
     parallels = options.parallel or (["data", "pipeline"] if several else ["pipeline"])
     costs = costs_of(subject.shape, subject.microbatch_size, H200, parse_bytes(options.capacity))
     num_microbatches = subject.num_microbatches * (1 if options.fixed_batch else options.devices)
     planned = []
     for name in rows:
         for parallel in parallels:
+            if name == IN_MEMORY:
+                planned.append(Row(name, num_microbatches, parallel))
+                continue
             plan = plan_of(name, costs, num_microbatches, options.devices, parallel)
-            planned.append(Row(name, plan, count(plan, costs)))
+            planned.append(Row(name, num_microbatches, parallel, plan, count(plan, costs)))
     _say(
         f"{subject.title}, W = {format_bytes(costs.weight_bytes)}, {num_microbatches} microbatches of "
         f"{subject.microbatch_size} on {options.devices} devices of {options.capacity}: {len(planned)} rows, expected to take "
@@ -227,7 +277,7 @@ def main() -> None:
         taken = (
             f"{found['seconds']:.3f} s a step, {found['fit_seconds']:.0f} s in all" if "seconds" in found else "failed"
         )
-        _say(f"{row.name}, {row.plan.parallel}: {taken}")
+        _say(f"{row.name}, {row.parallel}: {taken}")
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -235,7 +285,7 @@ def main() -> None:
 
 def _expected_seconds(planned: Sequence[Row], num_calls: int, num_steps: int) -> float:
     """The first step, which goes layer by layer, takes as long as several; and the host's memory is registered."""
-    steps = [max(row.counted.seconds, LAUNCH_SECONDS * num_calls) for row in planned]
+    steps = [max(row.counted.seconds if row.counted else 0.0, LAUNCH_SECONDS * num_calls) for row in planned]
     return 15 + sum(15 + (3 + WARM_UP + num_steps) * step for step in steps)
 
 
