@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from same_training import SEED, Net, assert_same_training, placed, root
+from same_training import SEED, Net, assert_same_training, placed, room, root
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics import MeanMetric
@@ -394,3 +394,34 @@ def test_what_would_go_wrong_is_refused(net: Any, memory: Any, message: str) -> 
     trainer = pl.Trainer(strategy=strategy, **_options(3))
     with pytest.raises(UnsupportedModelError, match=message):
         trainer.fit(Net(net()), torch.utils.data.DataLoader(samples(), batch_size=4))
+
+
+class SharesNorm(Blocks):
+    """A norm that all blocks have, with statistics in which the order of calls makes no difference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(nets.WIDTH, momentum=None)
+        for block in self.blocks:
+            block.norm = norm
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("parallel", ["pipeline", "data"])
+@pytest.mark.parametrize("device_memory", [None, "40KiB"])
+def test_layers_that_share_a_norm_keep_each_other_s_statistics_to_rounding_as_sums_have_another_order(
+    device_memory: str | None, parallel: str, devices: int
+) -> None:
+    """Each pack had statistics of its own, and what one of them wrote to the host, the next one overwrote."""
+    module = Net(SharesNorm())
+    assert_same_training(
+        module,
+        samples(),
+        layers={nets.Block},
+        device_memory=room(device_memory),
+        num_microbatches=NUM_MICROBATCHES,
+        batch_size=4,
+        tolerance=1e-4,
+        parallel=parallel,
+        devices=devices,
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,8 @@ class SwappedLayer:
         buffers: owner and name of each of its buffers.
         compute_dtype: the type in which its floating parameters and inputs are on the device; None for their own.
         attributes: what its code keeps on its modules beside.
-        num_buffer_writes: how often the host's buffers were written by what layers changed on a device.
+        buffer_writes: how often each of the host's buffers was written by what layers changed on a device: one counter for all
+            layers, which may share modules.
         is_training: whether a training step runs, in which nobody else may change its buffers.
         num_compared_calls: how many of its calls were looked at for changes that no version tells.
         host_buffers: in a training step, the host's buffers as they should be, and their versions: one dict for all layers.
@@ -92,7 +94,7 @@ class SwappedLayer:
         self.buffers = buffers_of(module) if module is not None else []
         self._own_buffers = frozenset(self.buffers)
         self.attributes = AttributesOfLayer(list(module.modules()) if module is not None else [])
-        self.num_buffer_writes = 0
+        self.buffer_writes: Counter[BufferKey] = Counter()
         self.unversioned_buffers: set[BufferKey] = set()
         self.num_compared_calls = 0
         self.holds_tensors: bool | None = None
@@ -131,6 +133,16 @@ class SwappedLayer:
         for key in keys if self.is_training else ():
             if key in self._own_buffers and (buffer := key[0]._buffers[key[1]]) is not None:
                 self.host_buffers[key] = buffer, version_of(buffer)
+
+    def note_written_buffers(self, keys: Collection[BufferKey]) -> None:
+        """These buffers of the host were made what the layer, or one that shares them, made of them on a device."""
+        self.buffer_writes.update(key for key in keys if key in self._own_buffers)
+        self.note_host_buffers(keys)
+
+    @property
+    def num_buffer_writes(self) -> int:
+        """How often its buffers were written so."""
+        return sum(self.buffer_writes[key] for key in self.buffers)
 
     def refuse_changed_buffers(self) -> None:
         """Refuse a step in which others than the layer change its buffers.

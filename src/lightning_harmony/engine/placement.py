@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from lightning_harmony.engine.host_store import HostStore
 from lightning_harmony.engine.lane import current_lane
-from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.residents import Residents
 from lightning_harmony.engine.swap import SwappedPack
 from lightning_harmony.plan.lowering import weight_moves
@@ -31,6 +32,7 @@ class Placement:
         self.plan = Plan((), (), 0)
         self.pack_of: dict[int, int] = {}
         self._store = store
+        self._having_buffer: dict[BufferKey, list[int]] = {}
 
     @property
     def packs(self) -> list[SwappedPack]:
@@ -47,6 +49,10 @@ class Placement:
             residents.packs = [SwappedPack(index, layers, self._store) for index, layers in enumerate(packs)]
             residents.plan, residents.moves = plan, moves
         self.pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
+        self._having_buffer = defaultdict(list)
+        for pack in self.packs:
+            for key in pack.buffers:
+                self._having_buffer[key].append(pack.index)
 
     def add(self, layer: SwappedLayer) -> None:
         """Make a pack of a layer that the plan does not know."""
@@ -61,6 +67,12 @@ class Placement:
     def copies(self, pack: int) -> list[SwappedPack]:
         """A pack as it is on each device."""
         return [residents.packs[pack] for residents in self.residents]
+
+    def others_with_buffers_of(self, pack: SwappedPack) -> list[tuple[Residents, SwappedPack]]:
+        """Where some of a pack's buffers may be, too: the same pack on other devices, and packs whose layers share modules."""
+        indices = dict.fromkeys(index for key in pack.buffers for index in self._having_buffer[key])
+        found = [(residents, residents.packs[index]) for residents in self.residents for index in indices]
+        return [(residents, other) for residents, other in found if other is not pack]
 
     def device_of(self, pack: int) -> int:
         """The number of the device where a pack runs for the current lane; outside of lanes, the root."""

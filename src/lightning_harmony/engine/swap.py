@@ -180,7 +180,8 @@ class SwappedPack:
         self.index = index
         self.layers = list(layers)
         self.parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters))
-        self.buffers = [key for layer in layers for key in layer.buffers]
+        # Layers may share modules.
+        self.buffers = list(dict.fromkeys(key for layer in layers for key in layer.buffers))
         self.is_narrow = False
         self._store = store
         self._layouts: dict[bool, Layout] = {}
@@ -400,7 +401,7 @@ class Swapper:
             for key, tensor in replaced.items():
                 key[0]._buffers[key[1]] = tensor.to(_buffer(key).device, copy=True)
         for layer in pack.layers:
-            layer.note_host_buffers(replaced)
+            layer.note_written_buffers(replaced)
 
         def copy() -> None:
             for key, tensor in changed.items():
@@ -423,8 +424,7 @@ class Swapper:
             for key in leaving.changed:
                 _buffer(key).copy_(leaving.staging.buffers[key])
         for layer in pack.layers:
-            layer.num_buffer_writes += 1
-            layer.note_host_buffers(leaving.changed)
+            layer.note_written_buffers(leaving.changed)
         if pack.residency is None:
             self._pool.give(leaving.staging.memory, leaving.event)
 

@@ -50,6 +50,9 @@ class SwappedModel:
         self._module = module
         self._store = store
         self._postponed = postponed
+        writes: Counter[BufferKey] = Counter()
+        for layer in self.layers:
+            layer.buffer_writes = writes
         self._num_owners = Counter(p for layer in layers for p in layer.parameters)
         # They stay on the device throughout.
         self._glue_buffers = self._unowned_buffers()

@@ -146,15 +146,17 @@ class Visits:
         residents = placement.residents[placement.plan.device_of(place.pack.index, progress.lane.microbatch)]
         residents.pinned = self._pinned(place)
         work_bytes = self._needed_bytes(place.pack, place.phase)
-        passes_buffers_on = bool(place.pack.buffers) and len(placement.residents) > 1
-        if passes_buffers_on:
-            self._write_back_elsewhere(residents, place.pack)
+        sharing = placement.others_with_buffers_of(place.pack)
+        for others, pack in sharing:
+            # A microbatch finds buffers as the one before it left them, wherever that was.
+            with others.device.scheduling():
+                others.swapper.write_back(pack)
         if is_profiling and place.pack.residency is None and len(place.pack.layers) == 1:
             self._time_swap_in(residents, place, work_bytes)
             self._observer.note_found(residents, place)
         else:
             residents.enter(place, work_bytes, alone=self._observer.is_measuring)
-        if passes_buffers_on and place.phase is Phase.FORWARD:
+        if sharing and place.phase is Phase.FORWARD:
             residents.swapper.read_again(place.pack)
 
     def note_task(self, number: int, progress: LaneProgress, phase: Phase, pack: SwappedPack | None) -> None:
@@ -181,13 +183,6 @@ class Visits:
             residents.enter(place, work_bytes, alone=True)
             assert pack.residency is not None
             pack.residency.ready.synchronize()
-
-    def _write_back_elsewhere(self, residents: Residents, pack: SwappedPack) -> None:
-        """A microbatch finds the buffers of a pack as the one before it left them, on whichever device that was."""
-        for others in self._placement.residents:
-            if others is not residents:
-                with others.device.scheduling():
-                    others.swapper.write_back(others.packs[pack.index])
 
     # ---- memory --------------------------------------------------------------------------------------------------------
 
