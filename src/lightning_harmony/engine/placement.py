@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 
 from lightning_harmony.engine.host_store import HostStore
 from lightning_harmony.engine.lane import current_lane
@@ -32,7 +33,8 @@ class Placement:
         self.plan = Plan((), (), 0)
         self.pack_of: dict[int, int] = {}
         self._store = store
-        self._having_buffer: dict[BufferKey, list[int]] = {}
+        # The packs that have some of the same buffers, itself included, of each that has any.
+        self._sharing: dict[int, list[int]] = {}
 
     @property
     def packs(self) -> list[SwappedPack]:
@@ -49,10 +51,15 @@ class Placement:
             residents.packs = [SwappedPack(index, layers, self._store) for index, layers in enumerate(packs)]
             residents.plan, residents.moves = plan, moves
         self.pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
-        self._having_buffer = defaultdict(list)
+        having: dict[BufferKey, list[int]] = defaultdict(list)
         for pack in self.packs:
             for key in pack.buffers:
-                self._having_buffer[key].append(pack.index)
+                having[key].append(pack.index)
+        self._sharing = {
+            pack.index: list(dict.fromkeys(chain.from_iterable(having[key] for key in pack.buffers)))
+            for pack in self.packs
+            if pack.buffers
+        }
 
     def add(self, layer: SwappedLayer) -> None:
         """Make a pack of a layer that the plan does not know."""
@@ -70,7 +77,7 @@ class Placement:
 
     def others_with_buffers_of(self, pack: SwappedPack) -> list[tuple[Residents, SwappedPack]]:
         """Where some of a pack's buffers may be, too: the same pack on other devices, and packs whose layers share modules."""
-        indices = dict.fromkeys(index for key in pack.buffers for index in self._having_buffer[key])
+        indices = self._sharing.get(pack.index, ())
         found = [(residents, residents.packs[index]) for residents in self.residents for index in indices]
         return [(residents, other) for residents, other in found if other is not pack]
 
