@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.hollow_graph import HollowGraph, edge_of, empty
 from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.pack import Residency
 from lightning_harmony.engine.stream import Happened
-from lightning_harmony.engine.swap import Residency
 from lightning_harmony.engine.verify import verify_layer
 from lightning_harmony.errors import UnsupportedModelError
 

@@ -11,10 +11,11 @@ from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
+from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.postponed import Overlap, PostponedUpdate
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stream import HostStream
-from lightning_harmony.engine.swap import SwappedPack, Swapper
+from lightning_harmony.engine.swap import Swapper
 
 CPU = torch.device("cpu")
 Use = Callable[[Tensor, Tensor], Tensor]
@@ -82,7 +83,7 @@ def test_a_narrow_weight_arrives_cast_and_takes_less_room() -> None:
 
 
 def test_a_weight_comes_in_pieces_through_the_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_harmony.engine.swap.STAGING_BYTES", 20)
+    monkeypatch.setattr("lightning_harmony.engine.pack.STAGING_BYTES", 20)
     test_a_narrow_weight_arrives_cast_and_takes_less_room()
 
 

@@ -14,13 +14,13 @@ from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.observer import Observer
+from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.profile import Profiler
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Residents
 from lightning_harmony.engine.stash import Stash
 from lightning_harmony.engine.step import Grant
 from lightning_harmony.engine.stream import Happened
-from lightning_harmony.engine.swap import SwappedPack
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.task import Phase

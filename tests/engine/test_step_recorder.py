@@ -13,8 +13,8 @@ from torch import nn
 from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import HostStore
 from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.step_recorder import StepRecorder
-from lightning_harmony.engine.swap import SwappedPack
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.recording import Recording
 from lightning_harmony.plan.replay import Span

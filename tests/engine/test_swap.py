@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.postponed import Overlap, PostponedUpdate
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Residents
 from lightning_harmony.engine.stash import Stash
 from lightning_harmony.engine.stream import HostStream
-from lightning_harmony.engine.swap import SwappedPack, Swapper
+from lightning_harmony.engine.swap import Swapper
 from lightning_harmony.errors import UnsupportedModelError
 
 

@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_harmony.engine.host_store import HostPool, lay_out
 from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.pack import HostGradients
 from lightning_harmony.engine.stream import Event, Happened
-from lightning_harmony.engine.swap import HostGradients
 from lightning_harmony.engine.update import SEPARABLE, Updater, why_not_separable
 from lightning_harmony.plan.host_gradients import RING
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.pack import Residency
 from lightning_harmony.engine.stream import Happened
-from lightning_harmony.engine.swap import Residency
 from lightning_harmony.engine.verify import verify_layer
 from lightning_harmony.errors import UnsupportedModelError
 

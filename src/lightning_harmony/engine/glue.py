@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_harmony.engine.host_store import lies_in
 from lightning_harmony.engine.layer import Place, SwappedLayer, dtype_on_device, is_replaced
+from lightning_harmony.engine.pack import Residency
 from lightning_harmony.engine.stash import Stashed
-from lightning_harmony.engine.swap import Residency
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.task import Phase
 

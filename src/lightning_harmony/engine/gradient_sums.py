@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.observer import Observer
+from lightning_harmony.engine.pack import HostGradients, SwappedPack
 from lightning_harmony.engine.placement import Placement
 from lightning_harmony.engine.profile import Profiler
 from lightning_harmony.engine.residents import Residents
 from lightning_harmony.engine.step import Step
-from lightning_harmony.engine.swap import HostGradients, SwappedPack
 from lightning_harmony.engine.swapped_model import SwappedModel
 from lightning_harmony.engine.transfer import Transfers
 from lightning_harmony.engine.update import Updater

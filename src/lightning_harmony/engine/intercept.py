@@ -22,9 +22,9 @@ from lightning_harmony.engine.lane import CastingState, current_lane
 from lightning_harmony.engine.layer import GRAPH_ESCAPES, BufferKey, SwappedLayer, refuse_accumulation
 from lightning_harmony.engine.narrow import CastWatch
 from lightning_harmony.engine.opaque import ObjectSnapshot, is_opaque
+from lightning_harmony.engine.pack import Residency
 from lightning_harmony.engine.rng import RandomState
 from lightning_harmony.engine.stash import Stashed
-from lightning_harmony.engine.swap import Residency
 from lightning_harmony.engine.tree import Arguments, flatten
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.task import Phase

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 
 from lightning_harmony.engine.gradient_sums import GradientSums
+from lightning_harmony.engine.pack import Residency
 from lightning_harmony.engine.placement import Placement
 from lightning_harmony.engine.shortage import exceeded
 from lightning_harmony.engine.step_recorder import StepRecorder
-from lightning_harmony.engine.swap import Residency
 from lightning_harmony.engine.swapped_model import SwappedModel
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.task import Phase, Task

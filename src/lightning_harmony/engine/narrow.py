@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_harmony.engine.swap import Residency
+from lightning_harmony.engine.pack import Residency
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -11,13 +11,13 @@ from typing import NamedTuple
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.host_store import HostPool
 from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.placement import Placement
 from lightning_harmony.engine.profile import Period, Profiler
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.step import Grant, Step
 from lightning_harmony.engine.stream import Moment
-from lightning_harmony.engine.swap import SwappedPack
 from lightning_harmony.engine.workspace import WorkSpace
 from lightning_harmony.plan.task import Phase
 

@@ -9,8 +9,8 @@ from itertools import chain
 from lightning_harmony.engine.host_store import HostStore
 from lightning_harmony.engine.lane import current_lane
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer
+from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.residents import Residents
-from lightning_harmony.engine.swap import SwappedPack
 from lightning_harmony.plan.lowering import weight_moves
 from lightning_harmony.plan.plan import Plan
 

@@ -23,6 +23,7 @@ from lightning_harmony.engine.intercept import LayerCall
 from lightning_harmony.engine.layer import COMPARED_CALLS, SwappedLayer, buffers_of, places_of
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.opaque import without_caches
+from lightning_harmony.engine.pack import Residency, SwappedPack
 from lightning_harmony.engine.rehearsed_call import CallProfile, Measured, RehearsedForward
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.rng import RandomState
@@ -30,7 +31,6 @@ from lightning_harmony.engine.stash import Alias, LaneStash, Stash, Stashed
 from lightning_harmony.engine.stock import Stock
 from lightning_harmony.engine.stream import Happened
 from lightning_harmony.engine.structure import structure_of
-from lightning_harmony.engine.swap import Residency, SwappedPack
 from lightning_harmony.engine.tally import Tally
 from lightning_harmony.plan.task import Phase
 from lightning_harmony.plan.work import LayerProfile, StepProfile, Work

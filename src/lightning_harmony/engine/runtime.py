@@ -17,11 +17,11 @@ from lightning_harmony.engine.lone_calls import LoneCalls
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.observer import Observer
 from lightning_harmony.engine.one_device import OneDevice
+from lightning_harmony.engine.pack import Residency
 from lightning_harmony.engine.placement import Placement
 from lightning_harmony.engine.stash import Alias, Stashed, is_small
 from lightning_harmony.engine.step import Step
 from lightning_harmony.engine.step_recorder import StepRecorder
-from lightning_harmony.engine.swap import Residency
 from lightning_harmony.engine.swapped_model import SwappedModel
 from lightning_harmony.engine.transfer import LaneTransfers, Transfers
 from lightning_harmony.engine.verify import verify_layer

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lightning_harmony.engine.lane import Lane, current_lane
-from lightning_harmony.engine.swap import SwappedPack
+from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.turns import LaneProgress, Turns
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.task import Phase

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.stream import Moment
-from lightning_harmony.engine.swap import SwappedPack
 from lightning_harmony.plan.lowering import owner
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.recording import Recording

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_harmony.engine.host_store import HostPool, lies_in, num_users
+from lightning_harmony.engine.pack import HostGradients
 from lightning_harmony.engine.postponed import (
     Clip,
     Norms,
@@ -27,7 +28,6 @@ from lightning_harmony.engine.postponed import (
 )
 from lightning_harmony.engine.profile import Speed, UpdateSpeeds
 from lightning_harmony.engine.stream import Event, HostEvent, HostStream, wait_for_one
-from lightning_harmony.engine.swap import HostGradients
 from lightning_harmony.plan.host_gradients import RING
 
 # Optimizers that update each parameter from its own gradient and state alone, so that a step pack by pack is the same

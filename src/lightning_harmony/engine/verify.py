@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.opaque import PLAIN
-from lightning_harmony.engine.swap import Residency
+from lightning_harmony.engine.pack import Residency
 from lightning_harmony.errors import UnsupportedModelError
 
 

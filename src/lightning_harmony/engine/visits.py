@@ -12,13 +12,13 @@ from torch.utils._mode_utils import no_dispatch
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.narrow import autocast_dtype
 from lightning_harmony.engine.observer import Observer
+from lightning_harmony.engine.pack import Residency, SwappedPack
 from lightning_harmony.engine.placement import Placement
 from lightning_harmony.engine.profile import Profiler
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.step import Step
 from lightning_harmony.engine.step_recorder import StepRecorder
-from lightning_harmony.engine.swap import Residency, SwappedPack
 from lightning_harmony.engine.turns import LaneProgress, Request
 from lightning_harmony.plan.task import Phase, Task
 

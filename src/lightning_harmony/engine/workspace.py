@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from lightning_harmony.engine.host_store import HostStore
 from lightning_harmony.engine.layer import SwappedLayer
-from lightning_harmony.engine.swap import SwappedPack
+from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.task import Phase
 
