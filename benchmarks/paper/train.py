@@ -93,19 +93,13 @@ def measure(
         **given,
     )
     batch_size = num_microbatches * subject.microbatch_size
-    began = time.perf_counter()
-    _fit(model, subject, batch_size, clock, options, strategy=strategy, devices=options.devices)
+    measured = _fit(model, subject, batch_size, clock, options, strategy=strategy, devices=options.devices)
     used, report = strategy.plan, clock.reports[-1]
     assert used is not None
     if plan is not None and (used.packs, used.visits, used.reuse) != (plan.packs, plan.visits, plan.reuse):
         raise RuntimeError(f"the plan that was given was not run by, but\n{used}")
-    step = statistics.median(clock.seconds[WARM_UP:])
     return {
-        "seconds": step,
-        "all_seconds": [round(each, 4) for each in clock.seconds],
-        "samples_per_second": batch_size / step,
-        "fit_seconds": time.perf_counter() - began,
-        "losses": [float(loss) for loss in model.losses],
+        **measured,
         "report": {**asdict(report), "update_reason": None},
         "num_packs": len(used.packs),
         "num_fused": len(used.fused_visits),
@@ -119,26 +113,22 @@ def measure_in_memory(
     """Train for some steps by plain Lightning, which accumulates the same microbatches and recomputes each layer."""
     clock = Clock(num_microbatches)
     model.recomputes = True
-    began = time.perf_counter()
     try:
-        _fit(model, subject, subject.microbatch_size, clock, options, accumulate_grad_batches=num_microbatches)
+        measured = _fit(
+            model, subject, subject.microbatch_size, clock, options, accumulate_grad_batches=num_microbatches
+        )
     finally:
         model.recomputes = False
-    step = statistics.median(clock.seconds[WARM_UP:])
-    return {
-        "seconds": step,
-        "all_seconds": [round(each, 4) for each in clock.seconds],
-        "samples_per_second": num_microbatches * subject.microbatch_size / step,
-        "fit_seconds": time.perf_counter() - began,
-        "losses": [float(loss) for loss in model.losses],
-        "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
-    }
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    return {**measured, "peak_bytes": peak}
 
 
 def _fit(
     model: Model, subject: Subject, batch_size: int, clock: Clock, options: argparse.Namespace, **own: Any
-) -> None:
+) -> dict[str, Any]:
+    """Train for some steps, and tell what all rows have in common."""
     num_steps = WARM_UP + options.steps
+    step_size = batch_size * own.get("accumulate_grad_batches", 1)
     trainer = pl.Trainer(
         **{"devices": 1} | own,
         accelerator=options.accelerator,
@@ -150,9 +140,18 @@ def _fit(
         enable_model_summary=False,
         callbacks=[clock],
     )
-    samples = Samples(subject.shape, num_steps * batch_size * own.get("accumulate_grad_batches", 1))
+    samples = Samples(subject.shape, num_steps * step_size)
     torch.manual_seed(0)
+    began = time.perf_counter()
     trainer.fit(model, DataLoader(samples, batch_size=batch_size))
+    step = statistics.median(clock.seconds[WARM_UP:])
+    return {
+        "seconds": step,
+        "all_seconds": [round(each, 4) for each in clock.seconds],
+        "samples_per_second": step_size / step,
+        "fit_seconds": time.perf_counter() - began,
+        "losses": [float(loss) for loss in model.losses],
+    }
 
 
 @dataclass(frozen=True)
