@@ -223,6 +223,11 @@ class SwappedPack:
         return self.layout.num_bytes + self.buffer_bytes + self.layout.staging_bytes
 
     @property
+    def has_changed_buffers(self) -> bool:
+        """Whether its layers changed buffers on the device that the host doesn't have yet."""
+        return self.leaving is not None or (self.residency is not None and bool(self.residency.dirty_buffers))
+
+    @property
     def num_buffer_writes(self) -> int:
         """How often the host's buffers were written by what layers changed on a device."""
         return sum(layer.num_buffer_writes for layer in self.layers)

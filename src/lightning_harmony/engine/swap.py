@@ -143,11 +143,11 @@ class Swapper:
 
     def _start_write_back(self, pack: SwappedPack, residency: Residency, after: Sequence[Event]) -> None:
         """Start to copy the buffers that layers changed to the host."""
+        staging = residency.staging
+        if staging is None or not residency.dirty_buffers:
+            return
         changed = {key: residency.buffers[key] for key in pack.buffers if key in residency.dirty_buffers}
         residency.dirty_buffers.clear()
-        staging = residency.staging
-        if not changed or staging is None:
-            return
         for layer in pack.layers:
             layer.refuse_changed_buffers()
         for tensor in changed.values():

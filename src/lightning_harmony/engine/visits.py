@@ -149,8 +149,9 @@ class Visits:
         sharing = placement.others_with_buffers_of(place.pack)
         for others, pack in sharing:
             # A microbatch finds buffers as the one before it left them, wherever that was.
-            with others.device.scheduling():
-                others.swapper.write_back(pack)
+            if pack.has_changed_buffers:
+                with others.device.scheduling():
+                    others.swapper.write_back(pack)
         if is_profiling and place.pack.residency is None and len(place.pack.layers) == 1:
             self._time_swap_in(residents, place, work_bytes)
             self._observer.note_found(residents, place)
