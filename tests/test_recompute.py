@@ -190,6 +190,24 @@ class Dicts(Blocks):
         return F.mse_loss(sum(kept["late"]), y)
 
 
+class Slices(Blocks):
+    """What a square layer is given has gaps in memory, and as many rows as columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(nets.WIDTH, nets.WIDTH)
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        rows = x.unsqueeze(1).repeat(1, nets.WIDTH // len(x) + 1, 1)
+        return super().run(x + self.project(rows[:, 1:]).mean(1))
+
+
+class CallsItself(nets.Block):
+    def forward(self, x: Tensor, *, again: bool = True) -> Tensor:
+        return super().forward(self(x, again=False) if again else x)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -262,6 +280,23 @@ def test_what_a_layer_is_given(net: type[nn.Module], devices: int, memory: Any) 
         devices=devices,
         device_memory=memory,
         tolerance=tolerance,
+    )
+
+
+@pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "44KiB"), (2, "44KiB")])
+@pytest.mark.parametrize("net", [Slices, lambda: Blocks(CallsItself)], ids=["slices", "calls itself"])
+@pytest.mark.parametrize("smallest", [64, 16 * 1024])
+def test_what_a_layer_is_given_and_how_it_is_called(
+    net: Any, devices: int, memory: Any, smallest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run of a call on a slice that was too small for the stash got it without gaps, and LLaVA wrong gradients.
+
+    It ended with the tensors of another graph in the places of the first one's.
+    """
+    monkeypatch.setattr("lightning_harmony.engine.stash.SMALLEST_BYTES", smallest)
+    torch.manual_seed(0)
+    assert_same_training(
+        Net(net()), samples(), num_microbatches=2, batch_size=4, devices=devices, device_memory=memory, tolerance=1e-6
     )
 
 
@@ -378,6 +413,32 @@ class GivesInAnObject(GivesByAttribute):
         return x
 
 
+class Decodes(nn.Module):
+    """Takes the weight of a module that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(nets.WIDTH))
+
+    def forward(self, x: Tensor, embedding: nn.Linear) -> Tensor:
+        return F.linear(x, embedding.weight.t(), self.bias)
+
+
+class Applies(Decodes):
+    def forward(self, x: Tensor, embedding: nn.Linear) -> Tensor:
+        return embedding(x) + self.bias
+
+
+class GivesAModule(Blocks):
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        self.embed, self.decode = nn.Linear(nets.WIDTH, nets.WIDTH), decoder()
+
+    def run(self, x: Tensor) -> Tensor:
+        decoded: Tensor = self.decode(super().run(self.embed(x)), self.embed)
+        return decoded
+
+
 @pytest.mark.parametrize(
     ("net", "memory", "message"),
     [
@@ -387,11 +448,19 @@ class GivesInAnObject(GivesByAttribute):
         (GivesByAttribute, "60KiB", r"layer 'net.blocks.\d' takes a tensor that needs gradients .* from an attribute"),
         (GivesByAttribute, None, r"layer 'net.blocks.\d' takes a tensor that needs gradients .* from an attribute"),
         (GivesInAnObject, None, r"layer 'net.blocks.\d' takes a tensor that needs gradients inside an object"),
+        # On two devices the gradient of that use was lost.
+        (
+            lambda: GivesAModule(Decodes),
+            None,
+            "layer 'net.decode' uses parameter 'net.embed.weight', which is not its own",
+        ),
+        (lambda: GivesAModule(Applies), None, "layer 'net.decode' calls layer 'net.embed', which is not a part of it"),
     ],
 )
-def test_what_would_go_wrong_is_refused(net: Any, memory: Any, message: str) -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_would_go_wrong_is_refused(net: Any, memory: Any, message: str, devices: int) -> None:
     strategy = HarmonyStrategy(num_microbatches=2, loss_reduction="mean", device_memory=memory)
-    trainer = pl.Trainer(strategy=strategy, **_options(3))
+    trainer = pl.Trainer(strategy=strategy, **_options(3, devices))
     with pytest.raises(UnsupportedModelError, match=message):
         trainer.fit(Net(net()), torch.utils.data.DataLoader(samples(), batch_size=4))
 

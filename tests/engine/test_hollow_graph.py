@@ -79,9 +79,13 @@ def samples() -> Tensor:
     return torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
 
 
+# The layers here have none of the memory that packs have.
+NO_WEIGHTS = torch.empty(0)
+
+
 def make(run: Callable[[Tensor], Tensor], x: Tensor) -> HollowGraph:
     graph = HollowGraph()
-    with graph.saving():
+    with graph.saving(NO_WEIGHTS):
         output = run(graph.passed(x.detach().requires_grad_()))
     assert graph.close([output])
     return graph
@@ -99,7 +103,7 @@ def test_it_gives_the_gradients_of_a_whole_run(module_class: type[nn.Module]) ->
     leaf = x.detach().requires_grad_()
     expected = torch.autograd.grad(module(leaf), [leaf, *module.parameters()], gradient)
     graph = make(module, x)
-    assert graph.fill(lambda: module(x.detach().requires_grad_())) is None
+    assert graph.fill(lambda: module(x.detach().requires_grad_()), NO_WEIGHTS) is None
     found = differentiate(graph, [edge_of(parameter) for parameter in module.parameters()], gradient)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -108,7 +112,7 @@ def test_the_last_product_is_not_computed_again() -> None:
     block, x = Block(), samples()
     graph = make(block, x)
     with Storages() as storages:
-        graph.fill(lambda: block(x.detach().requires_grad_()))
+        graph.fill(lambda: block(x.detach().requires_grad_()), NO_WEIGHTS)
     assert storages.num_products == 1
 
 
@@ -121,7 +125,7 @@ def test_it_holds_no_memory_before_its_backward_nor_after(module_class: type[nn.
         graph = make(module, x)
     assert storages.num_living(known) == 0
     with Storages() as storages:
-        assert graph.fill(lambda: module(x.detach().requires_grad_())) is None
+        assert graph.fill(lambda: module(x.detach().requires_grad_()), NO_WEIGHTS) is None
         differentiate(graph, [edge_of(parameter) for parameter in module.parameters()], torch.ones(2, 8, 16))
     assert storages.num_living(known) == 0
 
@@ -135,7 +139,7 @@ def test_it_keeps_no_weights_that_have_left() -> None:
     arrived = weights.clone()
     del weights
     assert storage() is None
-    graph.fill(lambda: F.linear(samples().requires_grad_(), nn.Parameter(arrived)))
+    graph.fill(lambda: F.linear(samples().requires_grad_(), nn.Parameter(arrived)), NO_WEIGHTS)
     _, found = differentiate(graph, [edge], torch.ones(2, 8, 16))
     assert torch.equal(found, torch.ones(16, 16).T @ samples().flatten(0, 1))
 
@@ -154,9 +158,37 @@ def test_a_run_that_saves_other_tensors_counts_by_itself() -> None:
     weights = [nn.Parameter(torch.randn(16, 16)) for _ in range(2)]
     x = samples()
     graph = make(lambda x: F.linear(x, weights[0]), x)
-    again = graph.fill(lambda: F.gelu(F.linear(F.gelu(F.linear(x, weights[0])), weights[1])))
+    again = graph.fill(lambda: F.gelu(F.linear(F.gelu(F.linear(x, weights[0])), weights[1])), NO_WEIGHTS)
     assert again is not None
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(again.sum(), weights))
+
+
+def test_a_run_that_saves_the_same_shapes_in_another_order_counts_by_itself() -> None:
+    """A square layer saves its input and its weight in this order or that, by the strides of the input.
+
+    One for the other gave LLaVA's vision tower gradients that were wrong by a factor of forty.
+    """
+    torch.manual_seed(0)
+    layer, x = nn.Linear(16, 16), torch.randn(2, 9, 16)[:, 1:]
+    graph = make(layer, x)
+    leaf = x.contiguous().requires_grad_()
+    again = graph.fill(lambda: layer(leaf), NO_WEIGHTS)
+    assert again is not None
+    found = torch.autograd.grad(again.square().sum(), [leaf, *layer.parameters()])
+    expected = torch.autograd.grad(layer(leaf).square().sum(), [leaf, *layer.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_run_that_saves_its_input_where_a_weight_was_counts_by_itself() -> None:
+    """Though both have the same shape and strides."""
+    weights = torch.randn(2, 16, 16)
+    one, other = (nn.Parameter(part) for part in weights)
+    x = torch.randn(16, 16)
+    graph = HollowGraph()
+    with graph.saving(weights):
+        output = graph.passed(x.detach().requires_grad_()) * one * other
+    assert graph.close([output])
+    assert graph.fill(lambda: one * x.detach().requires_grad_() * other, weights) is not None
 
 
 def test_code_that_catches_everything_does_not_go_on_unnoticed() -> None:
@@ -169,7 +201,7 @@ def test_code_that_catches_everything_does_not_go_on_unnoticed() -> None:
         return x
 
     graph = make(stubborn, x)
-    assert graph.fill(lambda: stubborn(x.detach().requires_grad_())) is None
+    assert graph.fill(lambda: stubborn(x.detach().requires_grad_()), NO_WEIGHTS) is None
     _, found = differentiate(graph, [edge_of(weight)], torch.ones(2, 8, 16))
     assert torch.equal(found, torch.ones(16, 16).T @ x.flatten(0, 1))
 
@@ -181,7 +213,7 @@ def test_errors_of_the_run_come_through() -> None:
         raise ValueError("of the user's")
 
     with pytest.raises(ValueError, match="of the user's"):
-        graph.fill(fails)
+        graph.fill(fails, NO_WEIGHTS)
 
 
 def test_what_was_saved_must_not_change() -> None:
@@ -194,7 +226,7 @@ def test_what_was_saved_must_not_change() -> None:
         return z * z
 
     graph = make(changes, x)
-    graph.fill(lambda: changes(x.detach().requires_grad_()))
+    graph.fill(lambda: changes(x.detach().requires_grad_()), NO_WEIGHTS)
     with pytest.raises(RuntimeError, match=r"modified in place"):
         differentiate(graph, [edge_of(weight)], torch.ones(2, 8, 16))
 
@@ -207,7 +239,7 @@ def test_a_backward_before_it_is_filled_says_what_is_wrong() -> None:
 
 def test_what_returns_its_input_has_no_graph_to_fill() -> None:
     graph = HollowGraph()
-    with graph.saving():
+    with graph.saving(NO_WEIGHTS):
         x = graph.passed(samples().requires_grad_())
     assert not graph.close([x])
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.containers import have_same_content
+from lightning_harmony.engine.strides import copied
 from lightning_harmony.errors import UnsupportedModelError
 
 # What torch itself keeps on every module: hooks, parameters, buffers, submodules.
@@ -159,7 +160,7 @@ class _Kept:
         # Inference tensors count no versions, and are written to in inference mode alone.
         self._version = None if tensor.is_inference() else tensor._version
         small = self._version is not None and tensor.numel() * tensor.element_size() <= _SMALL_BYTES
-        self._copy = tensor.detach().clone() if small else None
+        self._copy = copied(tensor.detach()) if small else None
 
     def has_changed(self) -> bool:
         return self._version is not None and self.tensor._version != self._version
@@ -170,7 +171,7 @@ class _Kept:
                 f"the tensor in the attribute {self.name!r} of a layer was changed in place after the layer was called, so "
                 "that its backward cannot run the call again: register it with register_buffer, or assign a new tensor"
             )
-        return self._copy.clone().requires_grad_(self.tensor.requires_grad)
+        return copied(self._copy).requires_grad_(self.tensor.requires_grad)
 
 
 def _with(changed: dict[int, Tensor], before: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_harmony.engine.host_store import lies_in
-from lightning_harmony.engine.layer import Place, SwappedLayer, dtype_on_device, is_replaced
+from lightning_harmony.engine.layer import Place, SwappedLayer, dtype_on_device, is_replaced, layer_of_caller
 from lightning_harmony.engine.pack import Residency
 from lightning_harmony.engine.stash import Stashed
 from lightning_harmony.errors import UnsupportedModelError
@@ -148,6 +148,13 @@ def _refusal(stand_in: StandIn) -> str:
     )
 
 
+def _not_its_own(caller: SwappedLayer, layer: SwappedLayer) -> str:
+    return (
+        f"layer {caller.name!r} uses parameter {layer.name!r}, which is not its own and is swapped by itself: pass it to the "
+        "layer as a tensor (not the module that has it), or make a layer of what has both with HarmonyStrategy(layers=...)"
+    )
+
+
 _ASKED = (
     "torch.autograd.grad asks for gradients of parameters within the step, which come to p.grad alone, at its end: read them "
     "in on_after_backward, or optimize manually (self.automatic_optimization = False), call backward() and read p.grad"
@@ -187,6 +194,8 @@ def _with_parameters(func: Any, args: Any, kwargs: Any) -> Any:
 def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
     runtime, parameter = stand_in._runtime, stand_in.parameter
     layer = runtime.glue_layer(parameter)
+    if (caller := layer_of_caller()) is not None:
+        raise UnsupportedModelError(_not_its_own(caller, layer))
     tensor: Tensor
     if not (torch.is_grad_enabled() and stand_in.requires_grad):
         with runtime.visit(layer, Phase.FORWARD) as residency:

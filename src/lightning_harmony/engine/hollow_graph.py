@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,18 +22,44 @@ class _Filled(BaseException):
     """All that the graph saved is there: the rest of the call would only make what it has returned already."""
 
 
+class _Looks(NamedTuple):
+    """What tells tensors apart that a graph saves.
+
+    Runs that make other graphs may save tensors of the same shapes in another order: a product of square matrices saves its
+    factors in this order or that, by their strides.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    stride: tuple[int, ...] | None
+    place_in_weights: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, weights: int) -> _Looks:
+        """What a tensor looks like beside the weights in this storage."""
+        if tensor.layout is not torch.strided:
+            return cls(tensor.shape, tensor.dtype, None, None)
+        place = int(tensor.storage_offset()) if _storage(tensor) == weights else None
+        return cls(tensor.shape, tensor.dtype, tensor.stride(), place)
+
+
 class _Place:
-    """Where a graph saves a tensor."""
+    """Where a graph saves a tensor.
 
-    __slots__ = ("_dtype", "_shape", "_tensor", "_version")
+    Args:
+        tensor: what it saved.
+        weights: the storage of the layer's weights.
+    """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._shape, self._dtype = tensor.shape, tensor.dtype
+    __slots__ = ("_looks", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor, weights: int) -> None:
+        self._looks = _Looks.of(tensor, weights)
         self._tensor: Tensor | None = None
 
-    def fits(self, tensor: Tensor) -> bool:
+    def fits(self, tensor: Tensor, weights: int) -> bool:
         """Whether a tensor looks like the one that was saved."""
-        return tensor.shape == self._shape and tensor.dtype == self._dtype
+        return self._looks == _Looks.of(tensor, weights)
 
     def fill(self, tensor: Tensor) -> None:
         """Here it is again."""
@@ -45,8 +71,8 @@ class _Place:
             raise UnsupportedModelError(GRAPH_ESCAPES)
         if self._tensor._version != self._version:
             raise RuntimeError(
-                f"a tensor of shape {tuple(self._shape)} that the backward needs was modified in place after autograd had "
-                "saved it"
+                f"a tensor of shape {tuple(self._looks.shape)} that the backward needs was modified in place after autograd "
+                "had saved it"
             )
         return self._tensor
 
@@ -74,9 +100,14 @@ class HollowGraph:
         self.inputs.append(get_gradient_edge(passed))
         return passed
 
-    def saving(self) -> AbstractContextManager[Any]:
-        """The context of the call that makes the graph."""
-        return saved_tensors_hooks(partial(_save, self._places), _Place.load)
+    def saving(self, weights: Tensor) -> AbstractContextManager[Any]:
+        """The context of the call that makes the graph.
+
+        Args:
+            weights: the memory of the weights that it uses.
+        """
+        # By its number: the graph holds these functions, and must not hold the weights.
+        return saved_tensors_hooks(partial(_save, self._places, _storage(weights)), _Place.load)
 
     def close(self, outputs: Sequence[Tensor]) -> bool:
         """The call has returned these; whether its graph can be filled later on."""
@@ -89,17 +120,18 @@ class HollowGraph:
         self._leaves.clear()
         return True
 
-    def fill(self, run: Callable[[], Result]) -> Result | None:
+    def fill(self, run: Callable[[], Result], weights: Tensor) -> Result | None:
         """Run the call again.
 
         Args:
             run: does so.
+            weights: the memory of the weights that it uses now.
 
         Returns:
             None if the graph is full now. If the call saves other tensors than before, what it returned, with a graph of
             its own.
         """
-        filling = _Filling(self._places)
+        filling = _Filling(self._places, _storage(weights))
         try:
             with saved_tensors_hooks(filling.take, given):
                 result = run()
@@ -115,15 +147,16 @@ class HollowGraph:
 class _Filling:
     """A run that fills places in."""
 
-    def __init__(self, places: Sequence[_Place]) -> None:
+    def __init__(self, places: Sequence[_Place], weights: int) -> None:
         self._remaining = list(reversed(places))
+        self._weights = weights
         self._fits = True
         self.is_full = False
 
     def take(self, tensor: Tensor) -> Tensor:
         """A tensor is saved."""
         tensor = keep(tensor)
-        self._fits = self._fits and bool(self._remaining) and self._remaining[-1].fits(tensor)
+        self._fits = self._fits and bool(self._remaining) and self._remaining[-1].fits(tensor, self._weights)
         if self._fits:
             self._remaining.pop().fill(tensor)
             self.is_full = not self._remaining
@@ -153,10 +186,15 @@ def edge_of(leaf: Tensor) -> GradientEdge:
         return get_gradient_edge(leaf)
 
 
-def _save(places: list[_Place], tensor: Tensor) -> _Place:
-    place = _Place(tensor)
+def _save(places: list[_Place], weights: int, tensor: Tensor) -> _Place:
+    place = _Place(tensor, weights)
     places.append(place)
     return place
+
+
+def _storage(tensor: Tensor) -> int:
+    """Which storage a tensor has, by a number that is its own as long as it lives."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def keep(tensor: Tensor) -> Tensor:

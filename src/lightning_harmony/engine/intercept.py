@@ -19,7 +19,14 @@ from lightning_harmony.engine.glue import StandIn
 from lightning_harmony.engine.hollow_graph import HollowGraph, end_of, given, keep
 from lightning_harmony.engine.host_store import lies_in
 from lightning_harmony.engine.lane import CastingState, current_lane
-from lightning_harmony.engine.layer import GRAPH_ESCAPES, BufferKey, SwappedLayer, refuse_accumulation
+from lightning_harmony.engine.layer import (
+    GRAPH_ESCAPES,
+    BufferKey,
+    SwappedLayer,
+    layer_of_caller,
+    own_code_of,
+    refuse_accumulation,
+)
 from lightning_harmony.engine.narrow import CastWatch
 from lightning_harmony.engine.opaque import ObjectSnapshot, is_opaque
 from lightning_harmony.engine.pack import Residency
@@ -137,6 +144,16 @@ class InterceptedForward:
             raise UnsupportedModelError(
                 f"layer {self.layer.name!r} is called within a transformation of torch.func (vmap, grad, jvp), which cannot "
                 "see through the swapping: make the module that does so a layer with HarmonyStrategy(layers=...)"
+            )
+        caller = layer_of_caller()
+        if caller is self.layer:
+            # It calls itself, and has its weights.
+            return self.original(*args, **kwargs)
+        if caller is not None:
+            raise UnsupportedModelError(
+                f"layer {caller.name!r} calls layer {self.layer.name!r}, which is not a part of it and is swapped by itself: "
+                "call that outside and pass on what it returns, or make a layer of what has both with "
+                "HarmonyStrategy(layers=...)"
             )
         call = self._call(args, kwargs)
         with call.calling():
@@ -330,11 +347,11 @@ class LayerCall:
     def _saving(self, hollow: HollowGraph | None, *, keeps: bool) -> AbstractContextManager[Any]:
         """What becomes of the tensors that autograd saves in the forward."""
         if hollow is not None:
-            return hollow.saving()
+            return hollow.saving(self.residency.weights)
         return torch.autograd.graph.saved_tensors_hooks(*((keep, given) if keeps else (_drop, _dropped)))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        with self._runtime.reaching(self._layer, self.residency):
+        with self._runtime.reaching(self._layer, self.residency), own_code_of(self._layer):
             if self._is_compiled:
                 with self._runtime.compiling():
                     return self.residency.device.run_compiled(self._original, args, kwargs)
@@ -448,7 +465,7 @@ class LayerCall:
             if hollow is None or self._layer.holds_tensors is not False:
                 return self._graph_between(inputs, *self._recompute(inputs))
             graph, leaves = hollow
-            run = graph.fill(lambda: self._recompute(inputs))
+            run = graph.fill(lambda: self._recompute(inputs), self.residency.weights)
             if run is not None:
                 return self._graph_between(inputs, *run)
             return CallGraph(graph.inputs, graph.outputs, [], leaves)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -197,6 +198,29 @@ class SwappedLayer:
             for (owner, name), value in outside_buffers.items():
                 left[owner, name] = owner._buffers[name]
                 owner._buffers[name] = value
+
+
+@contextmanager
+def own_code_of(layer: SwappedLayer) -> Iterator[None]:
+    """The context of a layer's own code, which finds its own parameters and must use no others.
+
+    Their gradients would not leave the layer, and a lane that waited for them would wait with the layer's weights bound.
+    """
+    before = layer_of_caller()
+    _within.layer = layer
+    try:
+        yield
+    finally:
+        _within.layer = before
+
+
+def layer_of_caller() -> SwappedLayer | None:
+    """The layer whose own code the calling thread is in, if it is in one's."""
+    return getattr(_within, "layer", None)
+
+
+# Of each lane.
+_within = threading.local()
 
 
 def _is_foreign(value: Any, parameter: nn.Parameter) -> bool:

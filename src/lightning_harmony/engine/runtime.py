@@ -22,6 +22,7 @@ from lightning_harmony.engine.placement import Placement
 from lightning_harmony.engine.stash import Alias, Stashed, is_small
 from lightning_harmony.engine.step import Step
 from lightning_harmony.engine.step_recorder import StepRecorder
+from lightning_harmony.engine.strides import copied
 from lightning_harmony.engine.swapped_model import SwappedModel
 from lightning_harmony.engine.transfer import LaneTransfers, Transfers
 from lightning_harmony.engine.verify import verify_layer
@@ -227,7 +228,7 @@ class Runtime:
         """Keep what a layer takes for the backward: on the host, unless it is small or needed again at once."""
         if is_small(tensor):
             # Counters and the like, which code between layers may change afterwards.
-            tensor = tensor.detach().clone()
+            tensor = copied(tensor.detach())
         return self.stash_unchanged(tensor)
 
     def stash_unchanged(self, tensor: Tensor) -> Stashed:

@@ -31,6 +31,13 @@ def restore(compact: Tensor, size: torch.Size, stride: tuple[int, ...]) -> Tenso
     return restored
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """A copy with the same strides. `Tensor.clone` makes one of its own of what is not dense."""
+    if tensor.layout is not torch.strided:
+        return tensor.clone()
+    return restore(compact(tensor).clone(), tensor.size(), tensor.stride())
+
+
 def _same_places(compact: Tensor, stride: tuple[int, ...]) -> bool:
     """Whether elements lie where ``stride`` puts them."""
     steps = zip(compact.size(), compact.stride(), stride, strict=True)
