@@ -16,7 +16,7 @@ from streams import FakeCudaDevice, detecting, on_root
 from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
 from test_lane_attributes import ReadsWhatLayersSet, SetsWhatLayersRead
 from test_lane_attributes import samples as pairs
-from test_recompute import Blocks, CountsInATensor, Measures
+from test_recompute import Blocks, CountsInATensor, GivesAMask, Measures
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -43,6 +43,7 @@ OF_OTHER_DEVICES: Mapping[str, Callable[[], nn.Module]] = {
     "set-by-layers": ReadsWhatLayersSet,
     "counted": partial(Blocks, CountsInATensor),
     "measured": partial(Blocks, Measures),
+    "in-objects": GivesAMask,
 }
 
 

@@ -61,10 +61,14 @@ class Runtime(Protocol):
     def calling(self) -> AbstractContextManager[None]:
         """The context of a layer's call."""
 
-    def reaching(self, layer: SwappedLayer, residency: Residency) -> AbstractContextManager[None]:
-        """The context of a layer's forward, which may use tensors that its attributes hold, wherever they are."""
+    def reaching(
+        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
+    ) -> AbstractContextManager[None]:
+        """The context of a layer's forward: it may use tensors that its attributes or objects hold, wherever they are."""
 
-    def running(self, layer: SwappedLayer, residency: Residency) -> AbstractContextManager[None]:
+    def running(
+        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
+    ) -> AbstractContextManager[None]:
         """The context of a layer's own code."""
 
     def compiling(self) -> AbstractContextManager[None]:
@@ -226,6 +230,7 @@ class LayerCall:
         leaves, self._arguments = Arguments.flatten(args, kwargs)
         leaves = [leaf.use() if isinstance(leaf, StandIn) else leaf for leaf in leaves]
         self._leaves: list[Any] = _cast(leaves, self._layer.compute_dtype)
+        self._takes_objects = any(is_opaque(leaf) for leaf in leaves)
         # The same tensor in two places stays one tensor: layers ask `query is key`, and sums keep their order.
         unique = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
         self.tensors: list[Tensor] = list(unique.values())
@@ -266,7 +271,7 @@ class LayerCall:
         """Only swap."""
         with self.visit(Phase.FORWARD):
             self.tensors = self._runtime.brought(self.tensors, self.residency)
-            with self._runtime.running(self._layer, self.residency):
+            with self._runtime.running(self._layer, self.residency, takes_objects=self._takes_objects):
                 leaves, unflatten = self._flatten(self._run_only())
                 leaves = [self.own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             self._runtime.hand_out([leaf for leaf in leaves if isinstance(leaf, Tensor)], self.residency)
@@ -297,7 +302,7 @@ class LayerCall:
         self._requires_grad = [tensor.requires_grad for tensor in self.tensors]
         self._homes = [self._runtime.home(tensor) for tensor in self.tensors]
         self.tensors = self._runtime.brought(self.tensors, self.residency)
-        with self._runtime.running(self._layer, self.residency):
+        with self._runtime.running(self._layer, self.residency, takes_objects=self._takes_objects):
             return self._run_and_stash()
 
     def _run_and_stash(self) -> tuple[Any, ...]:
@@ -351,7 +356,8 @@ class LayerCall:
         return torch.autograd.graph.saved_tensors_hooks(*((keep, given) if keeps else (_drop, _dropped)))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        with self._runtime.reaching(self._layer, self.residency), own_code_of(self._layer):
+        reaching = self._runtime.reaching(self._layer, self.residency, takes_objects=self._takes_objects)
+        with reaching, own_code_of(self._layer):
             if self._is_compiled:
                 with self._runtime.compiling():
                     return self.residency.device.run_compiled(self._original, args, kwargs)
@@ -427,7 +433,7 @@ class LayerCall:
         with self.visit(Phase.BACKWARD):
             given = iter(self._runtime.brought([g for g in gradients if g is not None], self.residency))
             brought = [None if gradient is None else next(given) for gradient in gradients]
-            with self._runtime.running(self._layer, self.residency):
+            with self._runtime.running(self._layer, self.residency, takes_objects=self._takes_objects):
                 found = self._recompute_and_differentiate(brought, summed)
             self._runtime.hand_out([gradient for gradient in found if gradient is not None], self.residency)
         homes = zip(found, self._homes, strict=True)

@@ -242,11 +242,15 @@ class _Rehearsal:
         """One device: glue needs no help."""
         return nullcontext()
 
-    def running(self, layer: SwappedLayer, residency: Residency) -> AbstractContextManager[None]:
+    def running(
+        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
+    ) -> AbstractContextManager[None]:
         """Nothing changes."""
         return nullcontext()
 
-    def reaching(self, layer: SwappedLayer, residency: Residency) -> AbstractContextManager[None]:
+    def reaching(
+        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
+    ) -> AbstractContextManager[None]:
         """One device: all tensors are there."""
         return nullcontext()
 

@@ -123,7 +123,9 @@ class Runtime:
         glue = self._current_glue()
         return nullcontext() if glue is None else glue.off()
 
-    def running(self, layer: SwappedLayer, residency: Residency) -> AbstractContextManager[None]:
+    def running(
+        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
+    ) -> AbstractContextManager[None]:
         """The context of a layer's own code."""
         if len(self._devices) == 1:
             return nullcontext()
@@ -131,7 +133,7 @@ class Runtime:
         if self._step.current() is not None:
             # Glue that ran on another device since the lane came here took its random numbers along.
             self._draw_on(number)
-            if layer.attributes.may_hold_tensors:
+            if takes_objects or layer.attributes.may_hold_tensors:
                 return self._running_on_all_devices(number)
         return self._recorder.computing(residency.device)
 
@@ -144,15 +146,20 @@ class Runtime:
             stack.enter_context(self._recorder.computing(self._devices[number]))
             yield
 
-    def reaching(self, layer: SwappedLayer, residency: Residency) -> AbstractContextManager[None]:
-        """The context of a layer's forward, which may use tensors that its attributes hold, wherever they are."""
+    def reaching(
+        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
+    ) -> AbstractContextManager[None]:
+        """The context of a layer's forward: it may use tensors that its attributes or objects hold, wherever they are."""
         progress = self._step.current()
-        if len(self._devices) == 1 or progress is None or not layer.attributes.may_hold_tensors:
+        if len(self._devices) == 1 or progress is None or not (takes_objects or layer.attributes.may_hold_tensors):
             return nullcontext()
+        number = self._devices.index(residency.device)
+        if takes_objects:
+            # What is in them is not looked at: a layer may put more there.
+            return self._mixing(progress.lane.microbatch, number)
         tensors = list(layer.attributes.read().tensors().values())
         if not tensors:
             return nullcontext()
-        number = self._devices.index(residency.device)
         if all(self.home(tensor) in (None, number) for tensor in tensors):
             return progress.transfers.using(tensors, number)
         return self._mixing(progress.lane.microbatch, number)
