@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 import torch.nn.functional as F
+from nets import WIDTH
 from same_training import Net, assert_same_training, room
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
-WIDTH = 16
 NUM_MICROBATCHES, MICROBATCH_SIZE = 2, 2
 
 
