@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 # Values of these types hold no tensor, and equal ones tell layers the same.
 PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
-_IMMUTABLE = (
-    *PLAIN, bytes, enum.Enum, slice, range, type, nn.Module, torch.memory_format, torch.layout, torch.Size,
+# Asked of each argument of each call.
+_TRANSPARENT = (
+    Tensor, *PLAIN, bytes, enum.Enum, slice, range, type, nn.Module, torch.memory_format, torch.layout, torch.Size,
 )  # fmt: skip
 
 
 def is_opaque(value: Any) -> bool:
     """Whether a layer could change ``value``, and tensors may hide in it."""
-    return not isinstance(value, (Tensor, *_IMMUTABLE)) and not callable(value)
+    return not isinstance(value, _TRANSPARENT) and not callable(value)
 
 
 class ObjectSnapshot:
