@@ -37,7 +37,8 @@ from lightning_harmony import HarmonyStrategy
 from lightning_harmony.errors import CapacityError, PlanError
 from lightning_harmony.garbage import NUM_FIRST_STEPS
 from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.replay import Prediction, predict
+from lightning_harmony.plan.prediction import Prediction
+from lightning_harmony.plan.replay import predict
 
 MODELS = {
     "1B": Shape(hidden=2048, layers=18, heads=32),

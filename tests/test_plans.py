@@ -24,7 +24,8 @@ from lightning_harmony.engine.stream import HostStream
 from lightning_harmony.plan.graphs import fused_alone
 from lightning_harmony.plan.lowering import lower
 from lightning_harmony.plan.plan import Plan, visits_of
-from lightning_harmony.plan.replay import DevicePrediction, predict
+from lightning_harmony.plan.prediction import DevicePrediction
+from lightning_harmony.plan.replay import predict
 from lightning_harmony.plan.task import Phase, Task
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")

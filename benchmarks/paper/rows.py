@@ -17,8 +17,9 @@ from lightning_harmony.plan.lowering import lower
 from lightning_harmony.plan.machine import Machine
 from lightning_harmony.plan.packing import fill_capacity
 from lightning_harmony.plan.plan import Parallel, Plan, visits_of
+from lightning_harmony.plan.prediction import Prediction
 from lightning_harmony.plan.profile import MachineLimits, Profile
-from lightning_harmony.plan.replay import Prediction, predict
+from lightning_harmony.plan.replay import predict
 from lightning_harmony.plan.search import search
 from lightning_harmony.plan.task import Errand
 from lightning_harmony.plan.work import LayerProfile

@@ -22,8 +22,9 @@ from lightning_harmony.plan.lowering import lower
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.page import summaries, summary, to_html
 from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.prediction import Prediction
 from lightning_harmony.plan.recording import Recording, read_recording
-from lightning_harmony.plan.replay import Prediction, predict
+from lightning_harmony.plan.replay import predict
 from lightning_harmony.plan.trace import to_trace
 
 _ESTIMATE = """Say what training a model takes, before any memory is taken: bytes on device and host, packs, the time of a

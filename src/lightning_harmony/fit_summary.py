@@ -14,7 +14,8 @@ from lightning_harmony.plan.host_gradients import waiting_bytes
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.page import format_seconds
 from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.replay import Prediction, predict
+from lightning_harmony.plan.prediction import Prediction
+from lightning_harmony.plan.replay import predict
 
 
 @dataclass

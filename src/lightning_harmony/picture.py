@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.page import colour_of, is_light, streams_of, summary
 from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.replay import DevicePrediction, Prediction, Span
+from lightning_harmony.plan.prediction import DevicePrediction, Prediction, Span
 from lightning_harmony.plan.streams import COMPUTE
 from lightning_harmony.plan.task import Errand
 

@@ -16,8 +16,8 @@ from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.prediction import Span
 from lightning_harmony.plan.recording import Recording
-from lightning_harmony.plan.replay import Span
 from lightning_harmony.plan.task import Errand, Phase, Task
 
 PLAN = Plan((("0",), ("1",)), (0, 1), 2, num_microbatches=2)

@@ -12,10 +12,11 @@ from plans import CannotRun, compute, machines, names, plans
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.device_memory import LATE_TURNS
 from lightning_harmony.plan.lowering import lower
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.profile import MachineLimits, Profile
-from lightning_harmony.plan.replay import LATE_TURNS, predict, refuse_invalid, replay
+from lightning_harmony.plan.replay import predict, replay
 from lightning_harmony.plan.schedule import Schedule
 from lightning_harmony.plan.task import Errand, Task
 
@@ -491,41 +492,8 @@ class TestProperties:
         assert updated.keys() == {pack for pack in plan.visits if packs[pack].gradient_bytes}
 
 
-class TestPlans:
-    @pytest.mark.parametrize(
-        ("plan", "problem"),
-        [
-            (Plan((("a",), ("a",)), (0, 1), 1), "layer 'a' is in 2 places"),
-            (Plan((("a",), ()), (0,), 0), "pack 1 has no layer"),
-            (Plan((("a",),), (0, 1), 1), "it visits pack 1, which it doesn't have"),
-            (Plan((("a",),), (0,), 2), "it fuses from visit 2 of 1"),
-            (Plan((("a",), ("b",)), (0, 1, 0), 1), "pack 0 is fused, but visited before"),
-            (Plan((("a",), ("b",)), (0, 1), 1, frozenset({1})), "pack 1 keeps its graphs, but isn't before"),
-            (
-                Plan((("a",), ("b",)), (0, 1), 1, joined=frozenset({1})),
-                "the forward of visit 1 is joined to the one before",
-            ),
-            (Plan((("a",),), (0,), 1, joined=frozenset({0})), "isn't between the first one and the fused ones"),
-            (
-                Plan((("a",), ("b",)), (0, 1), 2, joined=frozenset({1}), num_devices=2),
-                "it joins forwards, but consecutive",
-            ),
-            (
-                Plan((("a",), ("b",)), (0, 1), 2, joined=frozenset({1}), reuse="visit"),
-                "it joins forwards, but with reuse=",
-            ),
-            (Plan((("a",),), (0,), 0, num_microbatches=0), "it is for 0 microbatches"),
-            (Plan((("a",),), (0,), 0, num_devices=0), "it is for 0 devices"),
-            (Plan((("a",),), (0,), 0, reuse="visit", lookahead=0), "it keeps graphs, but with reuse='visit'"),
-            (Plan((("a",),), (0,), 1, reuse="none"), "it fetches 2 packs ahead, but with reuse='none'"),
-            (Plan((("a",),), (0,), 1, lookahead=-1), "it fetches -1 packs ahead"),
-        ],
-    )
-    def test_one_that_contradicts_itself_is_refused(self, plan: Plan, problem: str) -> None:
-        with pytest.raises(PlanError, match=problem):
-            refuse_invalid(plan)
-
-    def test_a_prediction_takes_what_the_plan_knows(self) -> None:
+class TestPredict:
+    def test_it_takes_what_the_plan_knows(self) -> None:
         layers = tuple(replace(PACK, name=f"layer {index}") for index in range(2))
         plan = replace(TWO, profile=Profile(layers, MachineLimits(60, 1.0, 1.0)))
         assert predict(plan).peak_bytes[0] <= 60

@@ -21,8 +21,8 @@ from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.stream import Moment
 from lightning_harmony.plan.lowering import owner
 from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.prediction import DevicePrediction, Prediction, Span
 from lightning_harmony.plan.recording import Recording
-from lightning_harmony.plan.replay import DevicePrediction, Prediction, Span
 from lightning_harmony.plan.streams import COMPUTE, STREAM_OF
 from lightning_harmony.plan.task import Errand, Phase, Task
 

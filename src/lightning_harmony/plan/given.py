@@ -9,7 +9,8 @@ from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.replay import predict, refuse_invalid
+from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.validity import refuse_invalid
 
 
 def read_plan(given: Plan | str | Path) -> Plan:

@@ -17,8 +17,9 @@ from lightning_harmony.plan.host_gradients import bytes_beside_state
 from lightning_harmony.plan.line import on_line
 from lightning_harmony.plan.machine import Machine
 from lightning_harmony.plan.plan import Plan, Predicted, visits_of
+from lightning_harmony.plan.prediction import Prediction
 from lightning_harmony.plan.profile import MachineLimits
-from lightning_harmony.plan.replay import Prediction, predict
+from lightning_harmony.plan.replay import predict
 from lightning_harmony.plan.rules import with_graphs
 from lightning_harmony.plan.search import MOST_TASKS
 from lightning_harmony.plan.streams import COMPUTE

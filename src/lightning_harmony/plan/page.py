@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.replay import DevicePrediction, Prediction, Span
+from lightning_harmony.plan.prediction import DevicePrediction, Prediction, Span
 from lightning_harmony.plan.streams import STREAMS
 from lightning_harmony.plan.task import Phase
 

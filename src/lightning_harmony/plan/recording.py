@@ -7,7 +7,8 @@ from pathlib import Path
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.document import DocumentKind
 from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.replay import Prediction, predict
+from lightning_harmony.plan.prediction import Prediction
+from lightning_harmony.plan.replay import predict
 from lightning_harmony.plan.streams import STREAM_OF
 from lightning_harmony.plan.values import decode, encode
 

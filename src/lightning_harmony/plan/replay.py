@@ -25,120 +25,25 @@ alone wait for an update just in time.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from itertools import accumulate, chain
-from typing import NamedTuple
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.device_memory import DeviceMemory
 from lightning_harmony.plan.footprint import Footprint, footprints
 from lightning_harmony.plan.host_gradients import RING
 from lightning_harmony.plan.lowering import lower, owner, summing_devices
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.prediction import DevicePrediction, Prediction, Span
 from lightning_harmony.plan.profile import MachineLimits
 from lightning_harmony.plan.schedule import Schedule
 from lightning_harmony.plan.streams import COMPUTE, STREAM_OF, STREAMS, UPDATE
 from lightning_harmony.plan.task import Errand, Phase, Task
 from lightning_harmony.plan.update_stream import UpdateStream
-
-# How many turns the host is ahead of the copies of what leaves a device, at most.
-LATE_TURNS = 3
-
-
-class Span(NamedTuple):
-    """When a task runs, and on which stream."""
-
-    task: Task
-    stream: str
-    start_seconds: float
-    end_seconds: float
-
-
-@dataclass(frozen=True)
-class DevicePrediction:
-    """What a step does on one device.
-
-    Attributes:
-        spans: its tasks but evictions, which take no time, in order, and the updates of its packs in theirs.
-        peak_bytes: the most that is on it, even if copies take a little longer.
-        memory: each moment at which that changes, and what is on it from then on.
-        compute_seconds: how long it computes.
-        swapped_in_bytes: host to device, by kind: "weights", "gradients", "stash".
-        swapped_out_bytes: device to host, by kind: "gradients", "stash".
-        transferred_bytes: what comes from other devices.
-    """
-
-    spans: tuple[Span, ...]
-    peak_bytes: int
-    memory: tuple[tuple[float, int], ...]
-    compute_seconds: float
-    swapped_in_bytes: Mapping[str, int]
-    swapped_out_bytes: Mapping[str, int]
-    transferred_bytes: int
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a step does.
-
-    Attributes:
-        seconds: from the beginning of a step to that of the next. Updates may go on under that, where nothing looks at weights
-            before: as long as each pack's is over when it is fetched.
-        devices: for each device.
-    """
-
-    seconds: float
-    devices: tuple[DevicePrediction, ...]
-
-    @property
-    def peak_bytes(self) -> tuple[int, ...]:
-        """The most on each device."""
-        return tuple(device.peak_bytes for device in self.devices)
-
-    @property
-    def end_seconds(self) -> float:
-        """When the last task has ended, updates included."""
-        ends = (span.end_seconds for device in self.devices for span in device.spans)
-        return max(self.seconds, max(ends, default=0.0))
-
-
-def refuse_invalid(plan: Plan) -> None:
-    """Refuse a plan that contradicts itself.
-
-    Raises:
-        PlanError: naming what is wrong.
-    """
-    names = Counter(chain.from_iterable(plan.packs))
-    problems = [f"layer {name!r} is in {number} places" for name, number in names.items() if number > 1]
-    problems += [f"pack {index} has no layer" for index, pack in enumerate(plan.packs) if not pack]
-    problems += [f"it visits pack {p}, which it doesn't have" for p in plan.visits if not 0 <= p < len(plan.packs)]
-    if not 0 <= plan.first_fused <= len(plan.visits):
-        problems.append(f"it fuses from visit {plan.first_fused} of {len(plan.visits)}")
-    else:
-        before = set(plan.visits[: plan.first_fused])
-        problems += [f"pack {pack} is fused, but visited before" for pack in sorted(before & plan.fused)]
-        problems += [f"pack {p} keeps its graphs, but isn't before the fused ones" for p in sorted(plan.kept - before)]
-        problems += [
-            f"the forward of visit {place} is joined to the one before, but isn't between the first one and the fused ones"
-            for place in sorted(plan.joined - set(range(1, plan.first_fused)))
-        ]
-        if plan.joined and plan.num_devices > 1 and plan.parallel == "pipeline":
-            problems.append("it joins forwards, but consecutive packs are on several devices")
-        if plan.joined and not plan.just_in_time:
-            problems.append(f"it joins forwards, but with reuse={plan.reuse!r} no weights stay for them")
-        if not plan.just_in_time and (plan.first_fused < len(plan.visits) or plan.kept):
-            problems.append(f"it keeps graphs, but with reuse={plan.reuse!r} no weights stay for them")
-    if plan.lookahead < 0 or (plan.lookahead and not plan.just_in_time):
-        problems.append(f"it fetches {plan.lookahead} packs ahead, but with reuse={plan.reuse!r} none would stay")
-    for name, number in (("microbatches", plan.num_microbatches), ("devices", plan.num_devices)):
-        if number is not None and number < 1:
-            problems.append(f"it is for {number} {name}")
-    if problems:
-        raise PlanError(f"this plan cannot be run: {'; '.join(problems)}")
+from lightning_harmony.plan.validity import refuse_invalid
 
 
 def predict(plan: Plan, machine: MachineLimits | None = None, *, is_deferred: bool = False) -> Prediction:
@@ -212,82 +117,13 @@ class _Stashed:
     ready: float
 
 
-class _Memory:
-    """What is on a device, in the order of its tasks.
-
-    What leaves counts until a task needs its room, which then begins behind that. So in no order of times is more there.
-
-    Attributes:
-        most_bytes: the most in the order of tasks, what leaves counted in the turns after it, `LATE_TURNS` of them: the host
-            asks for room so far ahead of the copy.
-    """
-
-    def __init__(self, machine: MachineLimits) -> None:
-        self.capacity_bytes = machine.capacity_bytes
-        self.num_bytes = machine.occupied_bytes
-        self.changes: list[tuple[float, int]] = [(0.0, machine.occupied_bytes)] if machine.occupied_bytes else []
-        self.most_bytes = machine.occupied_bytes
-        self._leaving: list[tuple[float, int]] = []
-        self._leaving_bytes = 0
-        # Since the last turn, and before each of the last ones.
-        self._lingering_bytes, self._late_bytes = 0, deque[int](maxlen=LATE_TURNS)
-        self._after = 0.0
-
-    def short_bytes(self, num_bytes: int) -> int:
-        """How much is missing even when all that leaves is gone."""
-        if self.capacity_bytes is None:
-            return 0
-        return self.num_bytes - self._leaving_bytes + num_bytes - self.capacity_bytes
-
-    def room_at(self, num_bytes: int) -> float | None:
-        """When there is room; None if there never is, as far as is known by now."""
-        if self.capacity_bytes is not None and self.num_bytes + num_bytes > self.capacity_bytes:
-            if self.short_bytes(num_bytes) > 0:
-                return None
-            while self.num_bytes + num_bytes > self.capacity_bytes:
-                end, leaving = heappop(self._leaving)
-                self.num_bytes -= leaving
-                self._leaving_bytes -= leaving
-                self._after = max(self._after, end)
-        return self._after
-
-    def take(self, num_bytes: int, start: float) -> None:
-        """Something is there from ``start`` on."""
-        if num_bytes:
-            self.num_bytes += num_bytes
-            self.changes.append((start, num_bytes))
-
-    def give(self, num_bytes: int, end: float, *, lingers: bool = False) -> None:
-        """Something is gone from ``end`` on; what lingers is copied until then."""
-        if num_bytes:
-            heappush(self._leaving, (end, num_bytes))
-            self._leaving_bytes += num_bytes
-            self._lingering_bytes += num_bytes if lingers else 0
-            self.changes.append((end, -num_bytes))
-
-    def note_turn(self) -> None:
-        """A lane has its turn, and has taken what it takes."""
-        self._late_bytes.append(self._lingering_bytes)
-        most = self.num_bytes - self._leaving_bytes + sum(self._late_bytes)
-        self.most_bytes = max(self.most_bytes, most if self.capacity_bytes is None else min(most, self.capacity_bytes))
-        self._lingering_bytes = 0
-
-    def curve(self) -> tuple[tuple[float, int], ...]:
-        """Each moment at which it changes, and what is there from then on."""
-        changes: dict[float, int] = {}
-        # What begins when something ends takes its place.
-        for moment, change in sorted(self.changes):
-            changes[moment] = changes.get(moment, 0) + change
-        return tuple(zip(changes, accumulate(changes.values()), strict=True))
-
-
 @dataclass
 class _Device:
     """A device in the middle of its tasks."""
 
     number: int
     tasks: Sequence[Task]
-    memory: _Memory
+    memory: DeviceMemory
     place: int = 0
     waits_for: str = ""
     streams: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STREAMS, 0.0))
@@ -325,7 +161,7 @@ class _Replay:
         self._plan, self._schedule, self._packs, self._machine = plan, schedule, packs, machine
         self._num_microbatches = plan.num_microbatches
         self._footprints = footprints(plan, packs)
-        self._devices = [_Device(number, tasks, _Memory(machine)) for number, tasks in enumerate(schedule.devices)]
+        self._devices = [_Device(number, tasks, DeviceMemory(machine)) for number, tasks in enumerate(schedule.devices)]
         self._lanes = [_Lane() for _ in range(self._num_microbatches)]
         self._num_visits = Counter(plan.visits)
         # Those that sum gradients on each device, in order.

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.replay import DevicePrediction, Prediction, Span
+from lightning_harmony.plan.prediction import DevicePrediction, Prediction, Span
 from lightning_harmony.plan.streams import STREAMS
 
 

@@ -1,0 +1,42 @@
+"""Validity: what every plan has to be, whatever its layers cost."""
+
+from collections import Counter
+from itertools import chain
+
+from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.plan import Plan
+
+
+def refuse_invalid(plan: Plan) -> None:
+    """Refuse a plan that contradicts itself.
+
+    Raises:
+        PlanError: naming what is wrong.
+    """
+    names = Counter(chain.from_iterable(plan.packs))
+    problems = [f"layer {name!r} is in {number} places" for name, number in names.items() if number > 1]
+    problems += [f"pack {index} has no layer" for index, pack in enumerate(plan.packs) if not pack]
+    problems += [f"it visits pack {p}, which it doesn't have" for p in plan.visits if not 0 <= p < len(plan.packs)]
+    if not 0 <= plan.first_fused <= len(plan.visits):
+        problems.append(f"it fuses from visit {plan.first_fused} of {len(plan.visits)}")
+    else:
+        before = set(plan.visits[: plan.first_fused])
+        problems += [f"pack {pack} is fused, but visited before" for pack in sorted(before & plan.fused)]
+        problems += [f"pack {p} keeps its graphs, but isn't before the fused ones" for p in sorted(plan.kept - before)]
+        problems += [
+            f"the forward of visit {place} is joined to the one before, but isn't between the first one and the fused ones"
+            for place in sorted(plan.joined - set(range(1, plan.first_fused)))
+        ]
+        if plan.joined and plan.num_devices > 1 and plan.parallel == "pipeline":
+            problems.append("it joins forwards, but consecutive packs are on several devices")
+        if plan.joined and not plan.just_in_time:
+            problems.append(f"it joins forwards, but with reuse={plan.reuse!r} no weights stay for them")
+        if not plan.just_in_time and (plan.first_fused < len(plan.visits) or plan.kept):
+            problems.append(f"it keeps graphs, but with reuse={plan.reuse!r} no weights stay for them")
+    if plan.lookahead < 0 or (plan.lookahead and not plan.just_in_time):
+        problems.append(f"it fetches {plan.lookahead} packs ahead, but with reuse={plan.reuse!r} none would stay")
+    for name, number in (("microbatches", plan.num_microbatches), ("devices", plan.num_devices)):
+        if number is not None and number < 1:
+            problems.append(f"it is for {number} {name}")
+    if problems:
+        raise PlanError(f"this plan cannot be run: {'; '.join(problems)}")
