@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.stash import Stashed
+
 # Values of these types hold no tensor, and equal ones tell layers the same.
 PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 # Asked of each argument of each call.
@@ -82,3 +84,21 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Tensor:
         return self._load(pid)
+
+
+class StashedObject:
+    """An opaque argument, its tensors in the stash."""
+
+    def __init__(self, snapshot: ObjectSnapshot, tensors: list[Stashed | Tensor], requires_grad: list[bool]) -> None:
+        self._snapshot = snapshot
+        self._tensors = tensors
+        self._requires_grad = requires_grad
+        snapshot.tensors = []
+
+    def load(self, hidden: list[Tensor]) -> Any:
+        """The object again; adds those of its tensors that need gradients to ``hidden``."""
+        tensors = [value.load() if isinstance(value, Stashed) else value.detach() for value in self._tensors]
+        for tensor, requires_grad in zip(tensors, self._requires_grad, strict=True):
+            if requires_grad:
+                hidden.append(tensor.requires_grad_())
+        return self._snapshot.restore(tensors)

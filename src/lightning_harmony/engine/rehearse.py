@@ -19,8 +19,8 @@ from lightning_harmony.engine.decompose import Layer
 from lightning_harmony.engine.fakes import FakeDevice, FakeStore, FakeWatch, fake
 from lightning_harmony.engine.glue import Glue
 from lightning_harmony.engine.host_store import HostPool, lies_in
-from lightning_harmony.engine.intercept import LayerCall
 from lightning_harmony.engine.layer import COMPARED_CALLS, SwappedLayer, buffers_of, places_of
+from lightning_harmony.engine.layer_call import LayerCall
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.pack import Residency, SwappedPack

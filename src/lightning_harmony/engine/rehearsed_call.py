@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from lightning_harmony.engine.fakes import FakeDevice, FakeWatch
 from lightning_harmony.engine.hollow_graph import given, keep
 from lightning_harmony.engine.host_store import lies_in
-from lightning_harmony.engine.intercept import InterceptedForward, LayerCall, Runtime
+from lightning_harmony.engine.intercept import InterceptedForward
 from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.layer_call import LayerCall, OwnForward, Runtime
 from lightning_harmony.engine.opaque import PLAIN
 from lightning_harmony.engine.stash import LaneStash
 from lightning_harmony.engine.stock import Stock
@@ -102,7 +103,7 @@ class RehearsedForward(InterceptedForward):
         self._rehearsal = rehearsal
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        return RehearsedCall(self, self._rehearsal, args, kwargs)
+        return RehearsedCall(self.original, self._rehearsal, args, kwargs)
 
 
 class RehearsedCall(LayerCall):
@@ -111,9 +112,9 @@ class RehearsedCall(LayerCall):
     _known: CallProfile
 
     def __init__(
-        self, intercepted: InterceptedForward, rehearsal: Rehearsal, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, original: OwnForward, rehearsal: Rehearsal, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        super().__init__(intercepted, rehearsal, args, kwargs)
+        super().__init__(original, rehearsal, args, kwargs)
         self._rehearsal = rehearsal
 
     def forward(self) -> tuple[Any, ...]:
@@ -134,7 +135,7 @@ class RehearsedCall(LayerCall):
 
     def backward(self, gradients: Sequence[Tensor | None], summed: frozenset[nn.Parameter]) -> list[Tensor | None]:
         """Leave the marks of the backward."""
-        with self.visit(Phase.BACKWARD):
+        with self._visit(Phase.BACKWARD):
             self._rehearsal.redo_backward(self._layer, self._known)
             self._inputs = []
             return [None if shape is None else shape.empty() for shape in self._known.gradients]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.gradient_sums import GradientSums
 from lightning_harmony.engine.host_store import lies_in
-from lightning_harmony.engine.intercept import LayerCall
 from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.layer_call import LayerCall
 from lightning_harmony.engine.lone_calls import LoneCalls
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.observer import Observer
