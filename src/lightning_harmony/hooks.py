@@ -48,18 +48,20 @@ def onlooker(tree: LightningTree, trainer: Any) -> str | None:
             if tree.overrides(owner, hook):
                 return f"{type(owner).__name__}.{hook} is overridden"
     for callback in trainer.callbacks:
-        kind = type(callback)
-        if kind.__name__ in _BLIND_CALLBACKS and kind.__module__.startswith(f"{tree.name}.callbacks."):
-            continue
         for hook in _CALLBACK_HOOKS_BETWEEN:
-            if tree.overrides(callback, hook) and not _is_blind(getattr(kind, hook)):
-                return f"callback {kind.__name__} has {hook}"
+            if tree.overrides(callback, hook) and not _is_blind(tree, callback, hook):
+                return f"callback {type(callback).__name__} has {hook}"
     return None
 
 
-def _is_blind(hook: Any) -> bool:
-    """Whether a hook is that of `HarmonyMonitor`, which reads reports."""
-    return getattr(hook, "__module__", None) == "lightning_harmony.monitor"
+def _is_blind(tree: LightningTree, callback: Any, hook: str) -> bool:
+    """Whether a hook is one of Lightning's, or that of `HarmonyMonitor`, which reads reports; and nobody has wrapped it."""
+    kind = type(callback)
+    if hook in vars(callback):
+        return False
+    if kind.__name__ in _BLIND_CALLBACKS and kind.__module__.startswith(f"{tree.name}.callbacks."):
+        return True
+    return getattr(getattr(kind, hook), "__module__", None) == "lightning_harmony.monitor"
 
 
 def end_of_batches(trainer: Any) -> str | None:

@@ -22,8 +22,15 @@ class LightningTree:
         return import_module(f"{self.name}.{name}")
 
     def overrides(self, owner: Any, hook: str) -> bool:
-        """Whether a LightningModule, a data module or a callback has a hook of its own."""
-        return bool(self.part("utilities.model_helpers").is_overridden(hook, owner))
+        """Whether a LightningModule, a data module or a callback has a hook of its own.
+
+        To Lightning's own helper, what wraps the hook of the base class is that hook: it only asks what there is to call.
+        Here it is asked who looks, and a wrapper on the instance may.
+        """
+        core, callbacks = self.part("core"), self.part("callbacks")
+        bases = (core.LightningModule, core.LightningDataModule, callbacks.Callback)
+        own = getattr(owner, hook, None)
+        return own is not None and getattr(own, "__func__", own) not in [getattr(base, hook, None) for base in bases]
 
     def takes_iterator(self, step: Any) -> bool:
         """Whether a step fetches its batches itself."""
