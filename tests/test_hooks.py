@@ -11,7 +11,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from test_lightning import Model, harmony, loader, trainer_for, values
+from lightning.pytorch.plugins.precision import Precision
+from test_lightning import Model, assert_same, harmony, loader, trainer_for, values
 from torch import Tensor
 
 pytestmark = [
@@ -88,3 +89,119 @@ def test_a_wrapper_on_the_instance_sees_what_it_would(make: Callable[..., Any], 
     for one, other in zip(expected, found, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(value.cpu(), other[name].cpu()) for name, value in one.items())
+
+
+# --- Who sees gradients, or changes them, without Lightning's usual hooks.
+
+
+def trained(module: pl.LightningModule, strategy: Any, **options: Any) -> Any:
+    trainer = trainer_for(strategy, **options)
+    trainer.fit(module, loader())
+    return trainer
+
+
+def whole() -> Any:
+    return harmony(num_microbatches=1, device_memory="1MiB")
+
+
+class ClipsByItself(Model):
+    """Clips in the method that Lightning calls for it, whether it was told to clip or not."""
+
+    def clip_gradients(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.02)
+
+
+def test_a_module_may_clip_in_the_method_that_does() -> None:
+    # It found no gradients, as each pack's had gone with its update.
+    plain, swapped = (trained(ClipsByItself(), strategy) for strategy in ("auto", whole()))
+    assert_same(plain, swapped)
+    assert swapped.strategy.step_report.update_reason.startswith("ClipsByItself.clip_gradients is overridden")
+
+
+class Centralizes(Precision):
+    """Changes gradients behind the backward."""
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad -= parameter.grad.mean()
+        return super().post_backward(tensor, module)
+
+
+def test_a_precision_plugin_may_change_gradients() -> None:
+    plain, swapped = (trained(Model(), strategy, plugins=[Centralizes()]) for strategy in ("auto", whole()))
+    assert_same(plain, swapped)
+    assert swapped.strategy.step_report.update_reason.startswith("Centralizes.post_backward is overridden")
+
+
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")
+@pytest.mark.parametrize("scheduled", [False, True], ids=["", "scheduled"])
+@pytest.mark.parametrize("clip", [None, 0.02])
+def test_an_optimizer_may_have_a_step_of_its_own(clip: float | None, scheduled: bool) -> None:
+    # It was called for each pack, and found the gradients of no other.
+    totals: dict[str, list[Tensor]] = {"plain": [], "swapped": []}
+
+    def make(kind: str) -> Callable[[Any], Any]:
+        def optimizer(parameters: Any) -> Any:
+            found = torch.optim.AdamW(list(parameters), lr=0.01)
+            step = found.step
+
+            @wraps(step)
+            def normed(*args: Any, **kwargs: Any) -> Any:
+                result = step(*args, **kwargs)
+                gradients = [p.grad for group in found.param_groups for p in group["params"] if p.grad is not None]
+                totals[kind].append(torch.nn.utils.get_total_norm(gradients))
+                return result
+
+            scheduler = torch.optim.lr_scheduler.StepLR(found, 1) if scheduled else None
+            found.step = normed  # type: ignore[method-assign]
+            return found if scheduler is None else ([found], [scheduler])
+
+        return optimizer
+
+    plain = trained(Model(make("plain")), "auto", gradient_clip_val=clip)
+    swapped = trained(Model(make("swapped")), whole(), gradient_clip_val=clip)
+    assert_same(plain, swapped)
+    assert len(totals["plain"]) == len(totals["swapped"]) > 0
+    assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(*totals.values(), strict=True))
+
+
+class ReadsAfterwards(pl.Callback):
+    """Keeps the gradients that a hook finds that runs when the step is over."""
+
+    def __init__(self, hook: str) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+        setattr(self, hook, self._read)
+
+    def _read(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.seen.append({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None})
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_end", "on_train_epoch_end", "on_train_batch_start", "on_before_zero_grad"]
+)
+def test_hooks_behind_the_step_may_read_its_gradients(hook: str) -> None:
+    readers = [ReadsAfterwards(hook) for _ in range(2)]
+    plain, swapped = (
+        trained(Model(), strategy, callbacks=[reader], max_epochs=2)
+        for strategy, reader in zip(("auto", whole()), readers, strict=True)
+    )
+    assert_same(plain, swapped)
+    assert swapped.strategy.step_report.update_reason.startswith(f"ReadsAfterwards.{hook} reads gradients")
+    assert any(readers[0].seen)
+    for one, other in zip(readers[0].seen, readers[1].seen, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(gradient.cpu(), other[name].cpu()) for name, gradient in one.items())
+
+
+def test_hooks_that_read_no_gradients_leave_the_update_just_in_time() -> None:
+    class Counts(pl.Callback):
+        count = 0
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            self.count += sum(parameter.requires_grad for parameter in module.parameters())
+
+    swapped = trained(Model(), whole(), callbacks=[Counts()])
+    assert swapped.strategy.step_report.update == "just-in-time"

@@ -56,6 +56,7 @@ class DeferredUpdate:
                 step()
             return result
 
+        ask.asks_for = step  # type: ignore[attr-defined]
         self.may_wait, self._clip = True, None
         try:
             with _replaced(optimizer, "step", ask):

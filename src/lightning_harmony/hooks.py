@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 from lightning_harmony.lightning_tree import LightningTree
 
 # Hooks that see gradients or the optimizer's step: with them, no pack may be updated before the backward has ended.
 _MODULE_HOOKS = (
-    "configure_gradient_clipping", "on_before_optimizer_step", "on_after_backward", "optimizer_step",
+    "configure_gradient_clipping", "clip_gradients", "on_before_optimizer_step", "on_after_backward", "optimizer_step",
     "optimizer_zero_grad", "backward",
 )  # fmt: skip
 _CALLBACK_HOOKS = ("on_before_optimizer_step", "on_after_backward")
+_PLUGIN_HOOKS = (
+    "backward", "post_backward", "optimizer_step", "clip_gradients", "_wrap_closure", "_after_closure", "_clip_gradients",
+)  # fmt: skip
+# Between a step of the optimizer and the next backward, gradients are still there, unless each pack's went with its update.
+_HOOKS_AFTER = ("on_train_batch_end", "on_train_epoch_end", "on_train_batch_start", "on_before_zero_grad")
+_GRADIENTS = frozenset({"grad", "grad_norm", "clip_grad_norm_", "clip_grad_value_", "get_total_norm"})
 # Hooks between a step of the optimizer and the next training_step: what overrides them may look at parameters, so that a
 # deferred update must be over before. `optimizer_step` goes on after it has called the optimizer.
 _DATA_HOOKS_BETWEEN = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -28,14 +36,40 @@ _BLIND_CALLBACKS = frozenset({
 
 def gradient_readers(tree: LightningTree, trainer: Any) -> list[str]:
     """Hooks that are overridden and see gradients, or may change them."""
-    module = trainer.lightning_module
-    own = [f"{type(module).__name__}.{hook} is overridden" for hook in _MODULE_HOOKS if tree.overrides(module, hook)]
-    return own + [
+    module, plugin = trainer.lightning_module, type(trainer.precision_plugin)
+    readers = [
+        f"{type(module).__name__}.{hook} is overridden" for hook in _MODULE_HOOKS if tree.overrides(module, hook)
+    ]
+    readers += [f"{plugin.__name__}.{hook} is overridden" for hook in _PLUGIN_HOOKS if _is_users(tree, plugin, hook)]
+    readers += [
         f"callback {type(callback).__name__} has {hook}"
         for callback in trainer.callbacks
         for hook in _CALLBACK_HOOKS
         if tree.overrides(callback, hook)
     ]
+    return readers + [
+        f"{type(owner).__name__}.{hook} reads gradients"
+        for owner in (module, *trainer.callbacks)
+        for hook in _HOOKS_AFTER
+        if tree.overrides(owner, hook) and not _GRADIENTS.isdisjoint(_names(getattr(owner, hook)))
+    ]
+
+
+def _is_users(tree: LightningTree, plugin: type, hook: str) -> bool:
+    """Whether a precision plugin has a hook that neither Lightning nor this package has written."""
+    found = getattr(plugin, hook, None)
+    return found is not None and not found.__module__.startswith((f"{tree.name}.plugins.", "lightning_harmony."))
+
+
+def _names(hook: Any) -> Iterator[str]:
+    """What the code of a hook names, as far as that can be seen without running it."""
+    codes = [getattr(getattr(hook, "__func__", hook), "__code__", None)]
+    while codes:
+        code = codes.pop()
+        if code is not None:
+            yield from code.co_names
+            yield from (constant for constant in code.co_consts if isinstance(constant, str))
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
 def onlooker(tree: LightningTree, trainer: Any) -> str | None:

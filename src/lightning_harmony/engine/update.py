@@ -47,11 +47,24 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
     name = type(optimizer).__name__
     if type(optimizer) not in SEPARABLE:
         return f"{name} is not known to update each parameter on its own"
+    if _is_replaced(optimizer):
+        return f"{name}.step is replaced by a function of its own"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"{name} has step hooks"
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return "step hooks are registered for all optimizers"
     return None
+
+
+def _is_replaced(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has another step than its class: whoever gave it that expects one call a step."""
+    step = vars(optimizer).get("step")
+    # What only asks for an update, and then makes it, is ours.
+    step = getattr(step, "asks_for", step)
+    own = type(optimizer).step
+    if step is None or getattr(step, "__func__", None) is own:
+        return False
+    return not (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is own)
 
 
 @dataclass
