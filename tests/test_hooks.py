@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -205,3 +206,30 @@ def test_hooks_that_read_no_gradients_leave_the_update_just_in_time() -> None:
 
     swapped = trained(Model(), whole(), callbacks=[Counts()])
     assert swapped.strategy.step_report.update == "just-in-time"
+
+
+# --- What hooks draw.
+
+
+class Draws(pl.Callback):
+    """Draws numbers in each hook around a step."""
+
+    def __init__(self) -> None:
+        self.drawn: list[tuple[str, float, float]] = []
+        for hook in ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"):
+            setattr(self, hook, partial(self._draw, hook))
+
+    def _draw(self, hook: str, *args: Any) -> None:
+        self.drawn.append((hook, torch.rand(()).item(), random.random()))
+
+
+def test_hooks_draw_from_the_process_and_not_from_a_microbatch() -> None:
+    # Between the losses and the backward, they drew what the last microbatch would have drawn next.
+    drawn = []
+    for strategy in ("auto", whole(), harmony(num_microbatches=4), harmony(num_microbatches=2)):
+        pl.seed_everything(0, verbose=False)
+        callback = Draws()
+        trained(Model(), strategy, callbacks=[callback])
+        drawn.append(callback.drawn)
+    assert len(drawn[0]) > 4
+    assert all(other == drawn[0] for other in drawn)

@@ -643,6 +643,15 @@ def test_a_trainer_can_be_pickled(tree: str, precision: Any) -> None:
     assert copy.deepcopy(found.precision_plugin).compute_dtype is plugin.compute_dtype
 
 
+def test_a_trainer_can_be_pickled_and_copied_after_a_fit() -> None:
+    # Lightning's optimizers around the user's cannot, and its own strategies leave them out.
+    trainer = fit_harmony(Model())
+    for found in (pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)):
+        assert found.strategy.step_report == trainer.strategy.step_report
+        assert found.global_step == trainer.global_step
+        assert_equal(values(found.lightning_module), values(trainer.lightning_module))
+
+
 def test_the_module_can_be_copied_and_pickled_during_and_after_a_fit() -> None:
     copies: list[Any] = []
 

@@ -137,7 +137,7 @@ class HarmonyStrategyMixin(_Base):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By the tree: of the two classes of this name, pickle would find one."""
-        return _without_init, (self.tree,), self.__dict__
+        return _without_init, (self.tree,), self.__getstate__()
 
     # ---- what Lightning asks when it is set up -------------------------------------------------------------------------
 

@@ -253,6 +253,8 @@ class Executor:
         self._start(running)
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
             self._drive(Phase.FORWARD)
+            # Hooks before the backward draw as others do, not as a microbatch.
+            self._random.switch_back()
             # What comes next is user code that sees parameters, and gradients that take the place of those it uses.
             self.updater.postponed.finish()
 
