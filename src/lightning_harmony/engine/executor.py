@@ -20,6 +20,7 @@ from lightning_harmony.engine.cores import core_of_caller, siblings_of
 from lightning_harmony.engine.decompose import Layer
 from lightning_harmony.engine.derived import out_of_reach
 from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.functions import functions_as_operations
 from lightning_harmony.engine.glue import Glue
 from lightning_harmony.engine.gradient_sums import GradientSums
 from lightning_harmony.engine.host_operands import BringsHostOperands
@@ -30,7 +31,7 @@ from lightning_harmony.engine.layer import SwappedLayer, places_of
 from lightning_harmony.engine.lone_calls import LoneCalls
 from lightning_harmony.engine.measurements import Measurements
 from lightning_harmony.engine.observer import Observer
-from lightning_harmony.engine.one_device import OneDevice, functions_on_one_device
+from lightning_harmony.engine.one_device import OneDevice
 from lightning_harmony.engine.placement import Placement
 from lightning_harmony.engine.planning import Planner, Records, SeenStep, check_given
 from lightning_harmony.engine.postponed import Clip
@@ -448,7 +449,9 @@ class Executor:
         """Grant lanes, one at a time, until each has ended or waits for what comes after ``until``."""
         step = self._step
         try:
-            with self._glue_on_one_device() if len(self.devices) > 1 else nullcontext():
+            # A compiled container around layers runs as it is written where its operations may be on several devices.
+            whole = torch.compiler.set_stance("force_eager") if len(self.devices) > 1 else nullcontext()
+            with whole, functions_as_operations():
                 self._lanes.drive(partial(self._next, until))
         except torch.OutOfMemoryError as error:
             if step.granted is None:
@@ -465,13 +468,6 @@ class Executor:
             step.granted = None
             for device in self.devices:
                 device.join_lanes()
-
-    @contextmanager
-    def _glue_on_one_device(self) -> Iterator[None]:
-        """The context of lanes whose operations may be on several devices."""
-        # A compiled container around layers runs as it is written there.
-        with torch.compiler.set_stance("force_eager"), functions_on_one_device():
-            yield
 
     def _next(self, until: Phase, previous: Lane | None) -> Lane | None:
         """The lane whose turn it is, everything ready for it. Called in whichever lane has the baton."""

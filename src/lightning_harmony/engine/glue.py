@@ -33,6 +33,9 @@ class Runtime(Protocol):
     def keep_token(self, parameter: nn.Parameter, token: Tensor) -> None:
         """Keep that for further uses."""
 
+    def give(self, parameter: nn.Parameter) -> None:
+        """An autograd function of the user's own is given a parameter."""
+
     def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
         """The layer of the glue whose parameter on the device ``tensor`` is a view of, and that parameter."""
 
@@ -96,12 +99,16 @@ class StandIn(Tensor):
         name = getattr(func, "__name__", "")
         if func in _REFUSED or (name.endswith("_") and not name.endswith("__")):
             raise UnsupportedModelError(_refusal(next(leaf for leaf in tree_leaves(args) if isinstance(leaf, StandIn))))
-        return _with_parameters(func, args, kwargs)
+        return with_parameters(func, args, kwargs)
 
     def use(self) -> Tensor:
         """The parameter on the device, differentiable where it needs gradients. Its memory belongs to the caller."""
-        result: Tensor = _with_parameters(Tensor.clone, (self,), {})
+        result: Tensor = with_parameters(Tensor.clone, (self,), {})
         return result
+
+    def give(self) -> None:
+        """An autograd function of the user's own is given the parameter."""
+        self._runtime.give(self._parameter)
 
     def detached(self) -> StandIn:
         """A stand-in for the same parameter without gradients."""
@@ -169,15 +176,22 @@ def _compiled_glue(stand_in: StandIn) -> str:
     )
 
 
-def _with_parameters(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function with the parameters on the device in place of their stand-ins."""
+def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) -> Any:
+    """Call a function with the parameters on the device in place of their stand-ins.
+
+    Args:
+        func: what to call.
+        args: what with.
+        kwargs: what with, too.
+        copy: whether each parameter is to be the caller's own, and not what is swapped out when another is swapped in.
+    """
     stand_ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
     if torch._guards.TracingContext.try_get() is not None:
         # The compiler holds a lock that the next lane would wait for.
         raise UnsupportedModelError(_compiled_glue(stand_ins[0]))
     unique = list({id(stand_in): stand_in for stand_in in stand_ins}.values())
     # One after the other: with several at a time, each is copied out of its residency.
-    real = {id(s): _swapped_in(s, copy=len(unique) > 1) for s in unique}
+    real = {id(s): _swapped_in(s, copy=copy or len(unique) > 1) for s in unique}
     args, kwargs = tree_map_only(StandIn, lambda stand_in: real[id(stand_in)], (args, kwargs))
     versions = {key: tensor._version for key, tensor in real.items()}
     result = stand_ins[0]._runtime.on_one_device(func, args, kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -164,28 +163,6 @@ class OneDevice(TorchFunctionMode):
             chosen = kwargs["out"]
         home = self._transfers.home(chosen)
         return 0 if home is None else home
-
-
-@contextmanager
-def functions_on_one_device() -> Iterator[None]:
-    """The context in which autograd functions of the user's own are operations to the mode, as torch's are.
-
-    Their backward, too, returns each gradient on the one device where the function ran.
-    """
-    torchs = vars(torch.autograd.Function)["apply"]
-    ours = __name__.partition(".")[0]
-
-    def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        mode, own = _get_current_function_mode(), partial(torchs.__func__, function)
-        if not isinstance(mode, OneDevice) or function.__module__.partition(".")[0] == ours:
-            return own(*args, **kwargs)
-        return mode.run(own, args, kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = torchs  # type: ignore[method-assign]
 
 
 # With the name of the gradients that they begin with, as torch passes them on to modes.

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_harmony.engine.decompose import Layer
 from lightning_harmony.engine.fakes import FakeDevice, FakeStore, FakeWatch, fake
+from lightning_harmony.engine.functions import functions_as_operations
 from lightning_harmony.engine.glue import Glue
 from lightning_harmony.engine.host_store import HostPool, lies_in
 from lightning_harmony.engine.layer import COMPARED_CALLS, SwappedLayer, buffers_of, places_of
@@ -138,7 +139,7 @@ class _Rehearsal:
                 self._residency(layer)
             with self.stock:
                 self._tally.begin(None, Phase.FORWARD)
-                with self._glue.stashing(), casting():
+                with self._glue.stashing(), functions_as_operations(), casting():
                     loss = step(batch)
                 # Where autograd begins, the executor lets a lane wait: what follows counts to the layer before.
                 last = self._tally.calls[-1] if self._given_narrow and self._tally.calls else self._num_layers - 1
@@ -328,6 +329,9 @@ class _Rehearsal:
     def keep_token(self, parameter: nn.Parameter, token: Tensor) -> None:
         """Use it for the rest of the forward."""
         self._tokens[parameter] = token
+
+    def give(self, parameter: nn.Parameter) -> None:
+        """Nobody asks what a function was given."""
 
     def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
         """The glue layer of whose parameter a tensor is a view."""

@@ -219,6 +219,12 @@ class Runtime:
         assert progress is not None
         return progress.tokens
 
+    def give(self, parameter: nn.Parameter) -> None:
+        """An autograd function of the user's own is given a parameter."""
+        progress = self._step.current()
+        if progress is not None:
+            progress.given.add(parameter)
+
     def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
         """The glue layer, and its parameter on the device, of which a tensor is a view."""
         for parameter, layer in self._model.glue_layers.items():
@@ -279,6 +285,12 @@ class Runtime:
         if progress is None:
             return 0
         if progress.differentiating:
+            if layer.module is not None and not progress.given.isdisjoint(layer.parameters):
+                raise UnsupportedModelError(
+                    f"an autograd function between layers is given parameters of layer {layer.name!r}, and calls the layer in "
+                    "its backward, where their gradients come to p.grad alone: make a layer of a module that calls the "
+                    "function with HarmonyStrategy(layers=...)"
+                )
             self._sums.refuse_late_call(layer)
         progress.pending[self._placement.pack_of[layer.index]] += 1
         use = progress.uses[layer.index]

@@ -73,6 +73,7 @@ class LaneProgress:
         position: where in the plan's order of each phase it is.
         uses: how often it has called each layer.
         tokens: of the parameters that glue used.
+        given: the parameters that autograd functions of the user's own were given.
         pending: how many backwards it still has to run of each pack.
         calls: the layers that it called, in order.
         differentiating: whether it has come to the backward of its loss.
@@ -88,6 +89,7 @@ class LaneProgress:
     position: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
     uses: Counter[int] = field(default_factory=Counter)
     tokens: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    given: set[nn.Parameter] = field(default_factory=set)
     pending: Counter[int] = field(default_factory=Counter)
     calls: list[int] = field(default_factory=list)
     differentiating: bool = False

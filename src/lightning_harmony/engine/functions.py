@@ -1,0 +1,45 @@
+"""Autograd functions of the user's own: between layers they are operations as torch's are, to stand-ins and on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode
+
+from lightning_harmony.engine.glue import StandIn, with_parameters
+from lightning_harmony.engine.one_device import OneDevice
+
+
+@contextmanager
+def functions_as_operations() -> Iterator[None]:
+    """The context in which the `apply` of an autograd function, of which torch tells nobody, is told of like other operations.
+
+    A function finds parameters in the place of their stand-ins, and its backward returns each gradient to them.
+    On several devices it runs on one, and so does its backward.
+    """
+    # Below `Function.apply`, which the user's code may have got hold of before: `double = Double.apply`.
+    bottom: Any = torch.autograd.function._SingleLevelFunction
+    torchs = vars(torch._C._FunctionBase)["apply"]
+    ours = __name__.partition(".")[0]
+
+    def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+        own = torchs.__get__(None, function)
+        if function.__module__.partition(".")[0] == ours:
+            return own(*args)
+        given = [arg for arg in args if isinstance(arg, StandIn)]
+        if given:
+            for stand_in in given:
+                stand_in.give()
+            # It may keep them, and call layers.
+            return with_parameters(own, args, {}, copy=True)
+        mode = _get_current_function_mode()
+        return mode.run(own, args, {}) if isinstance(mode, OneDevice) else own(*args)
+
+    bottom.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        del bottom.apply

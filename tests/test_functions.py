@@ -1,0 +1,158 @@
+"""Autograd functions of the user's own between layers, which are given parameters: torch tells no stand-in of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from nets import WIDTH
+from same_training import Net, assert_same_training, train_harmony
+from torch import Tensor, nn
+
+from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+
+
+class Saved(torch.autograd.Function):
+    """A product that saves both factors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+class Kept(torch.autograd.Function):
+    """A product that keeps its factors beside what autograd saves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient @ ctx.weight.t(), ctx.x.t() @ gradient
+
+
+class Sum(torch.autograd.Function):
+    """A product with the sum of two parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        ctx.save_for_backward(x, one, other)
+        return x @ (one + other)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, one, other = ctx.saved_tensors
+        return gradient @ (one + other).t(), x.t() @ gradient, x.t() @ gradient
+
+
+class Sign(torch.autograd.Function):
+    """One bit of a weight, and a gradient as if it were all of it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.sign()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+# As documentation advises to name a function.
+sign = Sign.apply
+
+USES: Mapping[str, Callable[[Tensor, Any], Tensor]] = {
+    "saves it": lambda x, w: Saved.apply(x, w[0]),
+    "keeps it": lambda x, w: Kept.apply(x, w[0]),
+    "saves nothing": lambda x, w: x @ sign(w[0]) / WIDTH,
+    "is given a view": lambda x, w: Saved.apply(x, w[0].t()),
+    "takes two": lambda x, w: Sum.apply(x, w[0], w[1]),
+    "is given two": lambda x, w: Saved.apply(w[0], w[1])[: len(x)] + x,
+    "runs after another use": lambda x, w: Saved.apply(x @ w[0], w[0]) / WIDTH,
+    "runs twice": lambda x, w: Kept.apply(Saved.apply(x, w[0]), w[1]) @ w[2] / WIDTH,
+}
+
+
+class Around(nn.Module):
+    """A function between two layers, with parameters that belong to none."""
+
+    def __init__(self, use: Callable[[Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.weights = nn.ParameterList([torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(3)])
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.last(self.use(self.first(x), self.weights)).pow(2).mean()
+        return loss
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("use", USES)
+def test_a_function_between_layers_may_be_given_parameters(use: str, num_microbatches: int, devices: int) -> None:
+    # It computed with the stand-in, and the gradient that it returned went to no parameter.
+    torch.manual_seed(1)
+    assert_same_training(
+        Net(Around(USES[use])),
+        torch.randn(24, WIDTH),
+        num_microbatches=num_microbatches,
+        devices=devices,
+        # In plain training a parameter's gradient has the sum of its uses in another order.
+        tolerance=1e-5 if use == "runs after another use" else 0.0,
+    )
+
+
+class Recomputed(torch.autograd.Function):
+    """What a module computes, and again in the backward: with the gradients of its parameters, as solvers do it."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *weights: Tensor) -> Any:
+        ctx.module = module
+        ctx.save_for_backward(x, *weights)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.module(x), (x, *weights), gradient, allow_unused=True)
+
+
+class Solver(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.field = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Recomputed.apply(self.field, x, *self.field.parameters())
+
+
+class Solved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.solver, self.last = nn.Linear(WIDTH, WIDTH), Solver(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.last(self.solver(self.first(x))).pow(2).mean()
+        return loss
+
+
+def test_a_function_that_differentiates_layers_by_itself_is_refused_around_them_and_runs_in_one() -> None:
+    module, samples = Net(Solved()), torch.randn(24, WIDTH)
+    with pytest.raises(UnsupportedModelError, match=r"given parameters of layer 'net\.solver\.field\.0'.*layers="):
+        train_harmony(module, samples, HarmonyStrategy(layers=[nn.Linear]), 8, with_gradients=True)
+    assert_same_training(module, samples, layers=[nn.Linear, Solver])
