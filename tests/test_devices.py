@@ -297,3 +297,26 @@ def test_tensors_that_do_not_go_with_their_layers_are_used_where_they_are(as_buf
     compare(*(train(build(make), devices, layers={Shifted}) for devices in (1, 2)))
     one, two = (predict(build(make), devices, layers={Shifted}) for devices in (1, 2))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+class Slope(nn.Module):
+    """A loss with the slope of what parameters between layers make of a layer's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(nets.WIDTH, nets.WIDTH)
+        self.weights = nn.ParameterList([torch.rand(nets.WIDTH, n) / nets.WIDTH for n in (64, nets.WIDTH, 64)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = y = self.first(x).clone()
+        for weight in self.weights:
+            y = torch.tanh(y @ weight)[:, : nets.WIDTH]
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.pow(2).mean() + slope.pow(2).mean()
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_a_gradient_that_came_from_another_device_is_differentiated_again(devices: int) -> None:
+    # The way back from device to device ended the graph of the gradient.
+    samples = torch.randn(24, nets.WIDTH, generator=torch.Generator().manual_seed(0))
+    assert_same_training(build(Slope), samples, layers=[nn.Linear], devices=devices, tolerance=1e-5)

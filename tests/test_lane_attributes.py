@@ -172,6 +172,65 @@ def test_graphs_that_a_microbatch_keeps_on_modules_are_its_own() -> None:
     assert_same_training(Net(Skips()), samples(), num_microbatches=2, batch_size=4, tolerance=1e-5)
 
 
+class Headed(nets.Block):
+    """A block of a network with deep supervision, whose heads write into one list that all blocks have."""
+
+    def __init__(self, heads: list[Any], index: int) -> None:
+        super().__init__()
+        self.head, self.heads, self.index = nn.Linear(nets.WIDTH, nets.WIDTH), heads, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.heads[self.index] = self.head(x)
+        return x
+
+
+class SharesAList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = [torch.zeros(1) for _ in range(3)]
+        self.blocks = nn.ModuleList(Headed(self.heads, index) for index in range(3))
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(x, y) + sum(F.mse_loss(head, y) for head in self.heads)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_list_that_several_modules_have_is_looked_at_once(devices: int) -> None:
+    # The second look found what the first had put back, and took it for what the microbatch had left.
+    torch.manual_seed(0)
+    assert_same_training(
+        Net(SharesAList()), samples(), num_microbatches=4, devices=devices, layers=[nn.Linear], tolerance=1e-5
+    )
+
+
+class SometimesSetsAnEntry(Blocks):
+    """Some batches leave something in a dict until their end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = {"factor": torch.ones(())}
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        if y.sum() > 0:
+            self.extra["factor"] = y.mean() * 10
+        x = self.run(x)
+        loss = F.mse_loss(x, y) * self.extra["factor"]
+        self.extra["factor"] = torch.ones(())
+        return loss
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_some_microbatches_set_others_do_not_find(devices: int) -> None:
+    # From its second turn on, what a microbatch had set in an earlier one stayed for those after it.
+    torch.manual_seed(0)
+    assert_same_training(Net(SometimesSetsAnEntry()), samples(), num_microbatches=4, batch_size=4, devices=devices)
+
+
 class Late(Blocks):
     """Keeps something from its second step on."""
 

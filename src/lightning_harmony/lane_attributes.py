@@ -43,15 +43,18 @@ class _Space:
         self.base = self.seen = self.content.copy()
 
     def leave(self, microbatch: int) -> None:
-        """Note what a microbatch has changed in its turn."""
-        if have_same_content(self.content, self.seen):
-            return
-        changed = self._changed()
-        if changed:
-            self.own.setdefault(microbatch, {}).update(changed)
-            again = changed if not self.is_module else changed.keys() & {"training"}
+        """Note what a microbatch has changed in its turn, and take back what no other is to find."""
+        if not have_same_content(self.content, self.seen):
+            changed = self._changed()
+            if changed:
+                self.own.setdefault(microbatch, {}).update(changed)
+            self.seen = self.content.copy()
+        # In an earlier turn, too: it has found that again in this one.
+        own = self.own.get(microbatch, {})
+        again = own.keys() & {"training"} if self.is_module else own.keys()
+        if again:
             self._set({name: self._base_of(name) for name in again})
-        self.seen = self.content.copy()
+            self.seen = self.content.copy()
 
     def enter(self, microbatch: int) -> None:
         """Make everything that a microbatch has changed what it made of it."""
@@ -135,15 +138,18 @@ class LaneAttributes:
     def begin(self) -> None:
         """A step begins; one that did not come to its end is over."""
         self.finish()
+        # Several modules may have the same list.
+        seen: set[int] = set()
         for name, module in self._model.named_modules():
             if isinstance(module, Metric):
                 continue
             self._spaces.append(_Space(name, vars(module), is_module=True))
-            self._spaces += [
-                _Space(f"{name}.{attribute}" if name else attribute, value, is_module=False)
-                for attribute, value in vars(module).items()
-                if attribute not in OF_TORCH and type(value) in _CONTAINERS and len(value) <= LONGEST
-            ]
+            for attribute, value in vars(module).items():
+                if attribute not in OF_TORCH and type(value) in _CONTAINERS and len(value) <= LONGEST:
+                    if id(value) not in seen:
+                        label = f"{name}.{attribute}" if name else attribute
+                        self._spaces.append(_Space(label, value, is_module=False))
+                    seen.add(id(value))
         self._watched = [space for space in self._spaces if self._known is None or space.name in self._known]
 
     def switch(self, microbatch: int) -> None:

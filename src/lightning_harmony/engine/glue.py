@@ -14,6 +14,7 @@ from lightning_harmony.engine.host_store import lies_in
 from lightning_harmony.engine.layer import Place, SwappedLayer, dtype_on_device, is_replaced, layer_of_caller
 from lightning_harmony.engine.pack import Residency
 from lightning_harmony.engine.stash import Stashed
+from lightning_harmony.engine.strides import copied
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.task import Phase
 
@@ -324,6 +325,9 @@ class Glue:
         if found is None:
             return self._runtime.stash_unchanged(tensor)
         layer, leaf = found
+        if tensor.dtype != leaf.dtype:
+            # Elements of another size, as those of a view of complex numbers.
+            return self._runtime.stash_unchanged(copied(tensor.detach()))
         return SavedWeight(tensor, leaf, layer, self._runtime)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

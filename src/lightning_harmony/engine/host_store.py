@@ -40,6 +40,12 @@ def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
     return bool(tensor.untyped_storage()._cdata == buffer.untyped_storage()._cdata)
 
 
+def begins_in(tensor: Tensor, whole: Tensor) -> bool:
+    """Whether a tensor begins with an element of a dense one, or one within it. They have their storage in common."""
+    begin = whole.storage_offset() * whole.element_size()
+    return begin <= tensor.storage_offset() * tensor.element_size() < begin + max(whole.nbytes, 1)
+
+
 @dataclass(frozen=True)
 class Slot:
     """Where a tensor lies in a flat buffer."""

@@ -132,6 +132,7 @@ class LayerCall:
     _graph: CallGraph | None = None
     _hollow: tuple[HollowGraph, Mapping[nn.Parameter, GradientEdge]] | None = None
     _distinct: list[int] | None = None
+    _is_over = False
 
     def __init__(self, original: OwnForward, runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._layer, self._original, self._is_compiled = original
@@ -358,6 +359,11 @@ class LayerCall:
     def _recompute_and_differentiate(
         self, gradients: Sequence[Tensor | None], summed: frozenset[nn.Parameter]
     ) -> list[Tensor | None]:
+        if self._is_over:
+            raise UnsupportedModelError(
+                f"a second backward comes to one call of layer {self._layer.name!r}: losses of two microbatches come of it, as "
+                "of a tensor that one of them left where the other found it, in a closure or an object; use num_microbatches=1"
+            )
         graph = self._graph_of_forward()
         # A checkpoint within the layer runs a part of it again now, and must find the weights here, too;
         # what it does to buffers has been done.
@@ -371,7 +377,7 @@ class LayerCall:
             self._runtime.accumulate(self._layer, self._use, wanted)
         if self._runtime.is_last_backward():
             # The node lives as long as its graph; what it kept need not.
-            self._inputs, self._objects = [], []
+            self._inputs, self._objects, self._is_over = [], [], True
             del self._attributes
         return [next(of_inputs) if requires_grad else None for requires_grad in self._requires_grad]
 

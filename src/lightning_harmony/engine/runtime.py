@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.gradient_sums import GradientSums
-from lightning_harmony.engine.host_store import lies_in
+from lightning_harmony.engine.host_store import begins_in, lies_in
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.layer_call import LayerCall
 from lightning_harmony.engine.lone_calls import LoneCalls
@@ -231,8 +231,11 @@ class Runtime:
             if layer.index not in self._placement.pack_of:
                 continue
             for pack in self._placement.copies(self._placement.pack_of[layer.index]):
+                # All weights of a pack are views of one buffer.
                 if pack.residency is not None and lies_in(tensor, pack.residency.weights):
-                    return layer, pack.residency.leaves[parameter]
+                    leaf = pack.residency.leaves[parameter]
+                    if begins_in(tensor, leaf):
+                        return layer, leaf
         return None
 
     # ---- what a forward keeps ------------------------------------------------------------------------------------------

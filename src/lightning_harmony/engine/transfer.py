@@ -132,16 +132,20 @@ class LaneTransfers:
 
     def moved(self, tensor: Tensor, to: int) -> Tensor:
         """The tensor on a device, differentiable: each use brings its own gradient back, in the order of one device."""
-        copied = self.copy(tensor, to)
-        if copied is tensor or not (torch.is_grad_enabled() and tensor.requires_grad):
-            return copied
-        moved: Tensor = _Moved.apply(tensor, copied, self._transfers)
-        return moved
+        return _moved(tensor, self.copy(tensor, to), self._transfers)
 
 
 def changed_since(tensors: Sequence[Tensor], versions: Sequence[int]) -> list[Tensor]:
     """Those of some tensors that were changed in place since they had these versions."""
     return [tensor for tensor, version in zip(tensors, versions, strict=True) if version_of(tensor) != version]
+
+
+def _moved(tensor: Tensor, copied: Tensor, transfers: Transfers) -> Tensor:
+    """A copy of a tensor that is differentiated to it, if it needs gradients: also where that is itself a gradient."""
+    if copied is tensor or not (torch.is_grad_enabled() and tensor.requires_grad):
+        return copied
+    moved: Tensor = _Moved.apply(tensor, copied, transfers)
+    return moved
 
 
 class _Moved(torch.autograd.Function):
@@ -152,4 +156,4 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.transfers.copy(gradient, ctx.home), None, None
+        return _moved(gradient, ctx.transfers.copy(gradient, ctx.home), ctx.transfers), None, None
