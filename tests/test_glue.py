@@ -32,7 +32,7 @@ class Parameters(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("memory", [None, "24KiB"])
+@pytest.mark.parametrize("memory", [None, "32KiB"])
 @pytest.mark.parametrize("num_first", [8, 1000])
 def test_each_saved_parameter_is_looked_up_in_its_own_place(num_first: int, memory: str | None) -> None:
     # All in a pack are views of one buffer, and the place of the first was taken for that of each.

@@ -244,6 +244,16 @@ class AddsToItsInput(Switch):
         return y
 
 
+class FreesItsInput(Switch):
+    """As reversible networks do, which compute it again from their output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.bad:
+            x.untyped_storage().resize_(0)
+        return y
+
+
 class ChangesItsWeight(Switch):
     def forward(self, x: Tensor) -> Tensor:
         if self.bad:
@@ -288,6 +298,7 @@ CHANGES_DATA = ["changes the data of a parameter", "on_train_batch_start"]
 BAD_LAYERS: dict[type[Switch], list[str]] = {
     ChangesItsInput: ["net.blocks.", "one of its inputs in place", "out of place"],
     AddsToItsInput: ["net.blocks.", "one of its inputs in place", "out of place"],
+    FreesItsInput: ["net.blocks.", "or frees it", "out of place"],
     ChangesItsWeight: ["net.blocks.", "modifies a parameter in place", "on_train_batch_start"],
     ClampsTheDataOfItsWeight: ["net.blocks.", *CHANGES_DATA],
     AssignsTheDataOfItsWeight: ["net.blocks.", *CHANGES_DATA],

@@ -236,7 +236,7 @@ class LayerCall:
         self._casting = CastingState()
         # All weights of a pack are views of one buffer, and count their changes together.
         checked = [*self.tensors, self.residency.weights]
-        versions = [tensor._version for tensor in checked]
+        before_run = [_state(tensor) for tensor in checked]
         before = self._buffers.copies(self.residency)
         keeps = self._runtime.keep_graph(self._layer, self)
         hollow = HollowGraph() if not keeps and self._may_be_hollow(hidden) else None
@@ -253,7 +253,7 @@ class LayerCall:
             with self._buffers.bound(self.residency) as left, self._explaining(), self._watching(watch):
                 result = self._run(*args, **kwargs), contents()
         self._buffers.keep(before, self._buffers.take_over(self.residency, left, before))
-        self._refuse_changed([t._version == version for t, version in zip(checked, versions, strict=True)])
+        self._refuse_changed([_state(t) == state for t, state in zip(checked, before_run, strict=True)])
         flat, self._unflatten = self._flatten(result)
         self._graph = self._graph_between(inputs, flat, self._hidden(hidden)) if keeps else None
         if hollow is not None and hollow.close([leaf for leaf in flat if isinstance(leaf, Tensor)]):
@@ -361,8 +361,9 @@ class LayerCall:
     ) -> list[Tensor | None]:
         if self._is_over:
             raise UnsupportedModelError(
-                f"a second backward comes to one call of layer {self._layer.name!r}: losses of two microbatches come of it, as "
-                "of a tensor that one of them left where the other found it, in a closure or an object; use num_microbatches=1"
+                f"a second backward comes to one call of layer {self._layer.name!r}: losses of two microbatches come of it, "
+                "as of a tensor that one of them left where the other found it, in a closure or an object; use "
+                "num_microbatches=1"
             )
         graph = self._graph_of_forward()
         # A checkpoint within the layer runs a part of it again now, and must find the weights here, too;
@@ -488,8 +489,8 @@ class LayerCall:
 
     def _in_place_message(self) -> str:
         return (
-            f"layer {self._layer.name!r} modifies one of its inputs in place, so that its backward could not run it again; "
-            "make that operation out of place (for example nn.ReLU(inplace=False))"
+            f"layer {self._layer.name!r} modifies one of its inputs in place, or frees it, so that its backward could not run "
+            "it again; make that operation out of place (for example nn.ReLU(inplace=False))"
         )
 
     def _refuse_changed(self, unchanged: Sequence[bool]) -> None:
@@ -509,6 +510,11 @@ class LayerCall:
                 f"layer {self._layer.name!r} takes a tensor that needs gradients inside an object, or from an attribute; "
                 "pass it as an argument of its own, or in a tuple, list or dict"
             )
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """How often a tensor was changed in place, and the bytes of its memory: reversible layers free their inputs'."""
+    return tensor._version, tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
 
 
 def _same(one: Any, other: Any) -> bool:
