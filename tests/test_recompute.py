@@ -514,3 +514,38 @@ def test_layers_that_share_a_norm_keep_each_other_s_statistics_to_rounding_as_su
         parallel=parallel,
         devices=devices,
     )
+
+
+class Quantized(nn.Module):
+    """Adds to a loss that begins as a buffer which it differentiates, as vector quantizers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(nets.WIDTH, nets.WIDTH)
+        self.register_buffer("zero", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.linear(x)
+        loss = self.zero
+        if self.training:
+            loss.requires_grad_()
+        return x, loss + (x.detach().round() - x).pow(2).mean()
+
+
+class Quantizing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Quantized() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses = []
+        for block in self.blocks:
+            x, loss = block(x)
+            losses.append(loss)
+        return x.pow(2).mean() + sum(losses)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_buffer_that_a_layer_differentiates_is_no_lost_weight(devices: int) -> None:
+    torch.manual_seed(0)
+    assert_same_training(Net(Quantizing()), torch.randn(24, nets.WIDTH), devices=devices, tolerance=1e-6)

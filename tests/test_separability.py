@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +165,13 @@ def test_an_error_of_a_batch_that_may_be_split_wrongly_says_how_it_was_split() -
     assert notes_of_failing({"nodes": nodes + nets.VOCABULARY, "edges": edges[:, :8].T}, num_microbatches=2) == []
 
 
+class Frozen(OrderedDict[str, Any]):
+    """A config that nobody may change."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("it is frozen")
+
+
 class Untidy(Net):
     """Leaves traces everywhere."""
 
@@ -173,7 +180,7 @@ class Untidy(Net):
         super().__init__(nets.Convolutions())
         self.metric, self.generator = MeanMetric(), torch.Generator().manual_seed(1)
         self.count, self.names, self.recent, self.by_name = 0, {"a"}, deque([1], maxlen=3), {"lengths": [0]}
-        self.tensor = torch.zeros(2)
+        self.tensor, self.config = torch.zeros(2), Frozen(width=3)
         self.register_buffer("seen", torch.zeros(()))
         self.modes: list[bool] = []
 
@@ -221,12 +228,14 @@ def test_the_check_leaves_no_trace() -> None:
             module.state_dict(),
             dict(trainer.callback_metrics),
         )
-        plain = module.count, module.names, module.recent, module.by_name, module.modes, logger.rows, random.getstate()
+        kept = module.count, module.names, module.recent, module.by_name, module.modes, module.config
+        plain = *kept, logger.rows, random.getstate()
         left.append(((*states, module.losses, module.tensor, module.last), plain))
     torch.testing.assert_close(left[0][0], left[1][0], rtol=0, atol=0)
     assert left[0][1] == left[1][1]
     assert left[0][1][0] == len(left[0][1][4]) == 6
     assert all(left[0][1][4])
+    assert left[0][1][5] == {"width": 3}
 
 
 # --- The judgement.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.attributes import restore_of_generator
+from lightning_harmony.engine.containers import have_same_content
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.rng import RandomState
 
@@ -132,11 +133,13 @@ def _undo_sequence(value: Any) -> Callable[[], None]:
 
 
 def _undo_collection(value: Any) -> Callable[[], None]:
-    before = value.copy()
+    before = dict(value) if isinstance(value, dict) else set(value)
 
     def undo() -> None:
-        value.clear()
-        value.update(before)
+        # Some refuse to be changed, such as a config that is frozen.
+        if not have_same_content(value, before):
+            value.clear()
+            value.update(before)
 
     return undo
 

@@ -446,6 +446,20 @@ class TestThreadState:
         pool.abort()
         assert torch.get_default_dtype() is torch.float32
 
+    def test_what_aborted_lanes_found_of_each_other_does_not_escape(self, pool: LanePool) -> None:
+        # One begins within what another, which parks, has set; unwound in their order, it put that back last.
+        def job() -> None:
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float64)
+            try:
+                parking().park(None)
+            finally:
+                torch.set_default_dtype(before)
+
+        run(pool, *pool.lanes([job, job]))
+        pool.abort()
+        assert torch.get_default_dtype() is torch.float32
+
     def test_context_variables_are_the_callers(self, pool: LanePool) -> None:
         token = NUMBER.set(5)
         assert in_lane(pool, NUMBER.get) == 5

@@ -14,11 +14,16 @@ from lightning_harmony.engine.pack import Residency
 class CallBuffers:
     """Binds them for the call, and again for its recompute.
 
+    Attributes:
+        given_gradients: those that the layer's code has made leaves of its graph, such as a zero that losses are added to.
+            Nobody reads their gradients.
+
     Args:
         layer: what is called.
     """
 
     def __init__(self, layer: SwappedLayer) -> None:
+        self.given_gradients: list[Tensor] = []
         self._layer = layer
         self._before: dict[BufferKey, Tensor] = {}
         self._versions: dict[BufferKey, int] = {}
@@ -34,6 +39,7 @@ class CallBuffers:
         with self._layer.bound(residency.leaves, buffers) as left:
             self._versions = {key: tensor._version for key, tensor in buffers.items()}
             yield left
+        self._note_leaves(buffers)
 
     def take_over(
         self, residency: Residency, left: Mapping[BufferKey, Tensor | None], before: Mapping[BufferKey, Tensor]
@@ -77,6 +83,14 @@ class CallBuffers:
         buffers |= {key: tensor.clone() for key, tensor in self._before.items()}
         with self._layer.bound(residency.leaves, buffers):
             yield
+        self._note_leaves(buffers)
+
+    def _note_leaves(self, bound: Mapping[BufferKey, Tensor]) -> None:
+        self.given_gradients = [
+            tensor
+            for (owner, name), tensor in bound.items()
+            if tensor.requires_grad and (own := owner._buffers[name]) is not None and not own.requires_grad
+        ]
 
 
 def _is_statistic(key: BufferKey) -> bool:

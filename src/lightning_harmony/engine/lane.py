@@ -199,10 +199,13 @@ class LanePool:
         """Unwind all lanes; they can be used again."""
         for lane in self._lanes:
             lane.abort()
+        # Whatever a lane is within, it leaves, and sets what it found there.
+        state = ProcessState.capture()
         self._wait()
         for lane in self._lanes:
             while not lane.finished:
                 self._run_until_back(lane)
+        state.restore()
         self._error = None
 
     def close(self) -> None:

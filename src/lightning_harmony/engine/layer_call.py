@@ -403,7 +403,8 @@ class LayerCall:
         outputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         leaves = {parameter: self.residency.leaves[parameter] for parameter in self._trained()}
-        self._runtime.verify(self._layer, outputs, [*wanted, *hidden, *leaves.values()])
+        known = [*wanted, *hidden, *leaves.values(), *self._buffers.given_gradients]
+        self._runtime.verify(self._layer, outputs, known)
         return CallGraph(wanted, [end_of(output) for output in outputs], hidden, leaves)
 
     def _trained(self) -> list[nn.Parameter]:

@@ -23,7 +23,7 @@ def verify_layer(layer: SwappedLayer, residency: Residency, outputs: Sequence[Te
         layer: the layer.
         residency: its weights on the device.
         outputs: what it returned, with the graph of the recompute.
-        known: every tensor that its gradients are asked for.
+        known: every tensor that its gradients are asked for, or that nobody wants any of.
 
     Raises:
         UnsupportedModelError: if gradients would be lost, or a change of the weights.
