@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -294,3 +295,30 @@ def test_an_iterator_over_batches_gives_what_it_gives_in_plain_lightning() -> No
 def test_an_iterator_over_batches_is_not_split() -> None:
     with pytest.raises(CapacityError):
         trainer_for(harmony(**TIGHT)).validate(Iterating(), batches(), verbose=False)
+
+
+class Permuted(Model):
+    """A weight's products with what lies in memory in another order, in a layer and between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.own = torch.nn.Linear(4, 1), torch.nn.Parameter(torch.randn(1, 4))
+        self.bias = torch.nn.Parameter(torch.randn(1))
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        x = self.net.embed(batch)[:, :4].transpose(1, 2)
+        without = F.linear(x, self.own.detach(), self.bias.detach())
+        return torch.stack([self.layer(x), F.linear(x, self.own), F.linear(x, self.own, self.bias), without])
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_predictions_are_those_of_plain_lightning_bit_for_bit(inference_mode: bool) -> None:
+    # In inference mode, what counts allocations was told of whole products, and ran them as for weights without gradients.
+    torch.manual_seed(1)
+    module, loader = Permuted(), DataLoader(nets.tokens(64), batch_size=16)
+    plain, ours = (
+        trainer_for(strategy, inference_mode=inference_mode).predict(copy.deepcopy(module), loader)
+        for strategy in ("auto", harmony(num_microbatches=2))
+    )
+    assert len(plain) == 4
+    assert all(torch.equal(one, other) for one, other in zip(plain, ours, strict=True))

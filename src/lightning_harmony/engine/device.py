@@ -16,6 +16,7 @@ from torch._dynamo.eval_frame import skip_code
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from lightning_harmony.engine.dispatch import run_as_without_mode
 from lightning_harmony.engine.stream import (
     CudaEvent,
     CudaMoment,
@@ -593,7 +594,7 @@ class _Meter(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = run_as_without_mode(func, args, kwargs or {})
         if self.device is not None:
             self.device.count_results(result)
         return result
@@ -602,6 +603,7 @@ class _Meter(TorchDispatchMode):
 # What compiled glue calls is looked at by the compiler, too: a switch for this code, where a wrapper would cost each call.
 for _counting in (
     _Meter.__torch_dispatch__,
+    run_as_without_mode,
     VirtualDevice.count_results,
     VirtualDevice.count,
     VirtualDevice._count_storage,

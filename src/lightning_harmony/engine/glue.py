@@ -213,9 +213,10 @@ def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
         raise UnsupportedModelError(_not_its_own(caller, layer))
     tensor: Tensor
     if not (torch.is_grad_enabled() and stand_in.requires_grad):
-        with runtime.visit(layer, Phase.FORWARD) as residency:
+        # Kernels ask whether a weight needs gradients, with or without a graph, and sum in another order if it does.
+        with runtime.visit(layer, Phase.FORWARD) as residency, torch.inference_mode(False), torch.no_grad():
             tensor = residency.leaves[parameter].detach()
-            return tensor.clone() if copy else tensor
+            return (tensor.clone() if copy else tensor).requires_grad_(stand_in.requires_grad)
     token = runtime.token(parameter)
     if token is None:
         anchor = torch.zeros((), requires_grad=True)

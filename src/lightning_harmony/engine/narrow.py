@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_harmony.engine.dispatch import run_as_without_mode
 from lightning_harmony.engine.pack import Residency
 
 
@@ -53,7 +54,7 @@ class CastWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = run_as_without_mode(func, args, kwargs)
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and (parameter := self._parameter(leaf)) is not None:
                 self._note(parameter, func, kwargs, result)
