@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import starmap
@@ -24,6 +24,8 @@ OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 LONGEST = 4096
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict, OrderedDict, defaultdict, Counter, set, deque)
+# So many first calls of a layer are looked at for tensors that they leave.
+_WATCHED_CALLS = 8
 # Tensors up to this size are copied before each call, for it may change them in place, as metrics do.
 _SMALL_BYTES = 16 * 1024
 
@@ -76,19 +78,26 @@ class Attributes:
         Raises:
             UnsupportedModelError: if a large tensor was changed in place.
         """
-        changed = {key: kept.again() for key, kept in self._tensors.items() if kept.has_changed()}
+        self.exchange({key: kept.again() for key, kept in self._tensors.items() if kept.has_changed()})
+        for restore in self._generators:
+            restore()
+
+    def exchange(self, others: Mapping[int, Tensor]) -> None:
+        """Make everything but generators what it was, with other tensors in the places of some.
+
+        Args:
+            others: by the identity of the tensor that each takes the place of.
+        """
         for attributes, all_before in self._modules:
-            if changed or not have_same_content(attributes, all_before):
+            if others or not have_same_content(attributes, all_before):
                 before = {name: value for name, value in all_before.items() if name not in OF_TORCH}
                 for name in attributes.keys() - all_before.keys():
                     del attributes[name]
-                attributes.update(_with(changed, before))
+                attributes.update(_with(others, before))
         for content, before in self._contents:
-            if changed or not have_same_content(content, before):
+            if others or not have_same_content(content, before):
                 content.clear()
-                (content.extend if isinstance(content, list | deque) else content.update)(_with(changed, before))
-        for restore in self._generators:
-            restore()
+                (content.extend if isinstance(content, list | deque) else content.update)(_with(others, before))
 
     def _look_at(self, name: str, value: Any, seen: set[int]) -> None:
         if id(value) in seen:
@@ -124,6 +133,7 @@ class AttributesOfLayer:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.may_hold_tensors = True
+        self._num_calls = 0
         self._has_read = False
         self._modules = modules
         self._newest: Attributes | None = None
@@ -138,6 +148,13 @@ class AttributesOfLayer:
             # Tensors are not kept for longer than a call needs them.
             self._newest = newest if newest.are_plain else None
         return newest
+
+    def after_call(self) -> list[Tensor]:
+        """The tensors that a call has left in them; those of later calls only where there were some before."""
+        if self._num_calls >= _WATCHED_CALLS and not self.may_hold_tensors:
+            return []
+        self._num_calls += 1
+        return list(self.read().tensors().values())
 
     @contextmanager
     def as_they_were(self, before: Attributes) -> Iterator[None]:
@@ -174,11 +191,15 @@ class _Kept:
         return copied(self._copy).requires_grad_(self.tensor.requires_grad)
 
 
-def _with(changed: dict[int, Tensor], before: Any) -> Any:
-    """What was in a list, dict or set, with other tensors in the places of some."""
+def _with(others: Mapping[int, Tensor], before: Any) -> Any:
+    """What was in a list, dict or set, with other tensors in the places of some, also within tuples."""
+
+    def exchanged(value: Any) -> Any:
+        return tuple(map(exchanged, value)) if type(value) is tuple else others.get(id(value), value)
+
     if isinstance(before, dict):
-        return {name: changed.get(id(value), value) for name, value in before.items()}
-    return [changed.get(id(value), value) for value in before]
+        return {name: exchanged(value) for name, value in before.items()}
+    return [exchanged(value) for value in before]
 
 
 def restore_of_generator(value: Any) -> Callable[[], None] | None:

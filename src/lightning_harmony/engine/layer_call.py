@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -196,7 +196,8 @@ class LayerCall:
             self.tensors = self._runtime.brought(self.tensors, self.residency)
             with self._runtime.running(self._layer, self.residency, takes_objects=self._takes_objects):
                 leaves, unflatten = self._flatten(self._run_only())
-                leaves = [self.own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                leaves = [self.own(leaf) if isinstance(leaf, Tensor) else self._own_in(leaf) for leaf in leaves]
+                self._own_in_attributes()
             self._runtime.hand_out([leaf for leaf in leaves if isinstance(leaf, Tensor)], self.residency)
             return self._returned(unflatten(iter(leaves)))
 
@@ -255,6 +256,8 @@ class LayerCall:
         self._buffers.keep(before, self._buffers.take_over(self.residency, left, before))
         self._refuse_changed([_state(t) == state for t, state in zip(checked, before_run, strict=True)])
         flat, self._unflatten = self._flatten(result)
+        flat = [leaf if isinstance(leaf, Tensor) else self._own_in(leaf, with_graph=True) for leaf in flat]
+        self._own_in_attributes(with_graph=True)
         self._graph = self._graph_between(inputs, flat, self._hidden(hidden)) if keeps else None
         if hollow is not None and hollow.close([leaf for leaf in flat if isinstance(leaf, Tensor)]):
             self._hollow = hollow, self.residency.edges(self._trained())
@@ -329,6 +332,32 @@ class LayerCall:
         # Not in the lane's own work: what takes the weights' place waits for what the last lane did, and for what computed.
         with self.residency.device.computing():
             return tensor.clone()
+
+    def _own_in(self, value: Any, *, with_graph: bool = False) -> Any:
+        """An object among the outputs, its tensors as `own` has them, but for those whose gradients would be lost."""
+        if not is_opaque(value):
+            return value
+        try:
+            snapshot = ObjectSnapshot(value)
+        except TypeError:
+            return value
+        others = self._others(snapshot.tensors, with_graph=with_graph)
+        return snapshot.restore([others.get(id(tensor), tensor) for tensor in snapshot.tensors]) if others else value
+
+    def _own_in_attributes(self, *, with_graph: bool = False) -> None:
+        """Likewise those that the layer's code keeps on its modules."""
+        attributes = self._layer.attributes
+        others = self._others(attributes.after_call(), with_graph=with_graph)
+        if others:
+            attributes.read().exchange(others)
+
+    def _others(self, tensors: Iterable[Tensor], *, with_graph: bool) -> dict[int, Tensor]:
+        """What takes the place of those that lie in the weights' memory."""
+        return {
+            id(tensor): self.own(tensor)
+            for tensor in tensors
+            if lies_in(tensor, self.residency.weights) and not (with_graph and tensor.requires_grad)
+        }
 
     def forget(self) -> None:
         """Let the graph go: the backward will recompute."""
