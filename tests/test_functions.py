@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:lightning",
+    "ignore:.*dataloader.*",
+    "ignore:.*LeafSpec.*",
+    # Torch itself scripts what forward-mode derivatives are made of.
+    "ignore:.*torch.jit.script.*:DeprecationWarning",
+)
 
 
 class Saved(torch.autograd.Function):
@@ -156,3 +162,53 @@ def test_a_function_that_differentiates_layers_by_itself_is_refused_around_them_
     with pytest.raises(UnsupportedModelError, match=r"given parameters of layer 'net\.solver\.field\.0'.*layers="):
         train_harmony(module, samples, HarmonyStrategy(layers=[nn.Linear]), 8, with_gradients=True)
     assert_same_training(module, samples, layers=[nn.Linear, Solver])
+
+
+def tangent(x: Tensor, weight: Tensor) -> Tensor:
+    found: Tensor = torch.func.jvp(lambda y: torch.tanh(y @ weight), (x,), (torch.ones_like(x),))[1]
+    return found
+
+
+TRANSFORMS: Mapping[str, Callable[[Tensor, Any], Tensor]] = {
+    "vectorized": lambda x, w: torch.vmap(lambda row: torch.tanh(row @ w[0]))(x),
+    "vectorized over a copy": lambda x, w: torch.vmap(lambda column: x @ column)(w[0].clone()).t(),
+    "a tangent": lambda x, w: tangent(x, w[0].clone()),
+}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("use", TRANSFORMS)
+def test_a_transform_between_layers_may_find_parameters(use: str, devices: int) -> None:
+    torch.manual_seed(1)
+    module, samples = Net(Around(TRANSFORMS[use])), torch.randn(24, WIDTH)
+    assert_same_training(module, samples, devices=devices, layers=[nn.Linear], tolerance=1e-6)
+
+
+def test_a_gradient_that_would_reach_no_parameter_is_refused() -> None:
+    # It came to the stand-in, and the parameter was never updated.
+    module = Net(Around(lambda x, w: torch.vmap(lambda column: x @ column)(w[0]).t()))
+    strategy = HarmonyStrategy(layers=[nn.Linear])
+    with pytest.raises(UnsupportedModelError, match=r"gradient of parameter 'net\.weights\.0'.*clone\(\)"):
+        train_harmony(module, torch.randn(24, WIDTH), strategy, 8, with_gradients=False)
+
+
+def test_microbatches_that_would_share_tangents_are_refused() -> None:
+    # The first to end its derivative took the tangents of all that had begun one.
+    samples, strategy = torch.randn(24, WIDTH), HarmonyStrategy(layers=[nn.Linear])
+    with pytest.raises(UnsupportedModelError, match=r"forward-mode derivative.*clone\(\), or use num_microbatches=1"):
+        train_harmony(Net(Around(lambda x, w: tangent(x, w[0]))), samples, strategy, 8, with_gradients=False)
+
+
+def test_an_array_of_a_parameter_keeps_its_values() -> None:
+    arrays: list[Any] = []
+
+    def use(x: Tensor, w: Any) -> Tensor:
+        array = w[0].detach().cpu().numpy() if x.is_cuda else w[0].detach().numpy()
+        arrays.append((array, array.copy()))
+        return x @ w[0]
+
+    module = Net(Around(use))
+    strategy = HarmonyStrategy("24KiB", layers=[nn.Linear])
+    train_harmony(module, torch.randn(24, WIDTH), strategy, 8, with_gradients=False)
+    assert arrays
+    assert all((array == before).all() for array, before in arrays)

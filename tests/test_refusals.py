@@ -15,6 +15,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision
 from same_training import Net, trainer_for
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy, UnsupportedModelError
@@ -656,3 +657,31 @@ def test_a_parameter_may_be_changed_in_a_hook() -> None:
     module = ClampsInHook()
     assert_trains(module, lambda: fit(module))
     assert module.scale < 0.2
+
+
+class Unrolled(nn.Module):
+    """Calls a parametrized layer several times, with its weight computed once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(nets.VOCABULARY, nets.WIDTH)
+        self.cell = parametrizations.weight_norm(nn.Linear(nets.WIDTH, nets.WIDTH))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch)
+        with parametrize.cached():
+            for _ in range(3):
+                x = torch.tanh(self.cell(x))
+        return x.square().mean()
+
+
+def test_a_weight_that_is_cached_for_several_calls_is_refused_around_them_and_not_in_a_layer() -> None:
+    module = Net(Unrolled())
+    small = {nn.Linear, nn.Embedding}
+    assert_refused(
+        module,
+        UnsupportedModelError,
+        ["layer 'net.cell'", "parametrize.cached()", "layers="],
+        lambda: fit(module, HarmonyStrategy(layers=small)),
+    )
+    assert_trains(module, lambda: fit(module, HarmonyStrategy(layers={Unrolled})))

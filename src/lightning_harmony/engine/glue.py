@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_harmony.engine.host_store import lies_in
@@ -80,6 +81,9 @@ class StandIn(Tensor):
         stand_in = Tensor._make_subclass(StandIn, element.expand(parameter.shape), requires_grad)
         stand_in._is_param = True
         stand_in._parameter, stand_in._runtime = parameter, runtime
+        if requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                stand_in.register_hook(lambda gradient: _refuse_gradient(runtime.glue_layer(parameter).name))
         return stand_in
 
     # Nothing may be traced through what waits for other lanes.
@@ -100,7 +104,7 @@ class StandIn(Tensor):
         name = getattr(func, "__name__", "")
         if func in _REFUSED or (name.endswith("_") and not name.endswith("__")):
             raise UnsupportedModelError(_refusal(next(leaf for leaf in tree_leaves(args) if isinstance(leaf, StandIn))))
-        return with_parameters(func, args, kwargs)
+        return with_parameters(func, args, kwargs, copy=func in _SHARING)
 
     def use(self) -> Tensor:
         """The parameter on the device, differentiable where it needs gradients. Its memory belongs to the caller."""
@@ -145,6 +149,19 @@ _REFUSED = {
     Tensor.requires_grad_,
     Tensor.register_hook,
 }
+
+
+# What they return shares the memory of what they are called with, and nobody sees it.
+_SHARING = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr}
+
+
+def _refuse_gradient(name: str) -> None:
+    raise UnsupportedModelError(
+        f"a gradient of parameter {name!r} comes to what stands for it while it is swapped out: code that torch tells "
+        "nobody of, such as torch.jit.script, a function that is vectorized over the parameter (torch.vmap) or an extension, "
+        "computes with the parameter itself. Give it a copy, parameter.clone(), or make a layer of the module that runs it "
+        "with HarmonyStrategy(layers=...)"
+    )
 
 
 def _refusal(stand_in: StandIn) -> str:
@@ -192,7 +209,9 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
         raise UnsupportedModelError(_compiled_glue(stand_ins[0]))
     unique = list({id(stand_in): stand_in for stand_in in stand_ins}.values())
     # One after the other: with several at a time, each is copied out of its residency.
-    real = {id(s): _swapped_in(s, copy=copy or len(unique) > 1) for s in unique}
+    # And out of sight of transforms, such as torch.vmap: it is a constant to them.
+    with temporarily_clear_interpreter_stack():
+        real = {id(s): _swapped_in(s, copy=copy or len(unique) > 1) for s in unique}
     args, kwargs = tree_map_only(StandIn, lambda stand_in: real[id(stand_in)], (args, kwargs))
     versions = {key: tensor._version for key, tensor in real.items()}
     result = stand_ins[0]._runtime.on_one_device(func, args, kwargs)
@@ -201,7 +220,10 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
 
     def owned(tensor: Tensor) -> Tensor:
         """A view of the parameter would change under the user's hands when the parameter is swapped out."""
-        return tensor.clone() if any(lies_in(tensor, weight) for weight in real.values()) else tensor
+        held = tensor
+        while torch._C._functorch.is_functorch_wrapped_tensor(held):
+            held = torch._C._functorch.get_unwrapped(held)
+        return tensor.clone() if any(lies_in(held, weight) for weight in real.values()) else tensor
 
     return tree_map_only(Tensor, owned, result)
 

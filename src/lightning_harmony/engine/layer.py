@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.attributes import AttributesOfLayer
 from lightning_harmony.engine.derived import derived_weights
@@ -76,6 +77,7 @@ class SwappedLayer:
         holds_tensors: whether functions of the user's own keep tensors in its graph beside those that autograd saves; None as
             long as no graph of it was looked at.
         unversioned_buffers: those that its code changes through `.data`, of which no version tells.
+        is_parametrized: whether modules of it compute weights with `torch.nn.utils.parametrize`.
         narrow: the parameters that are narrower on the device: with a compute type all that it narrows, else those that
             the layer reads through a cast alone. And to which type.
     """
@@ -107,6 +109,7 @@ class SwappedLayer:
         self._places = places_of(module, self.parameters) if module is not None else []
         self._containers = containers_of(module, self._places) if module is not None else []
         self._derived = derived_weights(module) if module is not None else []
+        self.is_parametrized = module is not None and any(map(parametrize.is_parametrized, module.modules()))
 
     def is_outdated(self) -> bool:
         """Whether its parameters are no longer where they were when it was made."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.asked import asked_for
 from lightning_harmony.engine.call_buffers import CallBuffers
@@ -229,6 +230,12 @@ class LayerCall:
             return self._run_and_stash()
 
     def _run_and_stash(self) -> tuple[Any, ...]:
+        if parametrize._cache_enabled and self._layer.is_parametrized:
+            raise UnsupportedModelError(
+                f"layer {self._layer.name!r} is called within torch.nn.utils.parametrize.cached(), which would keep its "
+                "weight for other calls, and with it the graph of this one: call it outside of that, or make a layer of the "
+                "module that does so with HarmonyStrategy(layers=...)"
+            )
         self._inputs = [self._runtime.stash(tensor) for tensor in self.tensors]
         hidden: list[Tensor] = []
         self._objects = [self._snapshot(leaf, hidden) for leaf in self._leaves]

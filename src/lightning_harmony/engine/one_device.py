@@ -60,6 +60,9 @@ class OneDevice(TorchFunctionMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            # What a transform such as torch.vmap has wrapped is nowhere: it runs where it is.
+            return func(*args, **kwargs)
         tensors = tensors_of(*args, *kwargs.values())
         if any(isinstance(tensor, StandIn) for tensor in tensors):
             # It comes again, with the parameters in their stand-ins' places.

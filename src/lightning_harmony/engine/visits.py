@@ -20,6 +20,7 @@ from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.step import Step
 from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.engine.turns import LaneProgress, Request
+from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.task import Phase, Task
 
 _NONE: frozenset[int] = frozenset()
@@ -57,6 +58,15 @@ class Visits:
         self._compute_dtype = compute_dtype
         self._root = placement.residents[0].device.torch_device
 
+    def _refuse_forward_mode(self, layer: SwappedLayer) -> None:
+        """The tangents of forward-mode derivatives are the process's: who ends a level ends it for all microbatches."""
+        if torch.autograd.forward_ad._current_level >= 0 and len(self._step.turns.running) > 1:
+            raise UnsupportedModelError(
+                f"{layer.name!r} is swapped in within a forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad), "
+                "whose state all microbatches share: take a copy of the parameter before, parameter.clone(), or use "
+                "num_microbatches=1"
+            )
+
     @contextmanager
     def visit(self, progress: LaneProgress, layer: SwappedLayer, phase: Phase) -> Iterator[Residency]:
         """Wait for a layer's turn; within the context it resides on the device."""
@@ -78,6 +88,7 @@ class Visits:
                 if self._step.granted is not None:
                     self._step.granted = replace(self._step.granted, pack=pack, phase=phase)
             else:
+                self._refuse_forward_mode(layer)
                 progress.lane.park(request)
         else:
             # Between the layers of a pack, what the last one left to be swapped out may still be there.
