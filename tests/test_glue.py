@@ -39,3 +39,27 @@ def test_each_saved_parameter_is_looked_up_in_its_own_place(num_first: int, memo
     torch.manual_seed(0)
     samples = torch.randn(24, WIDTH)
     assert_same_training(Net(Parameters(num_first)), samples, layers=[nn.Linear], device_memory=memory, tolerance=1e-5)
+
+
+class InPlace(nn.Module):
+    """Adds parameters to what layers return, and scales it by them, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.bias, self.scale = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x += self.bias
+            x.mul_(self.scale)
+            x[:, 0] *= 2
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_parameter_may_be_added_in_place(devices: int) -> None:
+    # It was refused, as if the parameter itself were changed. A parameter that is used three times has three gradients.
+    torch.manual_seed(0)
+    assert_same_training(Net(InPlace()), torch.randn(24, WIDTH), layers=[nn.Linear], devices=devices, tolerance=1e-6)

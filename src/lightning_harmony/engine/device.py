@@ -16,7 +16,7 @@ from torch._dynamo.eval_frame import skip_code
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from lightning_harmony.engine.dispatch import run_as_without_mode
+from lightning_harmony.engine.operations import run_as_without_mode
 from lightning_harmony.engine.stream import (
     CudaEvent,
     CudaMoment,

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_harmony.engine.host_store import lies_in
 from lightning_harmony.engine.layer import Place, SwappedLayer, dtype_on_device, is_replaced, layer_of_caller
+from lightning_harmony.engine.operations import changes_first
 from lightning_harmony.engine.pack import Residency
 from lightning_harmony.engine.stash import Stashed
 from lightning_harmony.engine.strides import copied
@@ -101,9 +102,10 @@ class StandIn(Tensor):
             return args[0].copied(args[1])
         if func is torch.autograd.grad:
             raise UnsupportedModelError(_ASKED)
-        name = getattr(func, "__name__", "")
-        if func in _REFUSED or (name.endswith("_") and not name.endswith("__")):
-            raise UnsupportedModelError(_refusal(next(leaf for leaf in tree_leaves(args) if isinstance(leaf, StandIn))))
+        if func in _REFUSED or changes_first(getattr(func, "__name__", "")):
+            for changed in tree_leaves(args[:1]):
+                if isinstance(changed, StandIn):
+                    raise UnsupportedModelError(_refusal(changed))
         return with_parameters(func, args, kwargs, copy=func in _SHARING)
 
     def use(self) -> Tensor:

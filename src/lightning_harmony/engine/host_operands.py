@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_harmony.engine.one_device import changes_first
+from lightning_harmony.engine.operations import changes_first
 
 # They are given parameters to find their gradients, not to compute with them.
 _FIND_GRADIENTS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)

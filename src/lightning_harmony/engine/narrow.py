@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_harmony.engine.dispatch import run_as_without_mode
+from lightning_harmony.engine.operations import run_as_without_mode
 from lightning_harmony.engine.pack import Residency
 
 

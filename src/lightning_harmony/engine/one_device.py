@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_harmony.engine.glue import StandIn
 from lightning_harmony.engine.layer import version_of
+from lightning_harmony.engine.operations import changes_first
 from lightning_harmony.engine.shared import storage_of
 from lightning_harmony.engine.transfer import LaneTransfers, Transfers, changed_since
 from lightning_harmony.engine.tree import tensors_of
@@ -189,10 +190,3 @@ def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The operands that an operation changes, by its name."""
     operands = [args[0]] if changes_first(getattr(func, "__name__", "")) else []
     return tensors_of(*operands, kwargs.get("out"))
-
-
-def changes_first(name: str) -> bool:
-    """Whether an operation changes its first operand, by its name."""
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
-    return name.endswith("_")
