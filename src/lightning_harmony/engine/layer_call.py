@@ -40,7 +40,7 @@ class Runtime(Protocol):
     def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
         """Wait for the turn of a layer; it resides on the device within the context."""
 
-    def stash(self, tensor: Tensor) -> Stashed | Tensor:
+    def stash(self, tensor: Tensor) -> Stashed:
         """Keep a tensor for the backward, on the host or as an alias."""
 
     def brought(self, tensors: Sequence[Tensor], residency: Residency) -> list[Tensor]:
@@ -236,7 +236,12 @@ class LayerCall:
                 "weight for other calls, and with it the graph of this one: call it outside of that, or make a layer of the "
                 "module that does so with HarmonyStrategy(layers=...)"
             )
-        self._inputs = [self._runtime.stash(tensor) for tensor in self.tensors]
+        stashed = [self._runtime.stash(tensor) for tensor in self.tensors]
+        if self._layer.holds_tensors is None:
+            # It might free one while that is copied.
+            for each in stashed:
+                each.settle()
+        self._inputs = stashed
         hidden: list[Tensor] = []
         self._objects = [self._snapshot(leaf, hidden) for leaf in self._leaves]
         self._attributes = self._layer.attributes.read()
@@ -425,7 +430,7 @@ class LayerCall:
         if kept is not None:
             return kept
         with self._runtime.measuring_graph(self._layer):
-            inputs = [(value.load() if isinstance(value, Stashed) else value).detach() for value in self._inputs]
+            inputs = [value.load().detach() for value in self._inputs]
             # The first graph of a layer is looked at: it has to be a whole one.
             if hollow is None or self._layer.holds_tensors is not False:
                 return self._graph_between(inputs, *self._recompute(inputs))

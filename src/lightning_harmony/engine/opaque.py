@@ -89,7 +89,7 @@ class _Unpickler(pickle.Unpickler):
 class StashedObject:
     """An opaque argument, its tensors in the stash."""
 
-    def __init__(self, snapshot: ObjectSnapshot, tensors: list[Stashed | Tensor], requires_grad: list[bool]) -> None:
+    def __init__(self, snapshot: ObjectSnapshot, tensors: list[Stashed], requires_grad: list[bool]) -> None:
         self._snapshot = snapshot
         self._tensors = tensors
         self._requires_grad = requires_grad
@@ -97,7 +97,7 @@ class StashedObject:
 
     def load(self, hidden: list[Tensor]) -> Any:
         """The object again; adds those of its tensors that need gradients to ``hidden``."""
-        tensors = [value.load() if isinstance(value, Stashed) else value.detach() for value in self._tensors]
+        tensors = [value.load() for value in self._tensors]
         for tensor, requires_grad in zip(tensors, self._requires_grad, strict=True):
             if requires_grad:
                 hidden.append(tensor.requires_grad_())

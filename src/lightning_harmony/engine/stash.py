@@ -29,6 +29,10 @@ class Stashed(ABC):
     def load(self) -> Tensor:
         """The tensor on its device, as it was."""
 
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until nothing reads the tensor any more."""
+
 
 class Alias(Stashed):
     """A tensor that stays where it is.
@@ -50,6 +54,9 @@ class Alias(Stashed):
         if version_of(self._tensor) != self._version:
             raise _modified(self._tensor)
         return self._tensor
+
+    def settle(self) -> None:
+        """Nothing reads it."""
 
 
 class HostCopy(Stashed):
@@ -86,6 +93,10 @@ class HostCopy(Stashed):
             _keep_until_computed(buffer, device)
             compacted = buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
             return restore(compacted, self._size, self._stride)
+
+    def settle(self) -> None:
+        """Wait until it is in the host buffer."""
+        self._stored.synchronize()
 
     def __del__(self) -> None:
         # Where there was no room to begin with, there is nothing to give back.
