@@ -320,3 +320,21 @@ def test_a_gradient_that_came_from_another_device_is_differentiated_again(device
     # The way back from device to device ended the graph of the gradient.
     samples = torch.randn(24, nets.WIDTH, generator=torch.Generator().manual_seed(0))
     assert_same_training(build(Slope), samples, layers=[nn.Linear], devices=devices, tolerance=1e-5)
+
+
+class MakesALayer(nn.Module):
+    """A module that is made within the step, whose initialization is called by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(nets.WIDTH, nets.WIDTH), nn.Parameter(torch.randn(nets.WIDTH, nets.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        new = nn.Linear(nets.WIDTH, nets.WIDTH, bias=False, device=x.device)
+        loss: Tensor = torch.func.functional_call(new, {"weight": self.weight}, (self.first(x),)).pow(2).mean()
+        return loss
+
+
+def test_a_layer_may_be_made_within_a_step() -> None:
+    samples = torch.randn(24, nets.WIDTH, generator=torch.Generator().manual_seed(0))
+    assert_same_training(build(MakesALayer), samples, layers=[nn.Linear], devices=2)

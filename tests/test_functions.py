@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from nets import WIDTH
-from same_training import Net, assert_same_training, train_harmony
+from same_training import Net, assert_same_training, room, train_harmony
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
@@ -208,7 +208,7 @@ def test_an_array_of_a_parameter_keeps_its_values() -> None:
         return x @ w[0]
 
     module = Net(Around(use))
-    strategy = HarmonyStrategy("24KiB", layers=[nn.Linear])
+    strategy = HarmonyStrategy(room("24KiB"), layers=[nn.Linear])
     train_harmony(module, torch.randn(24, WIDTH), strategy, 8, with_gradients=False)
     assert arrays
     assert all((array == before).all() for array, before in arrays)

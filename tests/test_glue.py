@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from nets import WIDTH
-from same_training import Net, assert_same_training
+from same_training import Net, assert_same_training, room, train_harmony
 from torch import Tensor, nn
+
+from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -38,7 +44,9 @@ def test_each_saved_parameter_is_looked_up_in_its_own_place(num_first: int, memo
     # All in a pack are views of one buffer, and the place of the first was taken for that of each.
     torch.manual_seed(0)
     samples = torch.randn(24, WIDTH)
-    assert_same_training(Net(Parameters(num_first)), samples, layers=[nn.Linear], device_memory=memory, tolerance=1e-5)
+    assert_same_training(
+        Net(Parameters(num_first)), samples, layers=[nn.Linear], device_memory=room(memory), tolerance=1e-5
+    )
 
 
 class InPlace(nn.Module):
@@ -63,3 +71,51 @@ def test_a_parameter_may_be_added_in_place(devices: int) -> None:
     # It was refused, as if the parameter itself were changed. A parameter that is used three times has three gradients.
     torch.manual_seed(0)
     assert_same_training(Net(InPlace()), torch.randn(24, WIDTH), layers=[nn.Linear], devices=devices, tolerance=1e-6)
+
+
+class Holder:
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+
+
+WAYS: Mapping[str, tuple[Callable[[nn.Parameter], Any], Callable[[Any], Tensor]]] = {
+    "a tuple": (lambda w: (w,), lambda held: held[0]),
+    "an object": (Holder, lambda held: held.parameter),
+    "a partial": (lambda w: partial(torch.mul, 1.0, w), lambda held: held()),
+    "a nested dict": (lambda w: {"all": [w]}, lambda held: held["all"][0]),
+    "a list": (lambda w: [w], lambda held: held[0]),
+    "a dict": (lambda w: {"one": w}, lambda held: held["one"]),
+}
+
+
+class Penalized(nn.Module):
+    """A loss with a parameter that is reached past its module."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.way = way
+        self.held: Any = WAYS[way][0](self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.last(self.first(x) @ self.weight)
+        loss: Tensor = x.pow(2).mean() + 0.1 * WAYS[self.way][1](self.held).pow(2).sum()
+        return loss
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("way", WAYS)
+def test_a_parameter_that_swapping_does_not_see_is_refused(way: str) -> None:
+    # Its gradient went to the parameter by itself, and the update never saw it.
+    torch.manual_seed(0)
+    samples = torch.randn(24, WIDTH)
+    if way in ("a list", "a dict"):
+        assert_same_training(Net(Penalized(way)), samples, layers=[nn.Linear], tolerance=1e-5)
+        return
+    module = Net(Penalized(way))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    strategy = HarmonyStrategy(layers=[nn.Linear])
+    with pytest.raises(UnsupportedModelError, match=r"parameter 'net\.weight'.*attribute of its module"):
+        train_harmony(module, samples, strategy, 8, with_gradients=False)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())

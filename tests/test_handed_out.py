@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from nets import WIDTH
-from same_training import Net, assert_same_training, trainer_for
+from same_training import Net, assert_same_training, room, trainer_for
 from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.utils.data import DataLoader
@@ -76,7 +76,7 @@ def test_a_frozen_weight_is_what_it_was(way: str, memory: str | None, devices: i
     module = Net(Matched(way))
     module.net.prior.requires_grad_(False)  # type: ignore[operator, union-attr]
     samples = torch.randn(24, WIDTH)
-    assert_same_training(module, samples, device_memory=memory, devices=devices, layers=[nn.Linear, Prior])
+    assert_same_training(module, samples, device_memory=room(memory), devices=devices, layers=[nn.Linear, Prior])
 
 
 @pytest.mark.parametrize("memory", [None, "12KiB"])
@@ -84,6 +84,6 @@ def test_a_frozen_weight_is_what_it_was(way: str, memory: str | None, devices: i
 def test_a_prediction_finds_weights_as_they_are(way: str, memory: str | None) -> None:
     torch.manual_seed(0)
     module, loader = Predicting(Matched(way)), DataLoader(torch.randn(24, WIDTH), batch_size=8)
-    ours = HarmonyStrategy(num_microbatches=1, device_memory=memory, layers=[nn.Linear, Prior])
+    ours = HarmonyStrategy(room(memory), num_microbatches=1, layers=[nn.Linear, Prior])
     plain, found = (trainer_for(s, 1, []).predict(copy.deepcopy(module), loader) for s in ("auto", ours))
     assert torch.equal(torch.stack(plain), torch.stack(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +14,7 @@ from same_training import Net, assert_same_training, placed
 from torch import Tensor, nn
 from torchmetrics import SumMetric
 
-from lightning_harmony import HarmonyStrategy
+from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from lightning_harmony.lane_attributes import LaneAttributes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
@@ -231,6 +232,169 @@ def test_what_some_microbatches_set_others_do_not_find(devices: int) -> None:
     assert_same_training(Net(SometimesSetsAnEntry()), samples(), num_microbatches=4, batch_size=4, devices=devices)
 
 
+class Switched(nets.Block):
+    """A block that others switch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode, self.parts, self.is_off = "plain", ["a"], False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.is_off else super().forward(x)
+        return x * (2.0 if self.mode == "double" else 1.0) / len(self.parts)
+
+
+def by_name(blocks: Any, block: Any, x: Tensor) -> Tensor:
+    block.mode = "double"
+    y: Tensor = blocks(x)
+    block.mode = "plain"
+    return y
+
+
+def by_flag(blocks: Any, block: Any, x: Tensor) -> Tensor:
+    """As the reference of a preference loss is the same model without its adapter."""
+    block.is_off = True
+    with torch.no_grad():
+        reference = blocks(x)
+    block.is_off = False
+    y: Tensor = blocks(x) - reference
+    return y
+
+
+def by_list(blocks: Any, block: Any, x: Tensor) -> Tensor:
+    before, block.parts = block.parts, ["a", "b"]
+    y: Tensor = blocks(x)
+    block.parts = before
+    return y
+
+
+def by_function(blocks: Any, block: Any, x: Tensor) -> Tensor:
+    before = block.forward
+    block.forward = lambda x: before(x) * 2
+    y: Tensor = blocks(x)
+    block.forward = before
+    return y
+
+
+def by_hook(blocks: Any, block: Any, x: Tensor) -> Tensor:
+    handle = block.register_forward_hook(lambda module, args, output: output * 2)
+    y: Tensor = blocks(x)
+    handle.remove()
+    return y
+
+
+def by_hook_within(blocks: Any, block: Any, x: Tensor) -> Tensor:
+    """Of a module within a layer, whose recompute has to run it again when it is long gone."""
+    handle = block.up.register_forward_hook(lambda module, args, output: output * 2)
+    y: Tensor = blocks(x)
+    handle.remove()
+    return y
+
+
+SCALE = contextvars.ContextVar("scale", default=1.0)
+
+
+class Scaled(Switched):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * SCALE.get()
+
+
+def by_context(blocks: Any, block: Any, x: Tensor) -> Tensor:
+    token = SCALE.set(2.0)
+    y: Tensor = blocks(x)
+    SCALE.reset(token)
+    return y
+
+
+class ChangesForAWhile(Blocks):
+    """Sets something on a block, runs all blocks, and puts back what it found."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def block(self) -> nn.Module:
+        return Scaled()
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.change(self.run, self.blocks[2], x), y)
+
+
+@pytest.mark.parametrize(("num_microbatches", "devices"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("change", [by_name, by_flag, by_list, by_function, by_hook, by_hook_within, by_context])
+def test_what_is_changed_for_a_part_of_a_step_no_other_microbatch_finds(
+    change: Any, num_microbatches: int, devices: int
+) -> None:
+    # The next one found it so, and took that for what it had to put back.
+    torch.manual_seed(0)
+    module = Net(ChangesForAWhile(change))
+    assert_same_training(
+        module,
+        samples(),
+        num_microbatches=num_microbatches,
+        batch_size=4,
+        devices=devices,
+        layers=[Scaled],
+        # A reference and what follows are two readers of their input.
+        tolerance=1e-6 if change is by_flag else 0.0,
+    )
+
+
+def by_number(blocks: Any, block: Any, x: Tensor) -> Tensor:
+    before, block.factor = block.factor, block.factor * 2
+    y: Tensor = blocks(x)
+    block.factor = before
+    return y
+
+
+class Multiplied(nets.Block):
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+class ChangesANumber(ChangesForAWhile):
+    def block(self) -> nn.Module:
+        return Multiplied()
+
+
+def test_a_number_that_is_changed_for_a_part_of_a_step_is_refused_where_others_would_find_it() -> None:
+    torch.manual_seed(0)
+    net, data = ChangesANumber(by_number), samples()
+    with pytest.raises(UnsupportedModelError, match=r"number 'factor' of module 'net\.blocks\.2'.*num_microbatches=1"):
+        assert_same_training(Net(net), data, num_microbatches=4, batch_size=4, layers=[Multiplied])
+    assert_same_training(Net(net), data, num_microbatches=1, batch_size=4, layers=[Multiplied])
+
+
+class PenalizesAList(Blocks):
+    """A loss with parameters of layers in a list."""
+
+    def __init__(self, *, as_dict: bool) -> None:
+        super().__init__()
+        some = [self.blocks[0].up.weight, self.blocks[2].up.weight]
+        self.penalized: Any = dict(enumerate(some)) if as_dict else some
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        values = self.penalized.values() if isinstance(self.penalized, dict) else self.penalized
+        return F.mse_loss(self.run(x), y) + 0.1 * sum(value.pow(2).sum() for value in values)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_a_list_of_parameters_is_no_list_that_microbatches_change(as_dict: bool, devices: int) -> None:
+    # What it had held when the step began came back between two turns: the parameters, for which nothing stood in.
+    torch.manual_seed(0)
+    module = Net(PenalizesAList(as_dict=as_dict))
+    assert_same_training(module, samples(), num_microbatches=4, batch_size=4, devices=devices, tolerance=1e-5)
+
+
 class Late(Blocks):
     """Keeps something from its second step on."""
 
@@ -273,8 +437,8 @@ def test_in_the_end_all_is_as_if_one_microbatch_had_run_after_the_other() -> Non
     for turn in (1, 2):
         for microbatch in (0, 1):
             lanes.switch(microbatch)
-            # What it left in its first turn.
-            assert turn == 1 or module.kept == f"turn 1 of {microbatch}"
+            # What it left in its first turn, and nothing that another one did.
+            assert module.kept == (None if turn == 1 else f"turn 1 of {microbatch}")
             assert [int(each) for each in module.all] == [0] if turn == 1 else [0, 10 + microbatch]
             module.kept = f"turn {turn} of {microbatch}"
             module.count += 1

@@ -53,7 +53,7 @@ class Evaluation:
         if sizes and self.engine.measures(elements, is_training=False):
             before = Snapshot.of_trainer(self.trainer, self.engine.devices)
         outputs: list[Any] = []
-        self.engine.on_switch = None
+        self.engine.on_switch = self.engine.on_set = None
         whole = Microbatch(lambda: outputs.append(self._on_root(step(*args, **kwargs))), 1.0, None)
         try:
             run_without_backward(self.engine, [whole], elements)

@@ -6,23 +6,34 @@ import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
-from lightning_harmony.engine.attributes import LONGEST, OF_TORCH
+from lightning_harmony.engine.attributes import HOOKS, LONGEST, OF_TORCH
 from lightning_harmony.engine.containers import have_same_content
 from lightning_harmony.engine.derived import OutOfReach
+from lightning_harmony.errors import UnsupportedModelError
 
 _MISSING = object()
 _CONTAINERS = (list, dict, OrderedDict, defaultdict)
+_NUMBERS = (int, float)
+
+
+class _Kind(Enum):
+    """What a space is."""
+
+    MODULE = auto()
+    CONTAINER = auto()
+    HOOKS = auto()
 
 
 @dataclass
 class _Space:
-    """What may be changed: the attributes of a module, or a list or dict among them.
+    """What may be changed: the attributes of a module, a list or dict among them, or its hooks.
 
     Attributes:
         name: for messages.
@@ -30,14 +41,20 @@ class _Space:
         base: a copy of it when the step began.
         seen: a copy of it when the turn began.
         own: by microbatch, what it has changed: values by name, or the whole list under None.
+        found: by microbatch and name, the number that it found when it first changed it.
+        changed_back: the name of a number that was changed for a part of a microbatch.
+        of_layers: the attributes of a module that the own code of layers sets.
     """
 
     name: str
     content: Any
-    is_module: bool
+    kind: _Kind
+    of_layers: set[str] = field(default_factory=set)
     base: Any = field(init=False)
     seen: Any = field(init=False)
     own: dict[int, dict[Any, Any]] = field(default_factory=dict)
+    found: dict[tuple[int, str], float] = field(default_factory=dict)
+    changed_back: str | None = None
 
     def __post_init__(self) -> None:
         self.base = self.seen = self.content.copy()
@@ -48,12 +65,15 @@ class _Space:
             changed = self._changed()
             if changed:
                 self.own.setdefault(microbatch, {}).update(changed)
+            if self.kind is _Kind.MODULE:
+                self._note_numbers(microbatch)
             self.seen = self.content.copy()
         # In an earlier turn, too: it has found that again in this one.
-        own = self.own.get(microbatch, {})
-        again = own.keys() & {"training"} if self.is_module else own.keys()
+        again = {
+            name: self._base_of(name) for name, value in self.own.get(microbatch, {}).items() if self._goes(name, value)
+        }
         if again:
-            self._set({name: self._base_of(name) for name in again})
+            self._set(again)
             self.seen = self.content.copy()
 
     def enter(self, microbatch: int) -> None:
@@ -81,18 +101,38 @@ class _Space:
         before = self.seen.get(name, _MISSING)
         if value is before:
             return False
-        if self.is_module:
+        if self.kind is _Kind.MODULE:
             return (
                 name not in OF_TORCH
-                and type(value) not in (int, float)
+                and type(value) not in _NUMBERS
                 and not isinstance(value, OutOfReach)
                 and not isinstance(before, OutOfReach)
             )
-        return _has_tensors([value, before])
+        return self.kind is _Kind.HOOKS or _has_tensors([value, before])
 
-    def has_own_tensors(self) -> bool:
-        """Whether a microbatch that saw another's change would compute something else."""
-        return any(_has_tensors(own.values()) or "training" in own for own in self.own.values())
+    def _goes(self, name: Any, value: Any) -> bool:
+        """Whether others find what the step began with."""
+        if self.kind is not _Kind.MODULE or name == "training":
+            return True
+        # A mean of all so far, or what a layer has begun with in its first call, is for the next one, too.
+        return name not in self.of_layers and not _has_tensors([value, self._base_of(name)])
+
+    def _note_numbers(self, microbatch: int) -> None:
+        """Others have found a number that is changed back: unlike one that counts, it was meant for this microbatch."""
+        for name, value in self.content.items():
+            before = self.seen.get(name)
+            if value is before or type(value) not in _NUMBERS or type(before) not in _NUMBERS or value == before:
+                continue
+            if self.found.setdefault((microbatch, name), before) == value:
+                self.changed_back = name
+
+    def tells(self) -> bool:
+        """Whether a microbatch that saw another's change could compute something else."""
+        return self.kind is _Kind.HOOKS or any(
+            _has_tensors([value]) or isinstance(value, str | bool) or callable(value)
+            for own in self.own.values()
+            for value in own.values()
+        )
 
     def _base_of(self, name: Any) -> Any:
         return self.base if isinstance(self.base, list) else self.base.get(name, _MISSING)
@@ -107,6 +147,12 @@ class _Space:
                 self.content[name] = value
 
 
+def _may_be_changed(container: Any) -> bool:
+    """Not a vocabulary, and not one of parameters, in whose places stand-ins are while a step runs."""
+    values = container.values() if isinstance(container, dict) else container
+    return len(container) <= LONGEST and not any(isinstance(value, nn.Parameter) for value in values)
+
+
 def _has_tensors(values: Iterable[Any]) -> bool:
     """Whether tensors are among these, or in a list, tuple or dict among them."""
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(list(values)))
@@ -116,10 +162,11 @@ class LaneAttributes:
     """Lets microbatches that take turns change the same modules, as if each ran alone after the one before.
 
     An attribute that a microbatch has set, it finds as it left it, whatever others did meanwhile, such as a mask for its
-    layers. One that it has not set is as the newest one left it. Tensors in lists and dicts, where hooks collect
-    features, and whether a module is in training, each microbatch finds as the step began, with its own changes. In the end
-    all is what the last microbatch left; lists to which all have only added hold what each added. Numbers, and what else is
-    in lists and dicts, are not told apart, for they count; nor is the state of metrics, which add up.
+    layers. What it has not set, it finds as the step began: flags, names, functions and other objects, whether a module is
+    in training, its hooks, and tensors in lists and dicts, where hooks collect features. A tensor that is an attribute is
+    as the newest one left it, since one may leave the next a mean; so is what a layer's own code sets, such as that it has
+    begun. In the end all is what the last microbatch left; lists to which all have only added hold what each added. Numbers,
+    and what else is in lists and dicts, are not told apart, for they count; nor is the state of metrics, which add up.
 
     To look at all modules in every turn takes its time: after the first step, only those are looked at that were changed in
     an earlier one. `finish` names the others.
@@ -131,6 +178,7 @@ class LaneAttributes:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._known: set[str] | None = None
+        self._of_layers: dict[str, set[str]] = {}
         self._spaces: list[_Space] = []
         self._watched: list[_Space] = []
         self._current: int | None = None
@@ -143,30 +191,48 @@ class LaneAttributes:
         for name, module in self._model.named_modules():
             if isinstance(module, Metric):
                 continue
-            self._spaces.append(_Space(name, vars(module), is_module=True))
+            self._spaces.append(_Space(name, vars(module), _Kind.MODULE, self._of_layers.setdefault(name, set())))
             for attribute, value in vars(module).items():
-                if attribute not in OF_TORCH and type(value) in _CONTAINERS and len(value) <= LONGEST:
-                    if id(value) not in seen:
-                        label = f"{name}.{attribute}" if name else attribute
-                        self._spaces.append(_Space(label, value, is_module=False))
+                label = f"{name}.{attribute}" if name else attribute
+                if attribute in HOOKS:
+                    self._spaces.append(_Space(label, value, _Kind.HOOKS))
+                elif attribute not in OF_TORCH and type(value) in _CONTAINERS and id(value) not in seen:
                     seen.add(id(value))
+                    if _may_be_changed(value):
+                        self._spaces.append(_Space(label, value, _Kind.CONTAINER))
         self._watched = [space for space in self._spaces if self._known is None or space.name in self._known]
 
     def switch(self, microbatch: int) -> None:
-        """From now on a microbatch runs."""
+        """From now on a microbatch runs.
+
+        Raises:
+            UnsupportedModelError: if others have found a number that was meant for one.
+        """
         if microbatch == self._current:
             return
         for space in self._watched:
             if self._current is not None:
                 space.leave(self._current)
+                if space.changed_back is not None:
+                    raise UnsupportedModelError(
+                        f"the number {space.changed_back!r} of module {space.name!r} is changed for a part of the step, while "
+                        "microbatches take turns and others find it so: pass it to the layers as an argument, keep it in a "
+                        "tuple, or use HarmonyStrategy(num_microbatches=1)"
+                    )
             space.enter(microbatch)
         self._current = microbatch
+
+    def set_by_layer(self, attributes: dict[str, Any], names: set[str]) -> None:
+        """The own code of a layer has set these of a module's attributes: one microbatch after the other comes there."""
+        for space in self._spaces:
+            if space.content is attributes:
+                space.of_layers |= names
 
     def finish(self) -> list[str]:
         """The step is over.
 
         Returns:
-            The modules, lists and dicts whose tensors were changed, but in none of the steps before; none in the first.
+            The modules, lists and dicts that were changed, but in none of the steps before; none in the first.
         """
         if self._current is None:
             return []
@@ -174,7 +240,7 @@ class LaneAttributes:
             space.leave(self._current)
             space.finish()
         changed = {space.name for space in self._spaces if space.own}
-        grave = {space.name for space in self._spaces if space.has_own_tensors()}
+        grave = {space.name for space in self._spaces if space.own and space.tells()}
         late = [] if self._known is None else sorted(grave - self._known)
         self._known = changed | (self._known or set())
         self._spaces, self._watched, self._current = [], [], None

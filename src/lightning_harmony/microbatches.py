@@ -62,7 +62,7 @@ def merging_logs(engine: Executor, results: Any, sizes: Sequence[int], attribute
 
     What they keep on modules is each one's own, also after the context, until `attributes` hear that the step is over.
     """
-    engine.on_switch = None
+    engine.on_switch = engine.on_set = None
     if len(sizes) == 1:
         yield
         return
@@ -73,7 +73,7 @@ def merging_logs(engine: Executor, results: Any, sizes: Sequence[int], attribute
         attributes.switch(microbatch)
 
     attributes.begin()
-    engine.on_switch = switch
+    engine.on_switch, engine.on_set = switch, attributes.set_by_layer
     try:
         with logs:
             yield

@@ -133,14 +133,14 @@ class SplitCheck:
                 runs = [Microbatch(step, 1.0, None) for step in steps]
                 attributes = LaneAttributes(module)
                 attributes.begin()
-                self.engine.on_switch = attributes.switch
+                self.engine.on_switch, self.engine.on_set = attributes.switch, attributes.set_by_layer
                 run_without_backward(self.engine, runs, steps[0].num_elements())
             whole, *losses = [math.nan if step.loss is None else float(step.loss) for step in steps]
             has_drawn = before.has_drawn()
         except Exception:
             return
         finally:
-            self.engine.on_switch = None
+            self.engine.on_switch = self.engine.on_set = None
             trainer.loggers = loggers
             before.restore()
         is_narrow = "16" in str(precision.precision)

@@ -20,18 +20,20 @@ from lightning_harmony.errors import UnsupportedModelError
 
 # What torch itself keeps on every module: hooks, parameters, buffers, submodules.
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+# Those that run around a module's forward.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Longer ones, such as vocabularies, are no place for what a call counts or collects, and take long to compare.
 LONGEST = 4096
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict, OrderedDict, defaultdict, Counter, set, deque)
-# So many first calls of a layer are looked at for tensors that they leave.
+# So many first calls of a layer are looked at for what they leave.
 _WATCHED_CALLS = 8
 # Tensors up to this size are copied before each call, for it may change them in place, as metrics do.
 _SMALL_BYTES = 16 * 1024
 
 
 class Attributes:
-    """The attributes of some modules at one moment, with lists, dicts, sets and deques among them to any depth.
+    """The attributes of some modules at one moment, with lists, dicts, sets and deques among them to any depth, and hooks.
 
     Also the state of generators of random numbers that are attributes. Parameters and buffers are not looked at, nor what
     hangs on other objects.
@@ -49,6 +51,7 @@ class Attributes:
         for module in modules:
             attributes = vars(module)
             self._modules.append((attributes, attributes.copy()))
+            self._contents += [(attributes[name], attributes[name].copy()) for name in HOOKS]
             for name, value in attributes.items():
                 if name not in OF_TORCH and type(value) not in _PLAIN:
                     self._look_at(name, value, seen)
@@ -71,6 +74,13 @@ class Attributes:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors among them, by the names of the attributes that hold them."""
         return {kept.name: kept.tensor for kept in self._tensors.values()}
+
+    def changes_since(self, before: Attributes) -> Iterator[tuple[dict[str, Any], set[str]]]:
+        """The attributes of each module that have other values than before, by their names."""
+        for (attributes, now), (_, then) in zip(self._modules, before._modules, strict=True):
+            names = {name for name in {**then, **now} if now.get(name, self) is not then.get(name, self)}
+            if names:
+                yield attributes, names
 
     def restore(self) -> None:
         """Make everything what it was, tensors that were changed in place by copies that take their places.
@@ -149,12 +159,16 @@ class AttributesOfLayer:
             self._newest = newest if newest.are_plain else None
         return newest
 
-    def after_call(self) -> list[Tensor]:
-        """The tensors that a call has left in them; those of later calls only where there were some before."""
+    def after_call(self, before: Attributes) -> Attributes | None:
+        """The attributes as a call has left them, to be looked at; None where calls have left no tensors so far.
+
+        Args:
+            before: as it found them.
+        """
         if self._num_calls >= _WATCHED_CALLS and not self.may_hold_tensors:
-            return []
+            return None
         self._num_calls += 1
-        return list(self.read().tensors().values())
+        return before if before.are_current() else self.read()
 
     @contextmanager
     def as_they_were(self, before: Attributes) -> Iterator[None]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
 
+from lightning_harmony.engine.asked import found_past_layers
 from lightning_harmony.engine.cores import core_of_caller, siblings_of
 from lightning_harmony.engine.decompose import Layer
 from lightning_harmony.engine.derived import out_of_reach
@@ -50,6 +51,7 @@ from lightning_harmony.engine.transfer import LaneTransfers, Transfers
 from lightning_harmony.engine.turns import LaneProgress, Microbatch, Request
 from lightning_harmony.engine.update import Updater
 from lightning_harmony.engine.visits import Visits
+from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.plan import Parallel, Plan, merge_calls
 from lightning_harmony.plan.task import Phase, Task
 
@@ -101,6 +103,7 @@ class Executor:
         # Whether a step has come to its end: the first one changes nothing before.
         self.has_succeeded = False
         self.on_switch: Callable[[int], None] | None = None
+        self.on_set: Callable[[dict[str, Any], set[str]], None] | None = None
         swapped_layers = [
             SwappedLayer(index, layer.name, layer.module, list(layer.module.parameters()), compute_dtype)
             for index, layer in enumerate(layers)
@@ -141,7 +144,17 @@ class Executor:
         self._visits = visits = Visits(step, placement, observer, profiler, self.traffic, self.recorder, compute_dtype)
         lone_calls = LoneCalls(swapped, placement, sums, self.recorder, planner.discard_record)
         self._runtime = runtime = Runtime(
-            swapped, step, placement, visits, lone_calls, sums, transfers, observer, self.recorder, self._draw_on
+            swapped,
+            step,
+            placement,
+            visits,
+            lone_calls,
+            sums,
+            transfers,
+            observer,
+            self.recorder,
+            self._draw_on,
+            self._note_set,
         )
         self._glue = Glue(places_of(model, list(in_order)), root.torch_device, runtime, compute_dtype)
         self._random = RandomStreams([], [])
@@ -259,6 +272,16 @@ class Executor:
             # What comes next is user code that sees parameters, and gradients that take the place of those it uses.
             self.updater.postponed.finish()
 
+    def _refuse_past_layers(self, loss: Tensor) -> None:
+        """A gradient that autograd itself adds to a parameter's would be lost."""
+        found = found_past_layers(loss, self._model.names)
+        if found is not None:
+            raise UnsupportedModelError(
+                f"the step uses parameter {self._model.names[found]!r} where swapping does not see it, such as in a tuple, an "
+                "object, functools.partial or the optimizer's groups: use it as the attribute of its module, or keep it in a "
+                "flat list or dict that is an attribute of one"
+            )
+
     def _plan_step(self, num_elements: int, num_microbatches: int) -> None:
         plan = self._planner.before_step(num_elements, num_microbatches, self._runtime.find_glue_layer)
         if plan is not None:
@@ -286,6 +309,8 @@ class Executor:
                 loss = progress.microbatch.step()
             if loss is None or not loss.requires_grad:
                 return
+            if not self.has_succeeded:
+                self._refuse_past_layers(loss)
             if self._step.predicted is None:
                 progress.lane.park(Request(Phase.BACKWARD, None))
                 # The gradient comes from the caller, who has computed since the lane began.
@@ -501,6 +526,10 @@ class Executor:
         self._observer.begin_turn(self.devices[number], phase, pack)
         self._visits.note_task(number, progress, phase, pack)
         return Grant(progress, number, phase, pack)
+
+    def _note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
+        if self.on_set is not None:
+            self.on_set(attributes, names)
 
     def _draw_on(self, number: int) -> None:
         """Random numbers are drawn on another device from now on."""

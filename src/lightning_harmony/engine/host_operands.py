@@ -41,7 +41,7 @@ class BringsHostOperands(TorchFunctionMode):
         if not any(tensor.device == self._device for tensor in tensors):
             return False
         # What is changed on the host stays there.
-        is_changed = changes_first(name) and isinstance(args[0], Tensor) and _is_on_host(args[0])
+        is_changed = bool(args) and changes_first(name) and isinstance(args[0], Tensor) and _is_on_host(args[0])
         return not is_changed and any(map(_is_on_host, tensors))
 
     def _brought(self, tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -57,6 +58,9 @@ class Runtime(Protocol):
 
     def calling(self) -> AbstractContextManager[None]:
         """The context of a layer's call."""
+
+    def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
+        """A layer's own code has set some of the attributes of a module."""
 
     def reaching(
         self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
@@ -214,7 +218,7 @@ class LayerCall:
             result = self._run(*args, **kwargs), contents()
         changed = self._buffers.take_over(self.residency, left, before)
         if watch is not None and not changed:
-            self._casting, self._objects = CastingState(), self._leaves
+            self._casting, self._objects, self._context = CastingState(), self._leaves, contextvars.copy_context()
             self._requires_grad = [False] * len(self.tensors)
             # Without gradients, a layer may change its inputs in place.
             self._try_narrow(watch, [tensor.clone() for tensor in self.tensors], self._flatten(result)[0])
@@ -246,7 +250,7 @@ class LayerCall:
         self._objects = [self._snapshot(leaf, hidden) for leaf in self._leaves]
         self._attributes = self._layer.attributes.read()
         self._random = self._capture_random()
-        self._casting = CastingState()
+        self._casting, self._context = CastingState(), contextvars.copy_context()
         # All weights of a pack are views of one buffer, and count their changes together.
         checked = [*self.tensors, self.residency.weights]
         before_run = [_state(tensor) for tensor in checked]
@@ -358,10 +362,14 @@ class LayerCall:
 
     def _own_in_attributes(self, *, with_graph: bool = False) -> None:
         """Likewise those that the layer's code keeps on its modules."""
-        attributes = self._layer.attributes
-        others = self._others(attributes.after_call(), with_graph=with_graph)
+        left = self._layer.attributes.after_call(self._attributes)
+        if left is None:
+            return
+        for attributes, names in left.changes_since(self._attributes) if left is not self._attributes else ():
+            self._runtime.note_set(attributes, names)
+        others = self._others(left.tensors().values(), with_graph=with_graph)
         if others:
-            attributes.read().exchange(others)
+            left.exchange(others)
 
     def _others(self, tensors: Iterable[Tensor], *, with_graph: bool) -> dict[int, Tensor]:
         """What takes the place of those that lie in the weights' memory."""
@@ -463,7 +471,7 @@ class LayerCall:
                 contents = self._containers.watched(args, kwargs, inputs)
                 as_they_were = self._buffers.as_they_were(self.residency)
                 with self._layer.attributes.as_they_were(self._attributes), as_they_were:
-                    result = (run or self._run)(*args, **kwargs), contents()
+                    result = self._context.copy().run(run or self._run, *args, **kwargs), contents()
         finally:
             now.restore(self._cuda_device())
         return self._flatten(result)[0], hidden

@@ -161,7 +161,7 @@ class OneDevice(TorchFunctionMode):
 
     def _target(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> int:
         chosen = max(tensors, key=lambda tensor: (self._transfers.home(tensor) is not None, tensor.numel()))
-        if changes_first(getattr(func, "__name__", "")) and isinstance(args[0], Tensor):
+        if args and changes_first(getattr(func, "__name__", "")) and isinstance(args[0], Tensor):
             chosen = args[0]
         if isinstance(kwargs.get("out"), Tensor):
             chosen = kwargs["out"]
@@ -188,5 +188,5 @@ def _edge(end: Any) -> GradientEdge:
 
 def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The operands that an operation changes, by its name."""
-    operands = [args[0]] if changes_first(getattr(func, "__name__", "")) else []
+    operands = args[:1] if changes_first(getattr(func, "__name__", "")) else ()
     return tensors_of(*operands, kwargs.get("out"))

@@ -292,6 +292,9 @@ class _Rehearsal:
         """Nobody hears it."""
         return nullcontext()
 
+    def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
+        """There is one microbatch."""
+
     @contextmanager
     def measuring_graph(self, layer: SwappedLayer) -> Iterator[None]:
         """Around the recompute."""

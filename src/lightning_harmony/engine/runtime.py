@@ -45,6 +45,7 @@ class Runtime:
         observer: of what is not known yet.
         recorder: notes when layers compute.
         draw_on: called with the number of a device that random numbers will be drawn on.
+        note_set: called with the attributes of a module, and the names of those that a layer's own code has set.
 
     Attributes:
         recomputing: the context of a layer's own code when it runs again, and has been heard before.
@@ -64,6 +65,7 @@ class Runtime:
         observer: Observer,
         recorder: StepRecorder,
         draw_on: Callable[[int], None],
+        note_set: Callable[[dict[str, Any], set[str]], None],
     ) -> None:
         self._model = model
         self._step = step
@@ -75,6 +77,7 @@ class Runtime:
         self._observer = observer
         self._recorder = recorder
         self._draw_on = draw_on
+        self.note_set = note_set
         self._devices = transfers.devices
         self._verified: set[int] = set()
         self.recomputing = nullcontext
