@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+from collections import deque
 from typing import Any
 
 import lightning.pytorch as pl
@@ -128,6 +129,29 @@ class CollectsInAList(CollectsInADict):
         return list(self.features)
 
 
+class CollectsInADeque(CollectsInADict):
+    def empty(self) -> Any:
+        return deque(maxlen=8)
+
+    def collected(self) -> list[Tensor]:
+        return list(self.features)
+
+
+class CollectsDeepInADict(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: Any = {"all": {"outputs": []}}
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        outputs = self.features["all"]["outputs"]
+        outputs.clear()
+        for block in self.blocks:
+            x = block(x)
+            outputs.append(x.detach())
+        return F.mse_loss(x, y) * (1 + sum(output.mean() for output in outputs))
+
+
 class EvaluatesWithin(Blocks):
     """Switches dropout off for a part of the step."""
 
@@ -146,7 +170,16 @@ class EvaluatesWithin(Blocks):
 @pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "44KiB"), (2, "44KiB")])
 @pytest.mark.parametrize(
     "net",
-    [SetsWhatGlueReads, SetsWhatLayersRead, ReadsWhatLayersSet, CollectsInADict, CollectsInAList, EvaluatesWithin],
+    [
+        SetsWhatGlueReads,
+        SetsWhatLayersRead,
+        ReadsWhatLayersSet,
+        CollectsInADict,
+        CollectsInAList,
+        CollectsInADeque,
+        CollectsDeepInADict,
+        EvaluatesWithin,
+    ],
 )
 def test_what_a_microbatch_keeps_on_modules_is_its_own(net: type[nn.Module], devices: int, memory: Any) -> None:
     torch.manual_seed(0)

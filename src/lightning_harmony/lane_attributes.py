@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -19,7 +19,7 @@ from lightning_harmony.engine.derived import OutOfReach
 from lightning_harmony.errors import UnsupportedModelError
 
 _MISSING = object()
-_CONTAINERS = (list, dict, OrderedDict, defaultdict)
+_CONTAINERS = (list, deque, set, dict, OrderedDict, defaultdict)
 _NUMBERS = (int, float)
 
 
@@ -33,14 +33,14 @@ class _Kind(Enum):
 
 @dataclass
 class _Space:
-    """What may be changed: the attributes of a module, a list or dict among them, or its hooks.
+    """What may be changed: the attributes of a module, a list, set or dict among them, or its hooks.
 
     Attributes:
         name: for messages.
-        content: the list or dict itself, or the dict of the module's attributes.
+        content: the list, set or dict itself, or the dict of the module's attributes.
         base: a copy of it when the step began.
         seen: a copy of it when the turn began.
-        own: by microbatch, what it has changed: values by name, or the whole list under None.
+        own: by microbatch, what it has changed: values by name, or the whole list or set under None.
         found: by microbatch and name, the number that it found when it first changed it.
         changed_back: the name of a number that was changed for a part of a microbatch.
         of_layers: the attributes of a module that the own code of layers sets.
@@ -92,7 +92,7 @@ class _Space:
                 self.content[:] = [*self.base, *(item for each in lists for item in each[len(self.base) :])]
 
     def _changed(self) -> dict[Any, Any]:
-        if isinstance(self.content, list):
+        if not isinstance(self.content, dict):
             return {None: self.content.copy()} if _has_tensors([*self.content, *self.seen]) else {}
         values = {name: self.content.get(name, _MISSING) for name in {**self.seen, **self.content}}
         return {name: value for name, value in values.items() if self._is_own(name, value)}
@@ -135,22 +135,32 @@ class _Space:
         )
 
     def _base_of(self, name: Any) -> Any:
-        return self.base if isinstance(self.base, list) else self.base.get(name, _MISSING)
+        return self.base.get(name, _MISSING) if isinstance(self.base, dict) else self.base
 
     def _set(self, values: dict[Any, Any]) -> None:
         for name, value in values.items():
-            if isinstance(self.content, list):
-                self.content[:] = value
+            if not isinstance(self.content, dict):
+                self.content.clear()
+                (self.content.update if isinstance(self.content, set) else self.content.extend)(value)
             elif value is _MISSING:
                 self.content.pop(name, None)
             else:
                 self.content[name] = value
 
 
-def _may_be_changed(container: Any) -> bool:
-    """Not a vocabulary, and not one of parameters, in whose places stand-ins are while a step runs."""
-    values = container.values() if isinstance(container, dict) else container
-    return len(container) <= LONGEST and not any(isinstance(value, nn.Parameter) for value in values)
+def _containers(value: Any, seen: set[int]) -> Iterator[Any]:
+    """A list, set or dict that a step may change, and those within it, each once.
+
+    Not a vocabulary, nor one of parameters, in whose places stand-ins are while a step runs.
+    """
+    if type(value) not in _CONTAINERS or id(value) in seen or len(value) > LONGEST:
+        return
+    seen.add(id(value))
+    content = list(value.values() if isinstance(value, dict) else value)
+    if not any(isinstance(each, nn.Parameter) for each in content):
+        yield value
+    for each in content:
+        yield from _containers(each, seen)
 
 
 def _has_tensors(values: Iterable[Any]) -> bool:
@@ -163,8 +173,8 @@ class LaneAttributes:
 
     An attribute that a microbatch has set, it finds as it left it, whatever others did meanwhile, such as a mask for its
     layers. What it has not set, it finds as the step began: flags, names, functions and other objects, whether a module is
-    in training, its hooks, and tensors in lists and dicts, where hooks collect features. A tensor that is an attribute is
-    as the newest one left it, since one may leave the next a mean; so is what a layer's own code sets, such as that it has
+    in training, its hooks, and tensors in lists, sets and dicts, where hooks collect features. A tensor that is an attribute
+    is as the newest one left it, since one may leave the next a mean; so is what a layer's own code sets, such as that it has
     begun. In the end all is what the last microbatch left; lists to which all have only added hold what each added. Numbers,
     and what else is in lists and dicts, are not told apart, for they count; nor is the state of metrics, which add up.
 
@@ -196,10 +206,8 @@ class LaneAttributes:
                 label = f"{name}.{attribute}" if name else attribute
                 if attribute in HOOKS:
                     self._spaces.append(_Space(label, value, _Kind.HOOKS))
-                elif attribute not in OF_TORCH and type(value) in _CONTAINERS and id(value) not in seen:
-                    seen.add(id(value))
-                    if _may_be_changed(value):
-                        self._spaces.append(_Space(label, value, _Kind.CONTAINER))
+                elif attribute not in OF_TORCH:
+                    self._spaces += [_Space(label, content, _Kind.CONTAINER) for content in _containers(value, seen)]
         self._watched = [space for space in self._spaces if self._known is None or space.name in self._known]
 
     def switch(self, microbatch: int) -> None:
