@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -83,8 +84,10 @@ class StandIn(Tensor):
         stand_in._is_param = True
         stand_in._parameter, stand_in._runtime = parameter, runtime
         if requires_grad:
+            # A hook that referred to it would keep it, and the engine, for good: nobody sees through the graph to it.
+            itself = weakref.ref(stand_in)
             with torch._C.DisableTorchFunctionSubclass():
-                stand_in.register_hook(lambda gradient: _refuse_gradient(runtime.glue_layer(parameter).name))
+                stand_in.register_hook(lambda gradient: _refuse_gradient(itself()))
         return stand_in
 
     # Nothing may be traced through what waits for other lanes.
@@ -157,7 +160,10 @@ _REFUSED = {
 _SHARING = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr}
 
 
-def _refuse_gradient(name: str) -> None:
+def _refuse_gradient(stand_in: StandIn | None) -> None:
+    if stand_in is None:
+        return
+    name = stand_in._runtime.glue_layer(stand_in.parameter).name
     raise UnsupportedModelError(
         f"a gradient of parameter {name!r} comes to what stands for it while it is swapped out: code that torch tells "
         "nobody of, such as torch.jit.script, a function that is vectorized over the parameter (torch.vmap) or an extension, "
