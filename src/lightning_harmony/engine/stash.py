@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
+from contextlib import suppress
 from functools import partial
 
 from torch import Tensor
@@ -150,9 +151,11 @@ class Stash:
 
     def clear(self) -> None:
         """Forget what is under way after an error."""
-        for event, *_ in self.pending:
-            event.synchronize()
-        self.pending.clear()
+        while self.pending:
+            event, *_ = self.pending.popleft()
+            # The error may be what a copy raised, which raises it whenever it is waited for.
+            with suppress(Exception):
+                event.synchronize()
 
 
 class LaneStash:
