@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -16,8 +16,8 @@ from lightning_harmony.engine.asked import asked_for
 from lightning_harmony.engine.call_buffers import CallBuffers
 from lightning_harmony.engine.containers import Containers
 from lightning_harmony.engine.glue import StandIn
+from lightning_harmony.engine.handed_out import HandedOut
 from lightning_harmony.engine.hollow_graph import HollowGraph, end_of, given, keep
-from lightning_harmony.engine.host_store import lies_in
 from lightning_harmony.engine.lane import CastingState
 from lightning_harmony.engine.layer import (
     GRAPH_ESCAPES,
@@ -201,8 +201,11 @@ class LayerCall:
             self.tensors = self._runtime.brought(self.tensors, self.residency)
             with self._runtime.running(self._layer, self.residency, takes_objects=self._takes_objects):
                 leaves, unflatten = self._flatten(self._run_only())
-                leaves = [self.own(leaf) if isinstance(leaf, Tensor) else self._own_in(leaf) for leaf in leaves]
-                self._own_in_attributes()
+                handed_out = HandedOut(self.residency, with_graph=False)
+                leaves = [
+                    handed_out.tensor(leaf) if isinstance(leaf, Tensor) else handed_out.object(leaf) for leaf in leaves
+                ]
+                self._hand_out_attributes(handed_out)
             self._runtime.hand_out([leaf for leaf in leaves if isinstance(leaf, Tensor)], self.residency)
             return self._returned(unflatten(iter(leaves)))
 
@@ -272,8 +275,9 @@ class LayerCall:
         self._buffers.keep(before, self._buffers.take_over(self.residency, left, before))
         self._refuse_changed([_state(t) == state for t, state in zip(checked, before_run, strict=True)])
         flat, self._unflatten = self._flatten(result)
-        flat = [leaf if isinstance(leaf, Tensor) else self._own_in(leaf, with_graph=True) for leaf in flat]
-        self._own_in_attributes(with_graph=True)
+        handed_out = HandedOut(self.residency, with_graph=True)
+        flat = [leaf if isinstance(leaf, Tensor) else handed_out.object(leaf) for leaf in flat]
+        self._hand_out_attributes(handed_out)
         self._graph = self._graph_between(inputs, flat, self._hidden(hidden)) if keeps else None
         if hollow is not None and hollow.close([leaf for leaf in flat if isinstance(leaf, Tensor)]):
             self._hollow = hollow, self.residency.edges(self._trained())
@@ -337,47 +341,20 @@ class LayerCall:
 
     def hand_out(self, outputs: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs for the caller, without their graph."""
-        handed = tuple(self.own(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in outputs)
+        own = HandedOut(self.residency, with_graph=True).tensor
+        handed = tuple(own(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in outputs)
         self._runtime.hand_out([leaf for leaf in handed if isinstance(leaf, Tensor)], self.residency)
         return handed
 
-    def own(self, tensor: Tensor) -> Tensor:
-        """An output that will outlive the visit: what lies in the weights' memory is copied out of it."""
-        if not lies_in(tensor, self.residency.weights):
-            return tensor
-        # Not in the lane's own work: what takes the weights' place waits for what the last lane did, and for what computed.
-        with self.residency.device.computing():
-            return tensor.clone()
-
-    def _own_in(self, value: Any, *, with_graph: bool = False) -> Any:
-        """An object among the outputs, its tensors as `own` has them, but for those whose gradients would be lost."""
-        if not is_opaque(value):
-            return value
-        try:
-            snapshot = ObjectSnapshot(value)
-        except TypeError:
-            return value
-        others = self._others(snapshot.tensors, with_graph=with_graph)
-        return snapshot.restore([others.get(id(tensor), tensor) for tensor in snapshot.tensors]) if others else value
-
-    def _own_in_attributes(self, *, with_graph: bool = False) -> None:
-        """Likewise those that the layer's code keeps on its modules."""
+    def _hand_out_attributes(self, handed_out: HandedOut) -> None:
+        """What the layer's code has left on its modules goes to whoever reads it there."""
         left = self._layer.attributes.after_call(self._attributes)
         if left is None:
             return
-        for attributes, names in left.changes_since(self._attributes) if left is not self._attributes else ():
-            self._runtime.note_set(attributes, names)
-        others = self._others(left.tensors().values(), with_graph=with_graph)
-        if others:
-            left.exchange(others)
-
-    def _others(self, tensors: Iterable[Tensor], *, with_graph: bool) -> dict[int, Tensor]:
-        """What takes the place of those that lie in the weights' memory."""
-        return {
-            id(tensor): self.own(tensor)
-            for tensor in tensors
-            if lies_in(tensor, self.residency.weights) and not (with_graph and tensor.requires_grad)
-        }
+        if left is not self._attributes:
+            for attributes, names in left.changes_since(self._attributes):
+                self._runtime.note_set(attributes, names)
+        handed_out.attributes(left)
 
     def forget(self) -> None:
         """Let the graph go: the backward will recompute."""

@@ -1,0 +1,60 @@
+"""What a call hands out and that will outlive its visit: what lies in the weights' memory is copied out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_harmony.engine.attributes import Attributes
+from lightning_harmony.engine.host_store import lies_in
+from lightning_harmony.engine.opaque import ObjectSnapshot, is_opaque
+from lightning_harmony.engine.pack import Residency
+
+
+class HandedOut:
+    """Takes what a call of a layer returns and keeps.
+
+    Args:
+        residency: the layer's weights.
+        with_graph: whether the call has a graph. Tensors that need gradients, in objects and attributes, are left in it then:
+            a backward that comes to them is refused, where a copy would end it in silence.
+    """
+
+    def __init__(self, residency: Residency, *, with_graph: bool) -> None:
+        self._residency = residency
+        self._with_graph = with_graph
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """One that the call returns."""
+        if not lies_in(tensor, self._residency.weights):
+            return tensor
+        # Not in the lane's own work: what takes the weights' place waits for what the last lane did, and for what computed.
+        with self._residency.device.computing():
+            return tensor.clone()
+
+    def object(self, value: Any) -> Any:
+        """Something else that the call returns, in which tensors may be."""
+        if not is_opaque(value):
+            return value
+        try:
+            snapshot = ObjectSnapshot(value)
+        except TypeError:
+            return value
+        copies = self._copies(snapshot.tensors)
+        return snapshot.restore([copies.get(id(tensor), tensor) for tensor in snapshot.tensors]) if copies else value
+
+    def attributes(self, left: Attributes) -> None:
+        """What the call has left on the layer's modules."""
+        copies = self._copies(left.tensors().values())
+        if copies:
+            left.exchange(copies)
+
+    def _copies(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+        """What takes the places of some, by their identity."""
+        return {
+            id(tensor): self.tensor(tensor)
+            for tensor in tensors
+            if lies_in(tensor, self._residency.weights) and not (self._with_graph and tensor.requires_grad)
+        }
