@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from same_training import SEED, Net, Reports, compare, room, train_harmony, trainer_for
 from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy, PlanError, StepReport
@@ -25,6 +27,7 @@ from lightning_harmony.plan.graphs import fused_alone
 from lightning_harmony.plan.lowering import lower
 from lightning_harmony.plan.plan import Plan, visits_of
 from lightning_harmony.plan.prediction import DevicePrediction
+from lightning_harmony.plan.record import Record
 from lightning_harmony.plan.replay import predict
 from lightning_harmony.plan.task import Phase, Task
 
@@ -612,3 +615,46 @@ def test_no_turn_but_the_first_waits_for_a_host_buffer(monkeypatch: pytest.Monke
     strategy = HarmonyStrategy(num_microbatches=4, device_memory="256KiB")
     trainer_for(strategy, 1, []).fit(build(nets.Language), DataLoader(nets.tokens(8), batch_size=8))
     assert missed.keys() == {0}
+
+
+class SlowAtFirst(nn.Module):
+    """A block whose first forwards take long, as if the host was busy.
+
+    Args:
+        block: computes.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls <= 8:
+            time.sleep(0.05)
+        return self.block(x)
+
+
+def test_what_turns_take_by_the_plan_is_learned_when_the_first_steps_are_over(tmp_path: Path) -> None:
+    """They are slower on a busy host: a step of 1.25 seconds was predicted to take 1.9 for as long as the fit went on."""
+    torch.manual_seed(SEED)
+    net = nets.Language()
+    for number, block in enumerate(net.blocks):
+        net.blocks[number] = SlowAtFirst(block)
+    strategy = HarmonyStrategy(num_microbatches=4, device_memory=room("256KiB"), profile_cache=tmp_path)
+    predicted: list[float] = []
+
+    class Watcher(pl.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            assert strategy.plan is not None
+            if strategy.plan.predicted is not None:
+                predicted.append(strategy.plan.predicted.seconds)
+
+    data = DataLoader(nets.tokens(64), batch_size=8)
+    trainer_for(strategy, 8, [Watcher()]).fit(Net(net), data)
+    assert predicted[0] > 0.2
+    assert predicted[-1] < predicted[0] / 2
+    (file,) = tmp_path.iterdir()
+    record = Record.from_json(file.read_text())
+    assert max(cost.forward_seconds for cost in record.sizes[0].layers) < 0.05

@@ -67,7 +67,7 @@ def test_a_turn_does_not_last_longer_for_buffers_that_are_made_once_and_for_room
     step: Any = SimpleNamespace(turns=SimpleNamespace(running=lanes))
     profiler = Profiler(traffic)
     observer = Observer(step, placement, traffic, profiler, pool)
-    observer.begin_step(4, is_training=True, is_measuring=True, is_watching=False)
+    observer.begin_step(4, is_training=True, is_measuring=True, is_watching=False, is_timing=False)
     for progress in lanes:
         observer.begin_turn(device, Phase.FORWARD, pack)
         lasting(3.0)
@@ -81,5 +81,50 @@ def test_a_turn_does_not_last_longer_for_buffers_that_are_made_once_and_for_room
     # The first turn lasts 73 seconds, the second one 3, and each half a second behind it.
     assert now == 3.0 + 50.0 + 20.0 + 0.5 + 50.0 + 3.0 + 0.5
     assert profiler.complete(Cost("layer", 1, 1), layer).forward_seconds == 3.5
+    store.close()
+    device.close()
+
+
+def test_what_a_lane_does_to_each_pack_is_timed_in_a_step_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane may go through several packs in one turn, and back, without their recompute."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    device, pool, traffic = VirtualDevice(None), HostPool(lambda size: torch.empty(size, dtype=torch.uint8)), Traffic()
+    layers = [
+        SwappedLayer(number, name, (m := nn.Linear(2, 2)), list(m.parameters())) for number, name in enumerate("ab")
+    ]
+    store = HostStore([p for layer in layers for p in layer.parameters], device)
+    packs = [SwappedPack(layer.index, [layer], store) for layer in layers]
+    swapper: Any = None
+    residents = Residents(device, swapper, Stash(device, pool, traffic))
+    plan = Plan((("a",), ("b",)), (0, 1), 1)
+    placement: Any = SimpleNamespace(residents=[residents], plan=plan, packs=packs)
+    step: Any = SimpleNamespace(fuses=True, turns=SimpleNamespace(running=[]))
+    profiler = Profiler(traffic)
+    for layer in layers:
+        profiler.recall(
+            layer, Cost(layer.name, 1, 1, forward_seconds=9.0, backward_seconds=30.0, recompute_seconds=10.0)
+        )
+    observer = Observer(step, placement, traffic, profiler, pool)
+    observer.begin_step(4, is_training=True, is_measuring=False, is_watching=False, is_timing=True)
+    # A turn in the first pack, on to the second, and back through that; then the backward of the first one.
+    observer.begin_turn(device, Phase.FORWARD, packs[0])
+    now += 3.0
+    observer.go_on(device, Phase.FORWARD, packs[1])
+    now += 6.0
+    observer.go_on(device, Phase.BACKWARD, packs[1])
+    now += 5.0
+    observer.end_turn(Grant(SimpleNamespace(), 0, Phase.BACKWARD, packs[1]))  # type: ignore[arg-type]
+    # The host is not done with it yet.
+    now += 1.0
+    observer.begin_turn(device, Phase.BACKWARD, packs[0])
+    now += 15.0
+    observer.end_turn(Grant(SimpleNamespace(), 0, Phase.BACKWARD, packs[0]))  # type: ignore[arg-type]
+    profiler.keep_faster_visits()
+    first, second = (tuple(profiler.complete(Cost("", 1, 1), layer).seconds.values()) for layer in layers)
+    assert plan.fused == {1}
+    assert first == (3.0, 15.0, 5.0)
+    # 6 of 20 seconds, as it has its graph.
+    assert second == pytest.approx((6.0, 9.0, 3.0))
     store.close()
     device.close()

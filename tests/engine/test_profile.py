@@ -10,7 +10,7 @@ import torch
 
 from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.layer import SwappedLayer
-from lightning_harmony.engine.profile import Profiler, Speed, UpdateSpeeds
+from lightning_harmony.engine.profile import Profiler, Speed, UpdateSpeeds, Visit
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.task import Phase
@@ -61,6 +61,33 @@ def test_a_recompute_is_all_that_a_turn_ran_again(profiler: Profiler) -> None:
         profiler.note_turn(LAYER, Phase.BACKWARD, (At(0.0), At(10.0)), recomputes)
     cost = profiler.complete(Cost("layer", 1, 1), LAYER)
     assert (cost.backward_seconds, cost.recompute_seconds, cost.spared_backward_seconds) == (10.0, 3.0, 7.0)
+
+
+def test_layers_need_no_longer_than_visits_by_the_plan_have_shown(profiler: Profiler) -> None:
+    """Where the host bounds turns, it is busier in steps that are measured: these foretold 1.5 times as long as later ones."""
+    other = SwappedLayer(1, "other", torch.nn.Linear(2, 2), [])
+    for layer in (LAYER, other):
+        profiler.note_turn(layer, Phase.FORWARD, (At(0.0), At(3.0)))
+        profiler.note_turn(layer, Phase.BACKWARD, (At(0.0), At(10.0)), [(At(0.0), At(2.0))])
+    profiler.begin_visits()
+    for ended in (3.0, 2.0, 50.0):
+        profiler.note_visit(Visit((3, 1), Phase.FORWARD, recomputes=False), (At(0.0), At(ended)))
+    # Without its recompute the backward of the first is known to take 8.0 seconds; that of the other waits for something.
+    profiler.note_visit(Visit((3,), Phase.BACKWARD, recomputes=False), (At(0.0), At(4.0)))
+    profiler.note_visit(Visit((1,), Phase.BACKWARD, recomputes=True), (At(0.0), At(12.0)))
+    profiler.keep_faster_visits()
+    costs = [profiler.complete(Cost("layer", 1, 1), layer) for layer in (LAYER, other)]
+    assert [tuple(cost.seconds.values()) for cost in costs] == [(1.5, 5.0, 1.0), (1.5, 10.0, 2.0)]
+
+
+def test_a_visit_lasts_as_long_as_the_host_is_busy_with_it(profiler: Profiler) -> None:
+    profiler.note_turn(LAYER, Phase.FORWARD, (At(0.0), At(10.0)))
+    profiler.begin_visits()
+    visit = Visit((3,), Phase.FORWARD, recomputes=False)
+    profiler.note_visit(visit, (At(0.0), At(1.0)))
+    profiler.note_visit_period(visit, 5.0)
+    profiler.keep_faster_visits()
+    assert profiler.complete(Cost("layer", 1, 1), LAYER).forward_seconds == 5.0
 
 
 @pytest.mark.parametrize(("period", "expected"), [(1.0, 3.0), (7.0, 7.0)])

@@ -247,7 +247,11 @@ class Executor:
         is_measuring = self.measures(num_elements, is_training=is_training)
         is_watching = is_training and self._planner.watches and self._model.compute_dtype is None
         self._observer.begin_step(
-            num_elements, is_training=is_training, is_measuring=is_measuring, is_watching=is_watching
+            num_elements,
+            is_training=is_training,
+            is_measuring=is_measuring,
+            is_watching=is_watching,
+            is_timing=is_training and self._planner.times_turns_of(num_elements),
         )
         # Where work space isn't known, a lane goes from pack to pack.
         can_fuse = self._fuses and self._planner.is_planned and not is_measuring
@@ -400,8 +404,14 @@ class Executor:
         num_microbatches = len(self._step.turns.running)
         for progress in self._step.turns.running:
             observer.work.note_calls(progress.calls)
-        is_measured, is_cast = observer.is_measuring, observer.has_seen_casts
-        seen = SeenStep(calls, num_microbatches, self._num_elements, is_measured=is_measured, is_cast=is_cast)
+        seen = SeenStep(
+            calls,
+            num_microbatches,
+            self._num_elements,
+            is_measured=observer.is_measuring,
+            is_cast=observer.has_seen_casts,
+            is_timed=observer.is_timing,
+        )
         self._reset()
         if observer.is_profiling:
             observer.work.occupied_bytes = max(device.allocated_bytes() for device in self.devices)

@@ -1,4 +1,4 @@
-"""The observer: what turns are seen to take, in steps that are measured."""
+"""The observer: what turns are seen to take, in steps that are measured or timed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_harmony.engine.host_store import HostPool
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.placement import Placement
-from lightning_harmony.engine.profile import Period, Profiler
+from lightning_harmony.engine.profile import Period, Profiler, Visit
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.step import Grant, Step
@@ -41,6 +41,23 @@ class Observation:
     summing: bool
     began: Moment | None
     granted_seconds: float
+
+
+@dataclass(frozen=True)
+class TimedVisit:
+    """A visit by the plan that is timed.
+
+    Attributes:
+        visit: what it is.
+        device: where it computes.
+        began: when it began there.
+        began_seconds: the same on the clock of the host's own work.
+    """
+
+    visit: Visit
+    device: Device
+    began: Moment
+    began_seconds: float
 
 
 class LastTurn(NamedTuple):
@@ -74,12 +91,13 @@ class Observer:
         is_training: whether the step is one that is run again and again.
         is_measuring: whether its turns are observed.
         is_watching: whether it is to show which weights may be narrow.
+        is_timing: whether its turns are timed as they come, by the plan.
     """
 
     def __init__(self, step: Step, placement: Placement, traffic: Traffic, profiler: Profiler, pool: HostPool) -> None:
         self.works = {is_training: WorkSpace() for is_training in (True, False)}
         self.is_training = self.is_measuring = True
-        self.is_watching = self._has_watched = False
+        self.is_watching = self._has_watched = self.is_timing = False
         self._watched: set[int] = set()
         self._step = step
         self._placement = placement
@@ -89,6 +107,9 @@ class Observer:
         self._observation: Observation | None = None
         self._recomputes: list[Period] = []
         self._last_turn: LastTurn | None = None
+        # The visit that runs, and the one that the host was at last.
+        self._timed: TimedVisit | None = None
+        self._launched: TimedVisit | None = None
 
     @property
     def work(self) -> WorkSpace:
@@ -105,9 +126,14 @@ class Observer:
         """Whether the step has shown which weights may be narrow."""
         return self.is_watching and bool(self._watched)
 
-    def begin_step(self, num_elements: int, *, is_training: bool, is_measuring: bool, is_watching: bool) -> None:
+    def begin_step(
+        self, num_elements: int, *, is_training: bool, is_measuring: bool, is_watching: bool, is_timing: bool
+    ) -> None:
         """A step of microbatches of so many elements begins."""
         self.is_training, self.is_measuring, self.is_watching = is_training, is_measuring, is_watching
+        self.is_timing = is_timing
+        if is_timing:
+            self._profiler.begin_visits()
         if self.is_profiling:
             self._profiler.begin(num_elements)
             self._pool.take_missed()
@@ -119,6 +145,7 @@ class Observer:
         self._note_period(pack, phase)
         self._observation = self._observe(device, pack) if self.is_measuring else None
         self._recomputes = []
+        self._begin_visit(device, phase, pack)
 
     def _observe(self, device: Device, pack: SwappedPack | None) -> Observation:
         peak = device.watch_peak()
@@ -129,6 +156,7 @@ class Observer:
 
     def end_turn(self, granted: Grant) -> None:
         """The lane has parked or ended."""
+        self._end_visit()
         observation, self._observation = self._observation, None
         if observation is None:
             return
@@ -140,7 +168,7 @@ class Observer:
 
     def forget_turns(self) -> None:
         """What comes next has nothing to do with the last turn."""
-        self._observation = self._last_turn = None
+        self._observation = self._last_turn = self._timed = self._launched = None
 
     def _note_period(self, pack: SwappedPack | None, phase: Phase) -> None:
         """Keep what the last turn took of the host, up to one of another lane in the same layer; not what it took to observe.
@@ -199,6 +227,31 @@ class Observer:
                 return
             num_bytes -= pack.gradient_layout()[1]
         self.work.note(pack.layers, granted.phase, num_bytes)
+
+    # ---- visits by the plan --------------------------------------------------------------------------------------------
+
+    def go_on(self, device: Device, phase: Phase, pack: SwappedPack) -> None:
+        """The lane comes to another pack within its turn."""
+        self._end_visit()
+        self._begin_visit(device, phase, pack)
+
+    def _begin_visit(self, device: Device, phase: Phase, pack: SwappedPack | None) -> None:
+        if not self.is_timing:
+            return
+        now, launched, self._launched = self._busy_seconds(), self._launched, None
+        if launched is not None:
+            self._profiler.note_visit_period(launched.visit, now - launched.began_seconds)
+        if pack is None:
+            return
+        plan = self._placement.plan
+        has_graph = pack.index in plan.kept or (self._step.fuses and pack.index in plan.fused)
+        visit = Visit(tuple(layer.index for layer in pack.layers), phase, phase is Phase.BACKWARD and not has_graph)
+        self._timed = self._launched = TimedVisit(visit, device, device.moment(), now)
+
+    def _end_visit(self) -> None:
+        timed, self._timed = self._timed, None
+        if timed is not None:
+            self._profiler.note_visit(timed.visit, (timed.began, timed.device.moment()))
 
     # ---- within a turn -------------------------------------------------------------------------------------------------
 

@@ -25,10 +25,12 @@ from lightning_harmony.plan.rules import Packs, fitting_packs, packed, smallest,
 CHECKED_STEPS, WARM_UP_STEPS = 8, 3
 # How many times as long, or as short, as predicted steps may be.
 FAR_OFF = 2.0
-# How many times as fast as before updates have to be for a plan to be looked at again.
+# How many times as fast as before updates or layers have to be for a plan to be looked at again.
 CLEARLY_FASTER = 1.25
 # In how many steps by a plan updates are timed beside its copies, until what it takes is foreseen anew.
 TIMED_UPDATES = 3
+# Which step by a plan is timed: by then lanes keep to their core, and the garbage collector spares what lasts.
+TIMED_STEP = 5
 
 
 class Records(Protocol):
@@ -58,6 +60,7 @@ class SeenStep:
         num_elements: of the largest microbatch.
         is_measured: whether the step was measured.
         is_cast: whether autocast was seen at work, and watched.
+        is_timed: whether its turns, by the plan, were timed.
     """
 
     calls: list[int]
@@ -65,6 +68,7 @@ class SeenStep:
     num_elements: int
     is_measured: bool
     is_cast: bool
+    is_timed: bool
 
 
 def check_given(
@@ -115,6 +119,12 @@ def _capacities(devices: Sequence[Device]) -> list[int | None]:
     return [device.capacity_bytes for device in devices]
 
 
+def _is_clearly_faster(plan: Plan, other: Plan) -> bool:
+    """Whether a plan is foreseen to be."""
+    ours, theirs = plan.predicted, other.predicted
+    return ours is not None and theirs is not None and theirs.seconds > CLEARLY_FASTER * ours.seconds
+
+
 class Planner:
     """Says by which plan a step runs.
 
@@ -159,14 +169,20 @@ class Planner:
         self._record: Record | None = None
         self._rests_on_record = self._is_to_be_checked = self._changes_number = False
         self._seconds: list[float] = []
-        # In the first steps by the plan.
+        # In the first steps by the plan, of which there were so many.
         self._update_speeds: list[float] = []
+        self._num_steps, self._has_timed_turns = 0, False
         self._plan = self.layer_by_layer(range(len(layers)))
 
     @property
     def watches(self) -> bool:
         """Whether a step is to show which weights may be narrow."""
         return not self.is_planned and not self.knows_casts
+
+    def times_turns_of(self, num_elements: int) -> bool:
+        """Whether the turns of the next step are timed, with so many elements in the largest microbatch."""
+        is_due = self.is_planned and self._num_steps >= TIMED_STEP - 1 and not self._has_timed_turns
+        return is_due and num_elements == self.measured_elements
 
     def layer_by_layer(self, calls: Sequence[int]) -> Plan:
         """Each layer a pack of its own, called in an order."""
@@ -223,16 +239,21 @@ class Planner:
             # The packs stay, but the graphs of larger microbatches may no longer fit.
             self._plan = self._with_its_packs(self._packed(self._plan.packs, self._calls), seen.num_microbatches)
             return self._plan
-        if self._sees_faster_updates():
-            plan = foreseen(self._plan, self._costs(), self._measured.machine())
-            self._plan = plan if self._given is not None else improved(plan, self._names(self._calls))
-        elif self._has_timed_updates():
+        self._num_steps += 1
+        sees_faster_updates = self._sees_faster_updates()
+        if not sees_faster_updates and self._has_timed_updates():
             self._measured.update_speeds.settle(median(self._update_speeds))
-            self._plan = foreseen(self._plan, self._costs(), self._measured.machine())
-        else:
+        elif seen.is_timed:
+            self._has_timed_turns = True
+            self._measured.profiler.keep_faster_visits()
+        elif not sees_faster_updates:
             return None
-        self._write(self._record)
-        return self._plan
+        plan = foreseen(self._plan, self._costs(), self._measured.machine())
+        if self._given is None and (sees_faster_updates or _is_clearly_faster(plan, self._plan)):
+            plan = improved(plan, self._names(self._calls))
+        self._plan = plan
+        self._write(self._with_newest_seconds(self._record, seen.num_elements))
+        return plan
 
     def _sees_faster_updates(self) -> bool:
         """Whether updates are clearly faster than when the plan was made, or none had been seen by then."""
@@ -356,6 +377,18 @@ class Planner:
         self._write(record)
         return plan
 
+    def _with_newest_seconds(self, record: Record | None, num_elements: int) -> Record | None:
+        """A record with what layers are known to take by now, if they were measured with so many elements."""
+        if record is None:
+            return None
+        newest = {layer.name: self._measured.cost(layer) for layer in self._layers}
+        sizes = [
+            replace(size, layers=tuple(replace(cost, **newest[cost.name].seconds) for cost in size.layers))
+            for size in record.sizes
+            if size.num_elements == num_elements
+        ]
+        return record.with_size(*sizes) if sizes else record
+
     def _write(self, record: Record | None) -> None:
         if record is None:
             return
@@ -377,6 +410,7 @@ class Planner:
         """A plan from what is known of the layers."""
         self.is_planned, self.measured_elements = True, num_elements
         self._update_speeds.clear()
+        self._num_steps, self._has_timed_turns = 0, False
         if self._given is not None:
             packs = self._given_packs(self._given)
             self._plan = self._with_its_packs(self._packed(packs, self._calls), num_microbatches)

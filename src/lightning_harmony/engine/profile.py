@@ -7,8 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from statistics import median_low
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.layer import SwappedLayer
@@ -22,6 +23,20 @@ Period: TypeAlias = tuple[Moment, Moment]
 
 # What of a cost a turn tells.
 _SECONDS_OF = {Phase.FORWARD: "forward_seconds", Phase.BACKWARD: "backward_seconds"}
+
+
+class Visit(NamedTuple):
+    """What a lane does to a pack in a step by the plan.
+
+    Attributes:
+        layers: of the pack, by their indices.
+        phase: forward or backward.
+        recomputes: whether its backward runs them again.
+    """
+
+    layers: tuple[int, ...]
+    phase: Phase
+    recomputes: bool
 
 
 @dataclass
@@ -83,7 +98,7 @@ class UpdateSpeeds:
 class Profiler:
     """Times each layer's turns, the copies of its weights and gradients, and what goes from device to device.
 
-    It does so in steps that run layer by layer.
+    It does so in steps that run layer by layer, which come first. A later one, by the plan, is timed by visits.
 
     Args:
         traffic: counts the copies.
@@ -99,6 +114,9 @@ class Profiler:
         self._turns: defaultdict[tuple[int, str], list[Sequence[Period]]] = defaultdict(list)
         self._host_seconds: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
         self._seconds: dict[tuple[int, str], float] = {}
+        # The same of a step by the plan.
+        self._visits: defaultdict[Visit, list[Period]] = defaultdict(list)
+        self._visit_seconds: defaultdict[Visit, list[float]] = defaultdict(list)
         self._copied: Counter[int] = Counter()
         self._stashed: Counter[int] = Counter()
         self._inputs: Counter[int] = Counter()
@@ -113,7 +131,8 @@ class Profiler:
         if 0 < self._num_elements < num_elements:
             self._read_clocks()
             factor = num_elements / self._num_elements
-            self._seconds = {key: seconds * factor for key, seconds in self._seconds.items()}
+            for key in self._seconds:
+                self._seconds[key] *= factor
             self._scaled = set(self._seconds)
         self._num_elements = num_elements
 
@@ -135,6 +154,44 @@ class Profiler:
     def note_period(self, layer: SwappedLayer, phase: Phase, seconds: float) -> None:
         """From the beginning of a turn on the host to that of the next one in the same layer."""
         self._host_seconds[layer.index, _SECONDS_OF[phase]].append(seconds)
+
+    def begin_visits(self) -> None:
+        """A step by the plan is timed."""
+        self._visits.clear()
+        self._visit_seconds.clear()
+
+    def note_visit(self, visit: Visit, period: Period) -> None:
+        """A lane's visit in it."""
+        self._visits[visit].append(period)
+
+    def note_visit_period(self, visit: Visit, seconds: float) -> None:
+        """From the beginning of a visit on the host to that of what comes next."""
+        self._visit_seconds[visit].append(seconds)
+
+    def keep_faster_visits(self) -> None:
+        """Take layers to need no more time than the step by the plan has shown.
+
+        The host is busier in first steps, and where it bounds a turn, layers seem to take longer. What takes longer by the
+        plan says nothing of a layer: its visit may wait for a copy.
+        """
+        self._read_clocks()
+        shares: dict[tuple[int, str], float] = {}
+        for visit, periods in self._visits.items():
+            taken = median_low(_seconds([period]) for period in periods)
+            taken = max(taken, median_low(self._visit_seconds.get(visit, [0.0])))
+            names = [_SECONDS_OF[visit.phase]]
+            known = self._known_seconds(visit.layers, names[0])
+            if visit.phase is Phase.BACKWARD:
+                names.append("recompute_seconds")
+                known -= 0.0 if visit.recomputes else self._known_seconds(visit.layers, names[1])
+            if 0 < taken < known:
+                for key in product(visit.layers, names):
+                    shares[key] = min(shares.get(key, 1.0), taken / known)
+        self._seconds.update({key: self._seconds[key] * share for key, share in shares.items() if key in self._seconds})
+        self.begin_visits()
+
+    def _known_seconds(self, layers: Sequence[int], name: str) -> float:
+        return sum(self._seconds.get((layer, name), 0.0) for layer in layers)
 
     def note_stash(self, layer: SwappedLayer, num_bytes: int) -> None:
         """What a forward stashed."""
@@ -219,6 +276,7 @@ class Profiler:
         self._host_seconds.clear()
         self._seconds.clear()
         self._scaled.clear()
+        self.begin_visits()
         self._num_elements = 0
         self._copied.clear()
         self._stashed.clear()

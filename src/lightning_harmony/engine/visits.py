@@ -85,6 +85,7 @@ class Visits:
                     self._recorder.leave()
                     self.enter(progress, Place(pack, phase, position))
                     self.note_task(number, progress, phase, pack)
+                    self._observer.go_on(residents.device, phase, pack)
                 if self._step.granted is not None:
                     self._step.granted = replace(self._step.granted, pack=pack, phase=phase)
             else:

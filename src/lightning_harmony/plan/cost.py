@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # What is timed of a layer; all else is counted.
 SECONDS = ("forward_seconds", "backward_seconds", "recompute_seconds")
@@ -48,6 +49,11 @@ class Cost:
     arriving_bytes: int = 0
     returning_bytes: int = 0
     behind_bytes: int = 0
+
+    @property
+    def seconds(self) -> dict[str, Any]:
+        """What is timed of it, by name."""
+        return {name: getattr(self, name) for name in SECONDS}
 
     @property
     def state_bytes(self) -> int:
