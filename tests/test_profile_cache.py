@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.executor import Executor
-from lightning_harmony.engine.planning import CHECKED_STEPS
+from lightning_harmony.engine.planning import CHECKED_STEPS, TIMED_STEP
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.record import Record
@@ -365,15 +365,28 @@ class TestAutomaticNumber:
             HarmonyStrategy(num_microbatches="auto", microbatch_size=2)
 
 
-class TestASlowMachine:
-    def test_what_predicts_far_other_times_is_measured_anew_by_the_next_fit(self, folder: Path) -> None:
-        """A profile that was measured while the machine was busy would predict slow steps for ever."""
-        train(folder)
+class TestAnotherMachine:
+    """A profile may be of a machine that was busy, or that has become so since."""
+
+    @staticmethod
+    def set_seconds(folder: Path, seconds: float) -> None:
         values = json.loads(file_in(folder).read_text())
         for size in values["sizes"]:
             for cost in size["layers"]:
-                cost["forward_seconds"] = cost["backward_seconds"] = 100.0
+                cost["forward_seconds"] = cost["backward_seconds"] = seconds
         file_in(folder).write_text(json.dumps(values))
+
+    def test_what_predicts_slow_steps_is_corrected_by_the_next_fit(self, folder: Path) -> None:
+        train(folder)
+        self.set_seconds(folder, 100.0)
+        # In the first step it is checked that the model does what it did.
+        train(folder, samples=nets.tokens(8 * (1 + TIMED_STEP)))
+        (size,) = Record.from_json(file_in(folder).read_text()).sizes
+        assert max(cost.backward_seconds for cost in size.layers) < 10.0
+
+    def test_what_predicts_fast_steps_is_measured_anew_by_the_next_fit(self, folder: Path) -> None:
+        train(folder)
+        self.set_seconds(folder, 1e-9)
         train(folder, samples=nets.tokens(8 * (CHECKED_STEPS - 1)))
         assert list(folder.iterdir()) != []
         result = train(folder, samples=nets.tokens(8 * CHECKED_STEPS))
