@@ -25,9 +25,9 @@ from clock import Clock
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.decompose import Layer
-from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.turns import Microbatch
+from lightning_harmony.engine.virtual_device import VirtualDevice
 
 NUM_LAYERS = 100
 NUM_MICROBATCHES = 4

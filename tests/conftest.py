@@ -11,8 +11,8 @@ import same_training
 import torch
 from torch import Tensor
 
-from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.stream import Event
+from lightning_harmony.engine.virtual_device import VirtualDevice
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

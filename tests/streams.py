@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import lightning_harmony.strategy
-from lightning_harmony.engine import device as device_module
-from lightning_harmony.engine import executor, hollow_graph, stash, visits
+from lightning_harmony.engine import cuda_device, executor, hollow_graph, stash, visits
 from lightning_harmony.engine import stream as stream_module
-from lightning_harmony.engine.device import CudaDevice, Device
+from lightning_harmony.engine.cuda_device import CudaDevice
+from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.host_store import HostPool
 from lightning_harmony.engine.lane import Lane, LanePool
 from lightning_harmony.engine.stream import HostEvent, HostStream
@@ -790,8 +790,8 @@ def detecting(monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: It
 
     _show_threads(monkeypatch, detector)
     monkeypatch.setattr(lightning_harmony.strategy, "VirtualDevice", open_device)
-    monkeypatch.setattr(device_module, "torch", FakeTorch())
-    monkeypatch.setattr(device_module, "_flat", flat)
+    monkeypatch.setattr(cuda_device, "torch", FakeTorch())
+    monkeypatch.setattr(cuda_device, "flat_buffer", flat)
     monkeypatch.setattr(stream_module, "torch", FakeTorch())
     monkeypatch.setattr(stash, "_keep_until_computed", _keep_until_computed)
     for module in (executor, hollow_graph, visits):

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.engine import device as device_module
+from lightning_harmony.engine import virtual_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -245,7 +245,7 @@ class AsOnGpus(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        owners = {device_module._owners.get(tensor.untyped_storage()._cdata) for tensor in tensors} - {None}
+        owners = {virtual_device._owners.get(tensor.untyped_storage()._cdata) for tensor in tensors} - {None}
         assert len(owners) < 2 or "copy" in str(func), f"{func} has operands on several devices"
         return func(*args, **(kwargs or {}))
 

@@ -298,7 +298,7 @@ class TestForeseen:
     def test_bytes_and_peaks(
         self, num_microbatches: int, net: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("lightning_harmony.engine.device.HostStream", Prompt)
+        monkeypatch.setattr("lightning_harmony.engine.virtual_device.HostStream", Prompt)
         found = 0
         for capacity in self.CAPACITIES:
             run = swept(capacity, num_microbatches, net)
@@ -324,7 +324,7 @@ class TestForeseen:
         capacities = self.CAPACITIES[2:4] if net is Wide else ("160KiB", "256KiB")
         for capacity in capacities:
             for stream in (Prompt, Late):
-                monkeypatch.setattr("lightning_harmony.engine.device.HostStream", stream)
+                monkeypatch.setattr("lightning_harmony.engine.virtual_device.HostStream", stream)
                 run = swept(capacity, 4, net, update)
                 assert run is not None
                 (device,) = predict(run.plan, is_deferred=update == "deferred").devices
@@ -344,7 +344,7 @@ class TestForeseen:
     def test_bytes_and_peaks_where_a_turn_of_the_forward_takes_several_packs(
         self, num_microbatches: int, stream: type[HostStream], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("lightning_harmony.engine.device.HostStream", stream)
+        monkeypatch.setattr("lightning_harmony.engine.virtual_device.HostStream", stream)
         found = 0
         for capacity in self.CAPACITIES:
             run = swept(capacity, num_microbatches, Wide)
@@ -369,7 +369,7 @@ class TestForeseen:
 
     def test_a_call_copies_no_buffers_but_its_layer_s(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """All buffers of its pack were copied before each call: twelve blocks of a ResNet took three times as long for it."""
-        monkeypatch.setattr("lightning_harmony.engine.device.HostStream", Prompt)
+        monkeypatch.setattr("lightning_harmony.engine.virtual_device.HostStream", Prompt)
         layers = ("net.embed", *(f"net.blocks.{number}" for number in range(6)), "net.head")
         plan = Plan((layers,), (0,), 0, num_microbatches=4)
         run = swept(None, None, Buffered, plan=plan)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_harmony.application import find_model, parse_arguments, parse_batch, read_config
-from lightning_harmony.engine.device import free_device_bytes, free_host_bytes
+from lightning_harmony.engine.free_memory import free_device_bytes, free_host_bytes
 from lightning_harmony.engine.measure import measure_machine
 from lightning_harmony.errors import PlanError, UnsupportedModelError
 from lightning_harmony.estimation import estimate

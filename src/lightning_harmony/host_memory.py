@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_harmony.engine.device import free_host_bytes
+from lightning_harmony.engine.free_memory import free_host_bytes
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.host_gradients import bytes_beside_state
 from lightning_harmony.plan.memory_size import format_bytes

@@ -16,14 +16,17 @@ from torch.optim import Optimizer
 
 from lightning_harmony.checkpoints import refuse_directory, refuse_sharded
 from lightning_harmony.deferred_update import DeferredUpdate
+from lightning_harmony.engine.cuda_device import CudaDevice
 from lightning_harmony.engine.decompose import Layer, find_layers
-from lightning_harmony.engine.device import CudaDevice, Device, VirtualDevice, free_device_bytes
+from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.executor import Executor
+from lightning_harmony.engine.free_memory import free_device_bytes
 from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.host_store import HostStore
 from lightning_harmony.engine.origin import origin_of
 from lightning_harmony.engine.report import StepReport
 from lightning_harmony.engine.step_recorder import StepRecorder
+from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.evaluation import Evaluation
 from lightning_harmony.fit_summary import FitSummary

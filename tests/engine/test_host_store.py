@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import ALIGNMENT, KEPT_STEPS, HostPool, HostStore, lay_out
 from lightning_harmony.engine.stream import Happened
+from lightning_harmony.engine.virtual_device import VirtualDevice
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import HostStore
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.measurements import Measurements
 from lightning_harmony.engine.profile import Profiler, UpdateSpeeds
 from lightning_harmony.engine.report import Traffic
+from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.engine.workspace import WorkSpace
 from lightning_harmony.plan.cost import SECONDS
 from lightning_harmony.plan.profile import MachineLimits

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
@@ -16,6 +15,7 @@ from lightning_harmony.engine.postponed import Overlap, PostponedUpdate
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stream import HostStream
 from lightning_harmony.engine.swap import Swapper
+from lightning_harmony.engine.virtual_device import VirtualDevice
 
 CPU = torch.device("cpu")
 Use = Callable[[Tensor, Tensor], Tensor]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.observer import Observer
@@ -21,6 +20,7 @@ from lightning_harmony.engine.residents import Residents
 from lightning_harmony.engine.stash import Stash
 from lightning_harmony.engine.step import Grant
 from lightning_harmony.engine.stream import Happened
+from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.task import Phase

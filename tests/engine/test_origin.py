@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.decompose import Layer
-from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.origin import kind_of, origin_of
+from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.plan.record import Origin
 
 

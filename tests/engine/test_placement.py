@@ -3,7 +3,6 @@
 import pytest
 from torch import nn
 
-from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.placement import Placement
@@ -13,6 +12,7 @@ from lightning_harmony.engine.residents import Residents
 from lightning_harmony.engine.stash import Stash
 from lightning_harmony.engine.stream import HostStream
 from lightning_harmony.engine.swap import Swapper
+from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.plan.plan import Plan
 
 

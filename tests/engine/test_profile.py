@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.profile import Profiler, Speed, UpdateSpeeds, Visit
 from lightning_harmony.engine.report import Traffic
+from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.task import Phase
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.pack import SwappedPack
@@ -20,6 +19,7 @@ from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.stash import Stash
 from lightning_harmony.engine.stream import Happened, HostStream
 from lightning_harmony.engine.swap import Swapper
+from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.task import Errand, Phase, Task

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_harmony.engine import stash as stash_module
-from lightning_harmony.engine.device import DeviceOutOfMemoryError, VirtualDevice
 from lightning_harmony.engine.host_store import HostPool
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stash import Alias, LaneStash, Stash, Stashed
 from lightning_harmony.engine.stream import Event, Stream
+from lightning_harmony.engine.virtual_device import DeviceOutOfMemoryError, VirtualDevice
 from lightning_harmony.errors import UnsupportedModelError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64]

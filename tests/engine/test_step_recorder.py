@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import HostStore
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.step_recorder import StepRecorder
+from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.prediction import Span
 from lightning_harmony.plan.recording import Recording

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.pack import SwappedPack
@@ -19,6 +18,7 @@ from lightning_harmony.engine.residents import Residents
 from lightning_harmony.engine.stash import Stash
 from lightning_harmony.engine.stream import HostStream
 from lightning_harmony.engine.swap import Swapper
+from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.errors import UnsupportedModelError
 
 

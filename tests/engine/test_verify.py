@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.pack import Residency
 from lightning_harmony.engine.stream import Happened
 from lightning_harmony.engine.verify import verify_layer
+from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.errors import UnsupportedModelError
 
 OUTSIDE = nn.Parameter(torch.ones(3))

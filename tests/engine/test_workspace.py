@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import ALIGNMENT, HostStore
 from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.engine.workspace import WorkSpace
 from lightning_harmony.plan.task import Phase
 

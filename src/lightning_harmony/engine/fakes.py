@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.host_store import HostStore, Slot, lay_out
 from lightning_harmony.engine.narrow import CastWatch
 from lightning_harmony.engine.pack import Residency
 from lightning_harmony.engine.stream import Event, Happened, HostMoment
+from lightning_harmony.engine.virtual_device import VirtualDevice
 
 
 def fake(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -10,7 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lightning_harmony.engine.device import CudaDevice, Device, VirtualDevice, free_device_bytes, free_host_bytes
+from lightning_harmony.engine.cuda_device import CudaDevice
+from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.free_memory import free_device_bytes, free_host_bytes
+from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.plan.machine import Machine
 
 _COPIED_BYTES = 64 * 2**20

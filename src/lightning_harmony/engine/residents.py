@@ -11,10 +11,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from lightning_harmony.engine.device import Device, VirtualDevice
+from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.stash import Stash
 from lightning_harmony.engine.swap import Swapper
+from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.lowering import Moves
 from lightning_harmony.plan.plan import Plan

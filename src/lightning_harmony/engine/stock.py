@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from lightning_harmony.engine.device import VirtualDevice
 from lightning_harmony.engine.narrow import is_view
+from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.plan.work import Work
 
 _aten = torch.ops.aten
