@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +169,19 @@ def _train(strategy: Any, hidden: int, *, num_batches: int, recompute: bool) -> 
     return clock.seconds()[2:]
 
 
+@pytest.fixture
+def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With how many threads torch computes: all that it would, or fewer, which leaves cores to copies and updates."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param or before)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_threads", [None, 1], ids=["all threads", "one thread"], indirect=True)
 @pytest.mark.parametrize(("hidden", "device_memory"), [(512, None), (512, "96MiB"), (1024, "256MiB")])
+@pytest.mark.usefixtures("num_threads")
 def test_a_step_beside_plain_lightning_with_recompute(benchmark: Any, hidden: int, device_memory: str | None) -> None:
     """The ratio of medians, both ways in turn in one run. Capacities are a third and a fifth of the training state."""
     plain: list[float] = []
