@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_harmony.engine.batch import merge_evaluations, split_batch
+from lightning_harmony.engine.batch import can_be_split, merge_evaluations, split_batch
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.rng import stream_seed
 from lightning_harmony.engine.turns import Microbatch
@@ -81,7 +81,7 @@ class Evaluation:
         except Exception:
             return ()
         sizes = self.settings.evaluation_sizes(batch_size)
-        return sizes if len(sizes) > 1 else ()
+        return sizes if len(sizes) > 1 and can_be_split(args[0], batch_size) else ()
 
     def _on_root(self, output: Any) -> Any:
         """What a step returns, where the model's own code expects it."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.deferred_update import DeferredUpdate
 from lightning_harmony.engine.asked import anchored, asked_for
-from lightning_harmony.engine.batch import DEFAULT_NUM_MICROBATCHES, merge_outputs, split_batch
+from lightning_harmony.engine.batch import DEFAULT_NUM_MICROBATCHES, can_be_split, merge_outputs, split_batch
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.opaque import without_caches
@@ -128,7 +128,14 @@ class Training:
             ) from error
         if self.settings.chooses_number and self._chosen is None:
             self._chosen = self.engine.choose_number(batch_size, num_elements(batch), DEFAULT_NUM_MICROBATCHES)
-        return self.settings.sizes(batch_size, self._chosen, self._least_samples)
+        sizes = self.settings.sizes(batch_size, self._chosen, self._least_samples)
+        if len(sizes) > 1 and not can_be_split(batch, batch_size):
+            raise ValueError(
+                f"a batch of type {type(batch).__name__} cannot be split into microbatches: Lightning takes it for one of "
+                f"{batch_size} samples, but nothing that can be taken apart in it has as many rows. Return tensors, in "
+                "tuples, lists, dicts or dataclasses, or use HarmonyStrategy(num_microbatches=1)"
+            )
+        return sizes
 
     def _forward(self, steps: Sequence[TrainingStep], weights: Sequence[float], sizes: Sequence[int]) -> None:
         batch_number = self.trainer.fit_loop.epoch_loop.total_batch_idx

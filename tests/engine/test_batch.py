@@ -15,6 +15,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from lightning_harmony.engine.batch import (
+    can_be_split,
     merge_evaluations,
     merge_outputs,
     microbatch_sizes,
@@ -341,6 +342,29 @@ class TestMergeEvaluations:
     def test_anything_else_is_refused(self, outputs):
         with pytest.raises(ValueError, match="microbatch"):
             merge_evaluations(outputs, [2, 1], averages=False)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (torch.zeros(4, 2), True),
+        ({"a": [1, FrozenSample(torch.zeros(4), None)]}, True),
+        (["w", "x", "y", "z"], True),
+        (pack_sequence([torch.zeros(2)] * 4), True),
+        ((torch.zeros(3), torch.tensor(1.0), None, "text"), False),
+        (object(), False),
+    ],
+)
+def test_what_has_a_row_for_each_sample_can_be_split(batch, expected):
+    assert can_be_split(batch, 4) is expected
+
+
+def test_a_part_of_a_tensor_has_its_own_rows_of_what_is_set_on_that():
+    batch = torch.arange(4.0)
+    batch.weights, batch.source = torch.arange(4.0) * 2, "whole"
+    first, second = split_batch(batch, 4, [1, 3])
+    assert (first.weights.tolist(), first.source) == ([0.0], "whole")
+    assert second.weights.tolist() == [2.0, 4.0, 6.0]
 
 
 def test_numbers_of_rows_are_those_of_tensors_and_arrays_at_any_depth():

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_harmony.engine.guise import Guise
+
 #: Enough microbatches to keep a few devices busy, few enough that each still fills one.
 DEFAULT_NUM_MICROBATCHES = 4
 
@@ -64,6 +66,13 @@ def split_batch(batch: Any, batch_size: int, sizes: Sequence[int]) -> list[Any]:
     return _split(
         batch, batch_size, [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
     )
+
+
+def can_be_split(batch: Any, batch_size: int) -> bool:
+    """Say whether `split_batch` finds samples in a batch: others go whole into each microbatch, as many times the work."""
+    if _has_rows(batch, batch_size) or _is_per_sample(batch, batch_size) or isinstance(batch, PackedSequence):
+        return True
+    return any(can_be_split(child, batch_size) for child in _children(batch) or ())
 
 
 def numbers_of_rows(batch: Any) -> set[int]:
@@ -137,7 +146,15 @@ def _split(value: Any, batch_size: int, slices: Sequence[slice]) -> list[Any]:
             "and pack them in the step, or pass `HarmonyStrategy(num_microbatches=1)`."
         )
     if _has_rows(value, batch_size) or _is_per_sample(value, batch_size):
-        return [value[part] for part in slices]
+        parts = [value[part] for part in slices]
+        guise = Guise.of(value) if isinstance(value, Tensor) else None
+        if guise is None:
+            return parts
+        attributes = _split(guise.attributes, batch_size, slices)
+        # A class that knows what becomes of its own when it is sliced has seen to it.
+        return [
+            guise._replace(attributes=own | vars(part)).on(part) for own, part in zip(attributes, parts, strict=True)
+        ]
     children = _children(value)
     if children is None:
         return [value] * len(slices)

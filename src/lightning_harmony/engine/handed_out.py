@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_harmony.engine.attributes import Attributes
+from lightning_harmony.engine.guise import Guise
 from lightning_harmony.engine.host_store import lies_in
 from lightning_harmony.engine.opaque import ObjectSnapshot, is_opaque
 from lightning_harmony.engine.pack import Residency
@@ -32,7 +33,7 @@ class HandedOut:
             return tensor
         # Not in the lane's own work: what takes the weights' place waits for what the last lane did, and for what computed.
         with self._residency.device.computing():
-            return tensor.clone()
+            return Tensor.clone(tensor)
 
     def object(self, value: Any) -> Any:
         """Something else that the call returns, in which tensors may be."""
@@ -44,6 +45,12 @@ class HandedOut:
             return value
         copies = self._copies(snapshot.tensors)
         return snapshot.restore([copies.get(id(tensor), tensor) for tensor in snapshot.tensors]) if copies else value
+
+    def guise(self, guise: Guise) -> Guise:
+        """What a tensor of the call looks like, in whose attributes tensors may be."""
+        copies = self._copies(value for value in guise.attributes.values() if isinstance(value, Tensor))
+        values = {name: copies.get(id(value), value) for name, value in guise.attributes.items()}
+        return guise._replace(attributes={name: self.object(value) for name, value in values.items()})
 
     def attributes(self, left: Attributes) -> None:
         """What the call has left on the layer's modules."""

@@ -16,6 +16,7 @@ from lightning_harmony.engine.asked import asked_for
 from lightning_harmony.engine.call_buffers import CallBuffers
 from lightning_harmony.engine.containers import Containers
 from lightning_harmony.engine.glue import StandIn
+from lightning_harmony.engine.guise import Guise, set_since
 from lightning_harmony.engine.handed_out import HandedOut
 from lightning_harmony.engine.hollow_graph import HollowGraph, end_of, given, keep
 from lightning_harmony.engine.lane import CastingState
@@ -138,6 +139,7 @@ class LayerCall:
     _hollow: tuple[HollowGraph, Mapping[nn.Parameter, GradientEdge]] | None = None
     _distinct: list[int] | None = None
     _is_over = False
+    _returned_guises: Sequence[Guise | None] = ()
 
     def __init__(self, original: OwnForward, runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._layer, self._original, self._is_compiled = original
@@ -154,10 +156,9 @@ class LayerCall:
         numbers = {key: number for number, key in enumerate(unique)}
         self._numbers = [numbers.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in self._leaves]
         # As the caller has them, not cast.
-        self._given: list[Any] = []
-        if not self._containers.are_none:
-            of_caller = {n: leaf for n, leaf in zip(self._numbers, leaves, strict=True) if n is not None}
-            self._given = [of_caller[n] for n in range(len(of_caller))]
+        of_caller = {n: leaf for n, leaf in zip(self._numbers, leaves, strict=True) if n is not None}
+        self._given: list[Tensor] = [of_caller[n] for n in range(len(of_caller))]
+        self._guises = [Guise.of(tensor) for tensor in self._given]
 
     @property
     def layer(self) -> SwappedLayer:
@@ -193,6 +194,8 @@ class LayerCall:
         with self._visit(Phase.FORWARD):
             outputs = _LayerFunction.apply(self, anchor, *self.tensors)
         self.tensors = []
+        guises, self._returned_guises = self._returned_guises, []
+        outputs = [leaf if guise is None else guise.on(leaf) for leaf, guise in zip(outputs, guises, strict=True)]
         return self._returned(self._unflatten(iter(outputs)))
 
     def run_without_gradients(self) -> Any:
@@ -202,9 +205,11 @@ class LayerCall:
             with self._runtime.running(self._layer, self.residency, takes_objects=self._takes_objects):
                 leaves, unflatten = self._flatten(self._run_only())
                 handed_out = HandedOut(self.residency, with_graph=False)
+                guises = self._guises_of(leaves, handed_out)
                 leaves = [
                     handed_out.tensor(leaf) if isinstance(leaf, Tensor) else handed_out.object(leaf) for leaf in leaves
                 ]
+                leaves = [leaf if guise is None else guise.on(leaf) for leaf, guise in zip(leaves, guises, strict=True)]
                 self._hand_out_attributes(handed_out)
             self._runtime.hand_out([leaf for leaf in leaves if isinstance(leaf, Tensor)], self.residency)
             return self._returned(unflatten(iter(leaves)))
@@ -214,17 +219,19 @@ class LayerCall:
         self._attributes = self._layer.attributes.read()
         if watch is not None:
             self._random = self._capture_random()
-        args, kwargs = self._arguments.of(self._with_tensors(self.tensors, self._leaves))
-        contents = self._containers.watched(args, kwargs, self.tensors)
+        taken = self._in_guise(self.tensors)
+        args, kwargs = self._arguments.of(self._with_tensors(taken, self._leaves))
+        contents = self._containers.watched(args, kwargs, taken)
         before = self._buffers.copies(self.residency) if self._layer.has_unknown_buffers() else {}
         with self._buffers.bound(self.residency) as left, self._explaining(), self._watching(watch):
             result = self._run(*args, **kwargs), contents()
+        self._leave_attributes(taken, HandedOut(self.residency, with_graph=False))
         changed = self._buffers.take_over(self.residency, left, before)
         if watch is not None and not changed:
             self._casting, self._objects, self._context = CastingState(), self._leaves, contextvars.copy_context()
             self._requires_grad = [False] * len(self.tensors)
             # Without gradients, a layer may change its inputs in place.
-            self._try_narrow(watch, [tensor.clone() for tensor in self.tensors], self._flatten(result)[0])
+            self._try_narrow(watch, [Tensor.clone(tensor) for tensor in self.tensors], self._flatten(result)[0])
         return result
 
     def forward(self) -> tuple[Any, ...]:
@@ -260,15 +267,16 @@ class LayerCall:
         before = self._buffers.copies(self.residency)
         keeps = self._runtime.keep_graph(self._layer, self)
         hollow = HollowGraph() if not keeps and self._may_be_hollow(hidden) else None
-        inputs = self._as_given([tensor.detach() for tensor in self.tensors])
+        inputs = self._as_given([Tensor.detach(tensor) for tensor in self.tensors])
         for tensor in inputs:
             refuse_accumulation(tensor)
         # With grad enabled, even if nothing is kept: under no_grad other kernels would run.
         with torch.enable_grad(), self._saving(hollow, keeps=keeps):
             if hollow is not None:
                 inputs = [hollow.passed(tensor) for tensor in inputs]
-            args, kwargs = self._arguments.of(self._with_tensors(inputs, self._leaves))
-            contents = self._containers.watched(args, kwargs, inputs)
+            taken = self._in_guise(inputs)
+            args, kwargs = self._arguments.of(self._with_tensors(taken, self._leaves))
+            contents = self._containers.watched(args, kwargs, taken)
             watch = self._runtime.watch(self._layer, self.residency)
             with self._buffers.bound(self.residency) as left, self._explaining(), self._watching(watch):
                 result = self._run(*args, **kwargs), contents()
@@ -276,13 +284,15 @@ class LayerCall:
         self._refuse_changed([_state(t) == state for t, state in zip(checked, before_run, strict=True)])
         flat, self._unflatten = self._flatten(result)
         handed_out = HandedOut(self.residency, with_graph=True)
+        self._leave_attributes(taken, handed_out)
+        self._returned_guises = self._guises_of(flat, handed_out)
         flat = [leaf if isinstance(leaf, Tensor) else handed_out.object(leaf) for leaf in flat]
         self._hand_out_attributes(handed_out)
         self._graph = self._graph_between(inputs, flat, self._hidden(hidden)) if keeps else None
         if hollow is not None and hollow.close([leaf for leaf in flat if isinstance(leaf, Tensor)]):
             self._hollow = hollow, self.residency.edges(self._trained())
         if watch is not None:
-            self._try_narrow(watch, [tensor.detach() for tensor in self.tensors], flat)
+            self._try_narrow(watch, [Tensor.detach(tensor) for tensor in self.tensors], flat)
         self._leaves = []
         return tuple(flat)
 
@@ -342,7 +352,7 @@ class LayerCall:
     def hand_out(self, outputs: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs for the caller, without their graph."""
         own = HandedOut(self.residency, with_graph=True).tensor
-        handed = tuple(own(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in outputs)
+        handed = tuple(own(Tensor.detach(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in outputs)
         self._runtime.hand_out([leaf for leaf in handed if isinstance(leaf, Tensor)], self.residency)
         return handed
 
@@ -404,7 +414,7 @@ class LayerCall:
             self._runtime.accumulate(self._layer, self._use, wanted)
         if self._runtime.is_last_backward():
             # The node lives as long as its graph; what it kept need not.
-            self._inputs, self._objects, self._is_over = [], [], True
+            self._inputs, self._objects, self._guises, self._is_over = [], [], [], True
             del self._attributes
         return [next(of_inputs) if requires_grad else None for requires_grad in self._requires_grad]
 
@@ -415,7 +425,7 @@ class LayerCall:
         if kept is not None:
             return kept
         with self._runtime.measuring_graph(self._layer):
-            inputs = [value.load().detach() for value in self._inputs]
+            inputs = [Tensor.detach(value.load()) for value in self._inputs]
             # The first graph of a layer is looked at: it has to be a whole one.
             if hollow is None or self._layer.holds_tensors is not False:
                 return self._graph_between(inputs, *self._recompute(inputs))
@@ -444,8 +454,9 @@ class LayerCall:
         self._random.restore(self._cuda_device(), now)
         try:
             with torch.enable_grad(), self._casting.applied(), self._runtime.recomputing():
-                args, kwargs = self._arguments.of(self._with_tensors(self._as_given(inputs), leaves))
-                contents = self._containers.watched(args, kwargs, inputs)
+                taken = self._in_guise(self._as_given(inputs))
+                args, kwargs = self._arguments.of(self._with_tensors(taken, leaves))
+                contents = self._containers.watched(args, kwargs, taken)
                 as_they_were = self._buffers.as_they_were(self.residency)
                 with self._layer.attributes.as_they_were(self._attributes), as_they_were:
                     result = self._context.copy().run(run or self._run, *args, **kwargs), contents()
@@ -477,8 +488,27 @@ class LayerCall:
 
     def _as_given(self, tensors: list[Tensor]) -> list[Tensor]:
         for tensor, requires_grad in zip(tensors, self._requires_grad, strict=True):
-            tensor.requires_grad_(requires_grad)
+            Tensor.requires_grad_(tensor, requires_grad)
         return tensors
+
+    def _in_guise(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The tensors that the call takes as the caller had them: of their classes, and with what was set on them."""
+        if not any(self._guises):
+            return tensors
+        return [t if guise is None else guise.on(t) for t, guise in zip(tensors, self._guises, strict=True)]
+
+    def _leave_attributes(self, taken: Sequence[Tensor], handed_out: HandedOut) -> None:
+        """What the layer has set on tensors that it took, the caller finds there."""
+        for tensor, original in zip(taken, self._given, strict=True):
+            attributes = set_since(tensor, original)
+            if attributes is not None:
+                vars(original).clear()
+                vars(original).update(handed_out.guise(Guise(Tensor, attributes)).attributes)
+
+    @staticmethod
+    def _guises_of(leaves: Sequence[Any], handed_out: HandedOut) -> list[Guise | None]:
+        guises = [Guise.of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        return [None if guise is None else handed_out.guise(guise) for guise in guises]
 
     def _with_tensors(self, tensors: Sequence[Tensor], leaves: Sequence[Any]) -> list[Any]:
         """The flat arguments, tensors in their places."""

@@ -247,7 +247,7 @@ class Runtime:
         """Keep what a layer takes for the backward: on the host, unless it is small or needed again at once."""
         if is_small(tensor):
             # Counters and the like, which code between layers may change afterwards.
-            tensor = copied(tensor.detach())
+            tensor = copied(Tensor.detach(tensor))
         return self.stash_unchanged(tensor)
 
     def stash_unchanged(self, tensor: Tensor) -> Stashed:

@@ -124,7 +124,7 @@ class Stash:
         """Start to swap a tensor out; None for one that is better kept where it is."""
         if is_small(tensor) or tensor.device != self.device.torch_device:
             return None
-        return HostCopy(self, tensor.detach())
+        return HostCopy(self, Tensor.detach(tensor))
 
     def retire(self, *, wait: bool = False) -> bool:
         """Let go of the device copies whose swap-out is done; with ``wait``, of the oldest in any case.

@@ -32,10 +32,10 @@ def restore(compact: Tensor, size: torch.Size, stride: tuple[int, ...]) -> Tenso
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy with the same strides. `Tensor.clone` makes one of its own of what is not dense."""
+    """A copy with the same strides. `Tensor.clone` makes one of its own of what is not dense; a subclass may do anything."""
     if tensor.layout is not torch.strided:
-        return tensor.clone()
-    return restore(compact(tensor).clone(), tensor.size(), tensor.stride())
+        return Tensor.clone(tensor)
+    return restore(Tensor.clone(compact(tensor)), tensor.size(), tensor.stride())
 
 
 def _same_places(compact: Tensor, stride: tuple[int, ...]) -> bool:
