@@ -565,8 +565,8 @@ class LayerCall:
         if any(gradient is not None for gradient in gradients):
             raise UnsupportedModelError(
                 f"layer {self._layer.name!r} takes a tensor that needs gradients inside an object, or from an attribute; "
-                "pass it as an argument of its own, or in a tuple, list or dict, or make a layer of the module around this one "
-                "and the one that it comes from with HarmonyStrategy(layers=...)"
+                "pass it as an argument of its own, or in a tuple, list or dict, or make a layer of the module around this "
+                "one and the one that it comes from with HarmonyStrategy(layers=...)"
             )
 
 
