@@ -104,6 +104,22 @@ def test_a_checkpoint_is_loaded_by_every_loop_whether_it_may_hold_weights_only(
     assert_equal(values(Model.load_from_checkpoint(path, weights_only=weights_only)), values(first.lightning_module))
 
 
+def test_a_fit_goes_on_from_a_checkpoint_without_the_state_of_an_optimizer(tmp_path: Path) -> None:
+    """Plain Lightning passes over what is not there."""
+    first = trainer_for(harmony())
+    first.fit(Model(adamw), loader())
+    first.save_checkpoint(tmp_path / "whole.ckpt")
+    checkpoint = torch.load(tmp_path / "whole.ckpt", weights_only=False)
+    checkpoint["optimizer_states"] = []
+    torch.save(checkpoint, tmp_path / "without.ckpt")
+    plain = trainer_for("auto", accumulate_grad_batches=NUM_MICROBATCHES, max_epochs=2)
+    swapped = trainer_for(harmony(), max_epochs=2)
+    for trainer, size in ((plain, BATCH_SIZE // NUM_MICROBATCHES), (swapped, BATCH_SIZE)):
+        trainer.fit(Model(adamw), loader(size), ckpt_path=tmp_path / "without.ckpt", weights_only=False)
+    assert plain.global_step == swapped.global_step == 2 * first.global_step
+    assert_same(plain, swapped)
+
+
 def test_sharded_checkpoints_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "step=1.ckpt"
     path.mkdir()

@@ -613,6 +613,40 @@ def test_a_compiled_module_is_not_refused() -> None:
     assert_same(fit_plain(Unscaled()), trainer)
 
 
+class Preparing(Model):
+    has_prepared = False
+
+    def prepare_data(self) -> None:
+        self.has_prepared = True
+
+
+@pytest.mark.parametrize("variables", [{"LOCAL_RANK": "1"}, {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "job"}])
+def test_data_is_prepared_whatever_a_cluster_says_of_the_process(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not, in silence, or ended with a KeyError."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    module = Preparing()
+    trainer = fit_harmony(module)
+    assert module.has_prepared
+    assert (trainer.local_rank, trainer.node_rank, trainer.is_global_zero) == (0, 0, True)
+
+
+@pytest.mark.cpu
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_the_model_may_be_traced_between_steps() -> None:
+    """As TensorBoardLogger(log_graph=True) does when a fit begins. Weights are the module's own then."""
+
+    class Tracing(pl.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            tokens = nets.tokens(2)[:, :-1]
+            traced = torch.jit.trace(module, (tokens,), check_trace=False)
+            assert torch.equal(traced(tokens), module(tokens))
+
+    assert_same(plainly(), fit_harmony(Model(), callbacks=[Tracing()]))
+
+
 # --- The module afterwards, and again.
 
 

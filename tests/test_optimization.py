@@ -953,3 +953,26 @@ def test_every_gradient_is_there_after_the_backward() -> None:
     fit("harmony", callbacks=[swapped], num_microbatches=1)
     assert_equal(swapped.seen, plain.seen)
     assert len(plain.seen) == 3
+
+
+class Leaving(Model):
+    """Leaves a half of each gradient to the next step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+        optimizer.zero_grad = zero_grad
+        return optimizer
+
+
+def test_gradients_that_a_zero_grad_of_the_users_own_leaves_give_equal_bits() -> None:
+    """They were gone: updates just in time use them up."""
+    # Sums begin with what was left: one microbatch, as plain Lightning adds it.
+    plain = trainer_for("auto")
+    plain.fit(Leaving(), loader())
+    assert_same(plain, fit_harmony(Leaving(), harmony(num_microbatches=1, device_memory="256KiB")))

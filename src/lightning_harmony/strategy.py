@@ -230,6 +230,16 @@ class HarmonyStrategyMixin(_Base):
         return 0
 
     @property
+    def local_rank(self) -> int:
+        """The only one, whatever a cluster's environment says of the process."""
+        return 0
+
+    @property
+    def node_rank(self) -> int:
+        """The only one."""
+        return 0
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The one process loads all data."""
         return {"num_replicas": 1, "rank": 0}
@@ -387,7 +397,8 @@ class HarmonyStrategyMixin(_Base):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer state where the parameters are: on the host."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        # As plain Lightning does: a checkpoint may have states of fewer optimizers, or of none.
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
 
     def teardown(self) -> None:

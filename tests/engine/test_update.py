@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -497,6 +498,40 @@ class TestWhyNotSeparable:
             pass
 
         assert "Clipping is not known" in str(why_not_separable(Clipping(some_parameters(1))))
+
+    @pytest.mark.parametrize("method", ["step", "zero_grad"])
+    def test_one_that_has_a_method_of_another_is_not(self, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It was asked of the class, which may be replaced, too; gradients that a zero_grad left were gone."""
+        optimizer = SGD(some_parameters(1))
+        reason = f"SGD.{method} is replaced by a function of its own"
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer, method, lambda *_: None, raising=False)
+            assert why_not_separable(optimizer) == reason
+        with monkeypatch.context() as patch:
+            patch.setattr(SGD, method, lambda self, *_: None)
+            assert why_not_separable(optimizer) == reason
+        assert why_not_separable(optimizer) is None
+
+    def test_one_whose_scheduler_counts_its_steps_is(self) -> None:
+        optimizer = SGD(some_parameters(1))
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        assert "step" in vars(optimizer)
+        assert why_not_separable(optimizer) is None
+
+    def test_one_whose_step_passes_on_what_it_is_asked_for_is_not(self) -> None:
+        """It has the mark of the scheduler whose step it calls."""
+
+        class Counted:
+            def __init__(self, step: Any) -> None:
+                self.step = step
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.step, name)
+
+        optimizer: Any = SGD(some_parameters(1))
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        optimizer.step = Counted(optimizer.step)
+        assert why_not_separable(optimizer) == "SGD.step is replaced by a function of its own"
 
     @pytest.mark.parametrize("kind", ["pre", "post"])
     def test_one_with_step_hooks_is_not(self, kind: str) -> None:

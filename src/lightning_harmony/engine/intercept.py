@@ -79,12 +79,15 @@ class InterceptedForward:
                 "call that outside and pass on what it returns, or make a layer of what has both with "
                 "HarmonyStrategy(layers=...)"
             )
+        in_lane = current_lane() is not None
+        if torch._C._is_tracing() and not in_lane:
+            # A logger that draws the model, or an export: between steps weights are the model's own.
+            return self.original.run(*args, **kwargs)
         call = self._call(args, kwargs)
         with call.calling():
             if not call.needs_gradients():
                 return call.run_without_gradients()
             # In a lane, user's code sees stand-ins for parameters.
-            in_lane = current_lane() is not None
             return call.run(self._anchor if in_lane else anchored(self._anchor, self.layer.parameters))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:

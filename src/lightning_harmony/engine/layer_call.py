@@ -194,8 +194,9 @@ class LayerCall:
         with self._visit(Phase.FORWARD):
             outputs = _LayerFunction.apply(self, anchor, *self.tensors)
         self.tensors = []
-        guises, self._returned_guises = self._returned_guises, []
-        outputs = [leaf if guise is None else guise.on(leaf) for leaf, guise in zip(outputs, guises, strict=True)]
+        guises, self._returned_guises = self._returned_guises, ()
+        if any(guises):
+            outputs = [leaf if guise is None else guise.on(leaf) for leaf, guise in zip(outputs, guises, strict=True)]
         return self._returned(self._unflatten(iter(outputs)))
 
     def run_without_gradients(self) -> Any:

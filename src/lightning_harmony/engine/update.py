@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +44,31 @@ SEPARABLE = frozenset(
 )  # fmt: skip
 
 
+# What torch puts around the step of a class when the first optimizer of it is made.
+_TORCHS_OWN = Optimizer.profile_hook_step(lambda: None).__code__
+
+
+def _steps_of(kind: type[Optimizer]) -> tuple[Any, Any]:
+    """The step of a class, without what torch itself puts around it, and how it zeroes gradients."""
+    step: Any = kind.step
+    if getattr(step, "__code__", None) is _TORCHS_OWN:
+        step = step.__wrapped__
+    return step, kind.zero_grad
+
+
+# As torch has them, whatever replaces them later.
+_GENUINE = {kind: _steps_of(kind) for kind in SEPARABLE}
+
+
 def why_not_separable(optimizer: Optimizer) -> str | None:
     """The reason why an optimizer can't step pack by pack; None if it can."""
     name = type(optimizer).__name__
     if type(optimizer) not in SEPARABLE:
         return f"{name} is not known to update each parameter on its own"
-    if _is_replaced(optimizer):
+    if _has_other_step(optimizer):
         return f"{name}.step is replaced by a function of its own"
+    if _zeroes_otherwise(optimizer):
+        return f"{name}.zero_grad is replaced by a function of its own"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"{name} has step hooks"
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
@@ -56,15 +76,26 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _is_replaced(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has another step than its class: whoever gave it that expects one call a step."""
+def _has_other_step(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has another step than torch's: whoever gave it or its class that expects one call a step."""
+    own = type(optimizer).step
+    if _steps_of(type(optimizer))[0] is not _GENUINE[type(optimizer)][0]:
+        return True
     step = vars(optimizer).get("step")
     # What only asks for an update, and then makes it, is ours.
     step = getattr(step, "asks_for", step)
-    own = type(optimizer).step
-    if step is None or getattr(step, "__func__", None) is own:
+    function = getattr(step, "__func__", step)
+    if function is None or function is own:
         return False
-    return not (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is own)
+    # A scheduler's. Objects that pass on what they are asked for have its mark, too.
+    is_schedulers = isinstance(function, FunctionType) and hasattr(function, "_wrapped_by_lr_sched")
+    return not (is_schedulers and getattr(function, "__wrapped__", None) is own)
+
+
+def _zeroes_otherwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer may leave gradients to the next step, which are gone when they are used just in time."""
+    zero_grad = vars(optimizer).get("zero_grad", optimizer.zero_grad)
+    return getattr(zero_grad, "__func__", None) is not _GENUINE[type(optimizer)][1]
 
 
 @dataclass
