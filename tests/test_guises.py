@@ -150,7 +150,7 @@ class Weighted(nn.Module):
 
 
 class Weighing(Net):
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return set_on(batch, weights=batch[:, 0].abs())
 
 
