@@ -27,6 +27,8 @@ _MODULE_HOOKS_BETWEEN = (
     "optimizer_step", "lr_scheduler_step", "on_train_batch_end", "on_train_batch_start", *_DATA_HOOKS_BETWEEN,
 )  # fmt: skip
 _CALLBACK_HOOKS_BETWEEN = ("on_train_batch_end", "on_train_batch_start", "on_exception")
+# Hooks between the forward of a batch and its backward. An overridden `backward` may do something before it calls Lightning's.
+_HOOKS_BETWEEN_PASSES = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward")
 # Lightning's own callbacks that look at none in these, or only through the strategy when they save.
 _BLIND_CALLBACKS = frozenset({
     "ProgressBar", "TQDMProgressBar", "RichProgressBar", "LearningRateMonitor", "DeviceStatsMonitor", "ThroughputMonitor",
@@ -70,6 +72,16 @@ def _names(hook: Any) -> Iterator[str]:
             yield from code.co_names
             yield from (constant for constant in code.co_consts if isinstance(constant, str))
             codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def between_passes(tree: LightningTree, trainer: Any) -> list[str]:
+    """Hooks that are overridden and run between the forward of a batch and its backward."""
+    return [
+        f"{type(owner).__name__}.{hook} is overridden"
+        for owner in (trainer.lightning_module, *trainer.callbacks)
+        for hook in _HOOKS_BETWEEN_PASSES
+        if tree.overrides(owner, hook)
+    ]
 
 
 def onlooker(tree: LightningTree, trainer: Any) -> str | None:

@@ -28,6 +28,7 @@ from lightning_harmony.microbatches import TrainingStep, merging_logs, num_eleme
 from lightning_harmony.settings import Settings
 from lightning_harmony.split_check import SplitCheck, batch_norms
 from lightning_harmony.step_reports import StepReports
+from lightning_harmony.unchanged import UnchangedParameters
 
 
 @dataclass
@@ -103,7 +104,8 @@ class Training:
         else:
             parameters = self._module.parameters() if self._is_backward_own() else ()
             anchor = anchored(torch.zeros((), requires_grad=True), parameters)
-            loss = _DeferredBackward.apply(anchor, loss, partial(self._backward, len(sizes)))
+            unchanged = UnchangedParameters.of(self.tree, self.trainer)
+            loss = _DeferredBackward.apply(anchor, loss, partial(self._backward, len(sizes), unchanged))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def after_backward(self) -> None:
@@ -166,15 +168,17 @@ class Training:
         plugin, base = type(self.trainer.precision_plugin), self.tree.part("plugins.precision").Precision
         return self.tree.overrides(self._module, "backward") or plugin.backward is not base.backward
 
-    def _backward(self, num_microbatches: int, gradient: Tensor, anchor: Any) -> None:
+    def _backward(self, num_microbatches: int, unchanged: UnchangedParameters, gradient: Tensor, anchor: Any) -> None:
         """Run the backward of all microbatches, with the gradient of the batch's loss.
 
         Args:
             num_microbatches: how many there are.
+            unchanged: the parameters that their forward has used.
             gradient: of that loss.
             anchor: the node that knows whose gradients are asked for.
         """
         try:
+            unchanged.check()
             self._backward_and_report(gradient, self._asked_for(anchor), num_microbatches)
         finally:
             self._finish_attributes()
