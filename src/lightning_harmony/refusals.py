@@ -6,10 +6,12 @@ Arguments are checked in `settings`, checkpoints in `checkpoints`, precisions in
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -53,6 +55,45 @@ def refuse_sparse(module: nn.Module) -> None:
         if getattr(child, "sparse", False) is True:
             raise UnsupportedModelError(
                 f"module {name!r} has sparse gradients, which are summed as dense ones here: set sparse=False"
+            )
+
+
+def refuse_shared_memory(module: nn.Module) -> None:
+    """Refuse parameters that lie in the memory of another one, or of a buffer: each is swapped by itself.
+
+    Raises:
+        UnsupportedModelError: naming the first two.
+    """
+    parameters = [(name, each) for name, each in module.named_parameters() if each.layout is torch.strided]
+    tensors: list[tuple[str, Tensor]] = [*parameters, *module.named_buffers()]
+    spans = sorted((*_span(tensor), name, tensor) for name, tensor in tensors if tensor.numel() and not tensor.is_meta)
+    for (_, end, first, one), (start, _, second, other) in pairwise(spans):
+        trains = one.requires_grad or other.requires_grad
+        # Columns of one matrix take turns in memory.
+        if start < end and trains and (one.is_contiguous() or other.is_contiguous()):
+            raise UnsupportedModelError(
+                f"{first!r} and {second!r} lie in the same memory, but are not the same parameter, and would be swapped "
+                "apart: share the parameter itself, as in `head.weight = embedding.weight`"
+            )
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor lies in memory: its first byte, and the one after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def refuse_several_losses(losses: Sequence[Tensor]) -> None:
+    """Refuse losses of more than one element, as autograd does.
+
+    Raises:
+        RuntimeError: naming the shape.
+    """
+    for loss in losses:
+        if loss.numel() != 1:
+            raise RuntimeError(
+                "grad can be implicitly created only for scalar outputs: training_step returned a loss of shape "
+                f"{tuple(loss.shape)}; return its mean or its sum"
             )
 
 

@@ -127,7 +127,9 @@ class SplitCheck:
         silent = self.tree.part("loggers.logger").DummyLogger()
         loggers, trainer.loggers = trainer.loggers, [silent] * len(trainer.loggers)
         try:
-            module.eval()
+            # Not `eval()`: modules that override it do more, such as to merge adapters into weights.
+            for child in module.modules():
+                child.training = False
             module._current_fx_name = "training_step"
             with torch.no_grad(), without_caches(module):
                 runs = [Microbatch(step, 1.0, None) for step in steps]

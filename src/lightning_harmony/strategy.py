@@ -27,6 +27,7 @@ from lightning_harmony.engine.origin import origin_of
 from lightning_harmony.engine.report import StepReport
 from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.engine.virtual_device import VirtualDevice
+from lightning_harmony.epoch_end import EpochEnd
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.evaluation import Evaluation
 from lightning_harmony.fit_summary import FitSummary
@@ -41,6 +42,7 @@ from lightning_harmony.refusals import (
     refuse_other_accelerators,
     refuse_scripted,
     refuse_several_processes,
+    refuse_shared_memory,
     refuse_sparse,
     refuse_uninitialized,
 )
@@ -123,6 +125,7 @@ class HarmonyStrategyMixin(_Base):
         self._lightning = LightningTree(self.tree)
         self._signals = HeldSignals()
         self._lasting = LastingObjects()
+        self._epoch_end = EpochEnd()
         self._reports = StepReports()
         self._fused = FusedGroups()
         self._last_plan: Plan | None = None
@@ -305,6 +308,7 @@ class HarmonyStrategyMixin(_Base):
             self.setup_optimizers(trainer)
             assert self._training is not None
             self._training.start()
+            self._epoch_end.begin(trainer, self._finish_update)
         self.setup_precision_plugin()
 
     def _prepare(self, trainer: Any, engine: Executor, split_check: SplitCheck, summary: FitSummary) -> None:
@@ -338,6 +342,8 @@ class HarmonyStrategyMixin(_Base):
     def _build_executor(self, trainer: Any, plan: Plan | None, store: HostStore | None = None) -> Executor:
         module = self._module
         refuse_sparse(module)
+        if store is None:
+            refuse_shared_memory(module)
         devices = self._open_devices()
         smallest = min((d.capacity_bytes for d in devices if d.capacity_bytes is not None), default=None)
         layers = find_layers(module, max_layer_bytes=smallest, layers=self._settings.layers)
@@ -405,6 +411,7 @@ class HarmonyStrategyMixin(_Base):
         """Give the module back as an ordinary one on the host. Also called when `setup` never was."""
         self._signals.release()
         self._lasting.end()
+        self._epoch_end.end()
         executor, self._executor = self._executor, None
         self._training = self._evaluation = None
         if executor is not None:

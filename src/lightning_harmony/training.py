@@ -25,6 +25,7 @@ from lightning_harmony.host_memory import refuse_too_little
 from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.microbatches import TrainingStep, merging_logs, num_elements
+from lightning_harmony.refusals import refuse_several_losses
 from lightning_harmony.settings import Settings
 from lightning_harmony.split_check import SplitCheck, batch_norms
 from lightning_harmony.step_reports import StepReports
@@ -75,6 +76,8 @@ class Training:
             kwargs: more of the same.
         """
         self.reports.begin(self.engine)
+        # Again: an optimizer may call the step more than once, and assign to `parameter.data` between.
+        self.engine.catch_up()
         if self._runs_alone():
             self._fuse()
             with self.engine.outside_of_lanes():
@@ -97,6 +100,7 @@ class Training:
         if len(losses) < len(steps):
             self._abandon()
             return output
+        refuse_several_losses(losses)
         loss = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
         # The last epoch of stochastic weight averaging has no backward: what it is for, statistics, must reach the host.
         if self.trainer.fit_loop._skip_backward or not any(each.requires_grad for each in steps):
@@ -155,13 +159,20 @@ class Training:
     def _predicted_gradient(self) -> float | None:
         """The gradient that Lightning will bring to the batch's loss.
 
-        None where it adds to earlier gradients, or where the user's own `backward` may bring any other, or ask for some
+        None where it adds to earlier gradients, where gradients come to tensors that are none of the module's, for Lightning
+        zeroes those when it knows the loss, or where the user's own `backward` may bring any other, or ask for some
         parameters: to rescale what was computed from a wrong prediction would round otherwise.
         """
-        if self.trainer.accumulate_grad_batches > 1 or self._is_backward_own():
+        if self.trainer.accumulate_grad_batches > 1 or self._is_backward_own() or self._trains_others():
             return None
         scaler = self.deferred.policy.scaler
         return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def _trains_others(self) -> bool:
+        """Whether an optimizer has parameters that the module has not, such as latents of samples."""
+        own = frozenset(self._module.parameters())
+        groups = (group for optimizer in self.trainer.optimizers for group in optimizer.param_groups)
+        return any(parameter not in own for group in groups for parameter in group["params"])
 
     def _is_backward_own(self) -> bool:
         """Whether the user's own code calls the backward."""

@@ -22,14 +22,14 @@ class UnchangedParameters:
     """
 
     hooks: list[str]
-    _parameters: dict[str, tuple[nn.Parameter, bool, int]]
+    _parameters: dict[str, tuple[nn.Parameter, bool, tuple[int, int]]]
 
     @classmethod
     def of(cls, tree: LightningTree, trainer: Any) -> UnchangedParameters:
         """The forward of a batch has ended. All parameters are read, but only where a hook could change them."""
         hooks = between_passes(tree, trainer)
         named = trainer.lightning_module.named_parameters() if hooks else ()
-        return cls(hooks, {name: (each, each.requires_grad, _checksum(each)) for name, each in named})
+        return cls(hooks, {name: (each, each.requires_grad, _state(each)) for name, each in named})
 
     def check(self) -> None:
         """The backward begins.
@@ -37,10 +37,10 @@ class UnchangedParameters:
         Raises:
             UnsupportedModelError: if a parameter has changed.
         """
-        for name, (parameter, required_grad, checksum) in self._parameters.items():
+        for name, (parameter, required_grad, state) in self._parameters.items():
             if parameter.requires_grad != required_grad:
                 self._refuse("requires_grad", name)
-            if _checksum(parameter) != checksum:
+            if _state(parameter) != state:
                 self._refuse("the data", name)
 
     def _refuse(self, what: str, name: str) -> None:
@@ -48,6 +48,11 @@ class UnchangedParameters:
             f"{what} of parameter {name!r} changed between the forward of a batch and its backward, in which its layer runs "
             f"again ({'; '.join(self.hooks)}): change it in on_train_batch_start or on_train_batch_end"
         )
+
+
+def _state(parameter: nn.Parameter) -> tuple[int, int]:
+    """What changes with a parameter: autograd counts changes in place, but not those through `.data`."""
+    return 0 if parameter.is_inference() else parameter._version, _checksum(parameter)
 
 
 def _checksum(parameter: Tensor) -> int:
