@@ -976,3 +976,54 @@ def test_gradients_that_a_zero_grad_of_the_users_own_leaves_give_equal_bits() ->
     plain = trainer_for("auto")
     plain.fit(Leaving(), loader())
     assert_same(plain, fit_harmony(Leaving(), harmony(num_microbatches=1, device_memory="256KiB")))
+
+
+# --- What optimizers do beside, and to, the module's own parameters.
+
+
+class Latents(Model):
+    """Has a tensor in its optimizer that is no parameter. Lightning zeroed its gradient after fused packs had made it."""
+
+    def __init__(self) -> None:
+        super().__init__(sgd)
+        self.latent = torch.zeros((), requires_grad=True)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return super().forward(batch) * (1.0 + self.latent.to(batch.device))
+
+    def configure_optimizers(self) -> Any:
+        return sgd([*self.parameters(), self.latent])
+
+
+@pytest.mark.parametrize("capacity", ["1GiB", CAPACITY])
+def test_tensors_that_are_not_the_modules_get_their_gradients(capacity: Any) -> None:
+    plain = fit_plain(Latents())
+    swapped = fit_harmony(Latents(), harmony(device_memory=capacity))
+    latents = [trainer.lightning_module.latent.detach() for trainer in (plain, swapped)]
+    assert latents[0] != 0
+    # The graph of each microbatch adds to it, as plain accumulation does.
+    assert torch.equal(*latents)
+    assert_equal(values(plain.lightning_module), values(swapped.lightning_module))
+
+
+class Assigns(torch.optim.SGD):
+    """Sharpness-aware: calls the step twice, and gives parameters other data between. The second ran on the old ones."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        before = {}
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                before[parameter] = parameter.data
+                parameter.data = parameter.data + 0.05 * parameter.grad / (parameter.grad.norm() + 1e-12)
+        with torch.enable_grad():
+            loss = closure()
+        for parameter, data in before.items():
+            parameter.data = data
+        super().step()
+        return loss
+
+
+def test_an_optimizer_that_assigns_data_between_two_closures_gives_equal_bits() -> None:
+    assert_same_fits(lambda: Model(lambda parameters: Assigns(parameters, lr=0.2)), num_microbatches=1)

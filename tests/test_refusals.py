@@ -700,3 +700,55 @@ def test_a_weight_that_is_cached_for_several_calls_is_refused_around_them_and_no
         lambda: fit(module, HarmonyStrategy(layers=small)),
     )
     assert_trains(module, lambda: fit(module, HarmonyStrategy(layers={Unrolled})))
+
+
+class TiedByData(nets.Language):
+    """Two parameters in one memory. They came apart in silence."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(nets.WIDTH, nets.WIDTH), nn.Linear(nets.WIDTH, nets.WIDTH)
+        self.other.weight.data = self.one.weight.data
+        if frozen:
+            self.one.weight.requires_grad_(False)
+            self.other.weight.requires_grad_(False)
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(self.other(self.one(x)))
+
+
+class Mirrored(TiedByData):
+    """A buffer in the memory of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other.weight = nn.Parameter(torch.randn(nets.WIDTH, nets.WIDTH))
+        self.one.register_buffer("mirror", self.one.weight.data[1:])
+
+
+@pytest.mark.parametrize("net", [TiedByData, Mirrored])
+def test_parameters_in_the_memory_of_others(net: Callable[[], nn.Module]) -> None:
+    module = Net(net())
+    with pytest.raises(UnsupportedModelError, match=r"net\.one\.\S+ and 'net\.\S+ lie in the same memory.*share the"):
+        fit(module)
+
+
+def test_frozen_parameters_and_columns_of_one_matrix_may_share_it() -> None:
+    assert fit(Net(TiedByData(frozen=True))).global_step == 2
+    net = TiedByData()
+    both = torch.randn(nets.WIDTH, 2 * nets.WIDTH) / nets.WIDTH
+    net.one.weight.data, net.other.weight.data = both[:, : nets.WIDTH], both[:, nets.WIDTH :]
+    assert fit(Net(net)).global_step == 2
+
+
+class Losses(nets.Language):
+    """A loss for each sample. Their sum trained in silence, where autograd refuses."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return super().forward(batch) * torch.ones(3, device=batch.device)
+
+
+def test_a_loss_of_several_elements() -> None:
+    module = Net(Losses())
+    words = ["only for scalar outputs", "shape (3,)", "mean"]
+    assert_refused(module, RuntimeError, words, lambda: fit(module))

@@ -260,3 +260,44 @@ def test_the_difference_is_measured() -> None:
     message = explain_difference(2.0, [1.0, 1.5], (2, 2), reduction="mean", is_narrow=False)
     assert message is not None
     assert "the loss of 4 samples is 2, but the mean of its microbatches' losses is 1.25 (0.38 of it)" in message
+
+
+class Merging(nn.Linear):
+    """Adds an adapter to its weight in evaluation mode, and takes it out again."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.adapter = nn.Parameter(torch.full((width, width), 0.01))
+        self.is_merged = False
+
+    def train(self, mode: bool = True) -> Merging:
+        super().train(mode)
+        if self.is_merged == mode:
+            self.weight.data += -self.adapter.data if mode else self.adapter.data
+            self.is_merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.is_merged else y + F.linear(x, self.adapter)
+
+
+class Adapted(nets.Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.merging = Merging(nets.WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(self.merging(x))
+
+
+def test_the_check_merges_nothing_into_weights() -> None:
+    # `eval()` did, and what undid the check knew no weights: training went on with the adapter counted twice.
+    weights = []
+    for reduction in (None, "mean"):
+        torch.manual_seed(3)
+        module = Net(Adapted())
+        strategy = HarmonyStrategy(num_microbatches=2, loss_reduction=reduction)
+        trainer_for(strategy, 1, []).fit(module, DataLoader(nets.tokens(8), batch_size=8))
+        weights.append(module.net.merging.weight.detach().clone())
+    assert torch.equal(*weights)
