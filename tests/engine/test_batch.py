@@ -374,3 +374,24 @@ def test_numbers_of_rows_are_those_of_tensors_and_arrays_at_any_depth():
     }
     assert numbers_of_rows(batch) == {3, 4, 5}
     assert numbers_of_rows(torch.tensor(1.0)) == set()
+
+
+def detection_batch(num_boxes: list[int]) -> tuple[tuple[torch.Tensor, ...], tuple[dict[str, torch.Tensor], ...]]:
+    """As `tuple(zip(*samples))` collates it: images of three channels, and for each its boxes."""
+    images = tuple(torch.zeros(3, 8, 8 + number) for number in num_boxes)
+    return images, tuple({"boxes": torch.zeros(number, 4)} for number in num_boxes)
+
+
+@pytest.mark.parametrize("num_boxes", [[1, 2, 5, 4], [3, 1, 3, 3], [2, 1, 4]])
+def test_lists_with_an_entry_for_each_sample_are_refused(num_boxes: list[int]) -> None:
+    """The first tensor's rows are channels: each image was split by them, and every microbatch had all targets."""
+    for batch in (detection_batch(num_boxes), dict(zip("xy", detection_batch(num_boxes), strict=True))):
+        with pytest.raises(ValueError, match="lists with an entry for each sample"):
+            split_batch(batch, 3, [2, 1])
+
+
+def test_lists_of_views_are_split() -> None:
+    views = [[torch.zeros(6, 2), torch.ones(6, 2)], [torch.zeros(6), torch.ones(6)]]
+    first, second = split_batch(views, 6, [4, 2])
+    assert [len(tensor) for each in first for tensor in each] == [4, 4, 4, 4]
+    assert [len(tensor) for each in second for tensor in each] == [2, 2, 2, 2]

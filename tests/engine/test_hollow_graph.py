@@ -287,5 +287,5 @@ def test_graphs_that_keep_tensors_beside_those_saved_are_found(function: Any, ho
     leaves = {parameter: nn.Parameter(parameter.detach().clone()) for parameter in module.parameters()}
     residency = Residency(None, torch.empty(0), Happened(), leaves, {})  # type: ignore[arg-type]
     output = function(F.linear(samples(), leaves[module.weight], leaves[module.bias]), 2.0)
-    verify_layer(layer, residency, [output], list(leaves.values()))
-    assert layer.holds_tensors is holds
+    verify_layer(layer, 5, residency, [output], list(leaves.values()))
+    assert layer.holds_tensors == {5: holds}

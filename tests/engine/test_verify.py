@@ -37,7 +37,7 @@ def run(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     with layer.bound(leaves, {}):
         result = module(x)
     outputs = result if isinstance(result, tuple) else (result,)
-    verify_layer(layer, residency, outputs, [x, *leaves.values()])
+    verify_layer(layer, 1, residency, outputs, [x, *leaves.values()])
 
 
 def many_paths(inner: nn.Linear, x: Tensor) -> Tensor:

@@ -58,11 +58,18 @@ def split_batch(batch: Any, batch_size: int, sizes: Sequence[int]) -> list[Any]:
         One batch for each size, of the structure of ``batch``; ``[batch]`` itself if there is only one.
 
     Raises:
-        ValueError: If the batch holds a ``PackedSequence``, whose rows are time steps of many samples.
+        ValueError: If the batch holds a ``PackedSequence``, whose rows are time steps of many samples, or lists with an entry
+            for each sample, whose rows are anything.
     """
     assert sum(sizes) == batch_size, f"microbatches of {tuple(sizes)} do not make a batch of {batch_size}"
     if len(sizes) == 1:
         return [batch]
+    if _is_lists_of_samples(batch, batch_size):
+        raise ValueError(
+            f"The batch is made of lists with an entry for each sample, as for detection, so that {batch_size} rows of the "
+            "first tensor are no samples. Let the DataLoader's collate_fn stack or pad them to tensors with one row for each "
+            "sample, or pass `HarmonyStrategy(num_microbatches=1)`."
+        )
     return _split(
         batch, batch_size, [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
     )
@@ -249,6 +256,16 @@ def _is_per_sample(value: Any, num_samples: int) -> bool:
         return not any(_is_tensor(item) for item in value)
     # The default collate function makes a tuple of the samples' strings. Other tuples are records: (height, width).
     return type(value) is tuple and len(value) == num_samples and all(isinstance(item, str | bytes) for item in value)
+
+
+def _is_lists_of_samples(batch: Any, num_rows: int) -> bool:
+    """Tell lists of samples, images beside targets, from lists of a few tensors: what goes with an image has other rows."""
+    lists = _children(batch) or []
+    if len(lists) < 2 or len({len(each) if isinstance(each, list | tuple) else -1 for each in lists}) > 1:
+        return False
+    if not isinstance(lists[0], list | tuple):
+        return False
+    return any(bool(rows) and num_rows not in rows for each in lists[1:] for rows in map(numbers_of_rows, each))
 
 
 def _is_floating_scalar(value: Any) -> bool:

@@ -24,6 +24,7 @@ from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.functions import functions_as_operations
 from lightning_harmony.engine.glue import Glue
 from lightning_harmony.engine.gradient_sums import GradientSums
+from lightning_harmony.engine.graph_size import num_nodes_made
 from lightning_harmony.engine.host_operands import BringsHostOperands
 from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.intercept import InterceptedForward
@@ -160,6 +161,8 @@ class Executor:
         self._random = RandomStreams([], [])
         self._num_elements, self._evaluated_elements = 0, -1
         self._fuses = True
+        # Of the graphs of steps whose losses lead to no parameter past the layers, in nodes.
+        self._checked_sizes: set[int] = set()
         self._upstream = torch.ones(())
         self._use(planner.layer_by_layer(range(len(layers))))
         self.step_plan = self.plan
@@ -309,12 +312,15 @@ class Executor:
             # The root last: it is the current one.
             for device in reversed(self.devices):
                 stack.enter_context(device.lane(number))
+            before = num_nodes_made()
             with self._glue.stashing(), progress.glue or nullcontext():
                 loss = progress.microbatch.step()
             if loss is None or not loss.requires_grad:
                 return
-            if not self.has_succeeded:
+            num_nodes = num_nodes_made() - before
+            if num_nodes not in self._checked_sizes:
                 self._refuse_past_layers(loss)
+                self._checked_sizes.add(num_nodes)
             if self._step.predicted is None:
                 progress.lane.park(Request(Phase.BACKWARD, None))
                 # The gradient comes from the caller, who has computed since the lane began.

@@ -39,7 +39,7 @@ class _Looks(NamedTuple):
         """What a tensor looks like beside the weights in this storage."""
         if tensor.layout is not torch.strided:
             return cls(tensor.shape, tensor.dtype, None, None)
-        place = int(tensor.storage_offset()) if _storage(tensor) == weights else None
+        place = int(tensor.storage_offset()) if storage_of(tensor) == weights else None
         return cls(tensor.shape, tensor.dtype, tensor.stride(), place)
 
 
@@ -107,7 +107,7 @@ class HollowGraph:
             weights: the memory of the weights that it uses.
         """
         # By its number: the graph holds these functions, and must not hold the weights.
-        return saved_tensors_hooks(partial(_save, self._places, _storage(weights)), _Place.load)
+        return saved_tensors_hooks(partial(_save, self._places, storage_of(weights)), _Place.load)
 
     def close(self, outputs: Sequence[Tensor]) -> bool:
         """The call has returned these; whether its graph can be filled later on."""
@@ -131,7 +131,7 @@ class HollowGraph:
             None if the graph is full now. If the call saves other tensors than before, what it returned, with a graph of
             its own.
         """
-        filling = _Filling(self._places, _storage(weights))
+        filling = _Filling(self._places, storage_of(weights))
         try:
             with saved_tensors_hooks(filling.take, given):
                 result = run()
@@ -192,7 +192,7 @@ def _save(places: list[_Place], weights: int, tensor: Tensor) -> _Place:
     return place
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     """Which storage a tensor has, by a number that is its own as long as it lives."""
     return int(tensor.untyped_storage()._cdata)
 

@@ -74,8 +74,8 @@ class SwappedLayer:
         is_training: whether a training step runs, in which nobody else may change its buffers.
         num_compared_calls: how many of its calls were looked at for changes that no version tells.
         host_buffers: in a training step, the host's buffers as they should be, and their versions: one dict for all layers.
-        holds_tensors: whether functions of the user's own keep tensors in its graph beside those that autograd saves; None as
-            long as no graph of it was looked at.
+        holds_tensors: whether functions of the user's own keep tensors in its graph beside those that autograd saves, by the
+            number of nodes of each graph of it that was looked at.
         unversioned_buffers: those that its code changes through `.data`, of which no version tells.
         is_parametrized: whether modules of it compute weights with `torch.nn.utils.parametrize`.
         narrow: the parameters that are narrower on the device: with a compute type all that it narrows, else those that
@@ -100,7 +100,7 @@ class SwappedLayer:
         self.buffer_writes: Counter[BufferKey] = Counter()
         self.unversioned_buffers: set[BufferKey] = set()
         self.num_compared_calls = 0
-        self.holds_tensors: bool | None = None
+        self.holds_tensors: dict[int, bool] = {}
         self.is_training = False
         self.host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         self.compute_dtype = compute_dtype

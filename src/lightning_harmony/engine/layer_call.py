@@ -16,9 +16,10 @@ from lightning_harmony.engine.asked import asked_for
 from lightning_harmony.engine.call_buffers import CallBuffers
 from lightning_harmony.engine.containers import Containers
 from lightning_harmony.engine.glue import StandIn
+from lightning_harmony.engine.graph_size import num_nodes_made
 from lightning_harmony.engine.guise import Guise, set_since
 from lightning_harmony.engine.handed_out import HandedOut
-from lightning_harmony.engine.hollow_graph import HollowGraph, end_of, given, keep
+from lightning_harmony.engine.hollow_graph import HollowGraph, end_of, given, keep, storage_of
 from lightning_harmony.engine.lane import CastingState
 from lightning_harmony.engine.layer import (
     GRAPH_ESCAPES,
@@ -97,8 +98,11 @@ class Runtime(Protocol):
     def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Take the gradients of one announced backward."""
 
-    def verify(self, layer: SwappedLayer, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
-        """Check, once for each layer, that it can be trained while it is swapped."""
+    def may_fill(self, layer: SwappedLayer, num_nodes: int) -> bool:
+        """Whether the graph of a call may be filled in: one of its size was looked at, and holds nothing by itself."""
+
+    def verify(self, layer: SwappedLayer, num_nodes: int, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+        """Check, once for each size of a layer's graph, that it can be trained while it is swapped."""
 
 
 class OwnForward(NamedTuple):
@@ -139,6 +143,7 @@ class LayerCall:
     _hollow: tuple[HollowGraph, Mapping[nn.Parameter, GradientEdge]] | None = None
     _distinct: list[int] | None = None
     _is_over = False
+    _num_nodes = 0
     _returned_guises: Sequence[Guise | None] = ()
 
     def __init__(self, original: OwnForward, runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -252,7 +257,7 @@ class LayerCall:
                 "module that does so with HarmonyStrategy(layers=...)"
             )
         stashed = [self._runtime.stash(tensor) for tensor in self.tensors]
-        if self._layer.holds_tensors is None:
+        if not self._layer.holds_tensors:
             # It might free one while that is copied.
             for each in stashed:
                 each.settle()
@@ -265,6 +270,7 @@ class LayerCall:
         # All weights of a pack are views of one buffer, and count their changes together.
         checked = [*self.tensors, self.residency.weights]
         before_run = [_state(tensor) for tensor in checked]
+        memory = self._memory_of_weights()
         before = self._buffers.copies(self.residency)
         keeps = self._runtime.keep_graph(self._layer, self)
         hollow = HollowGraph() if not keeps and self._may_be_hollow(hidden) else None
@@ -282,7 +288,8 @@ class LayerCall:
             with self._buffers.bound(self.residency) as left, self._explaining(), self._watching(watch):
                 result = self._run(*args, **kwargs), contents()
         self._buffers.keep(before, self._buffers.take_over(self.residency, left, before))
-        self._refuse_changed([_state(t) == state for t, state in zip(checked, before_run, strict=True)])
+        unchanged = [_state(t) == state for t, state in zip(checked, before_run, strict=True)]
+        self._refuse_changed(unchanged[:-1], weights=unchanged[-1], data=self._memory_of_weights() == memory)
         flat, self._unflatten = self._flatten(result)
         handed_out = HandedOut(self.residency, with_graph=True)
         self._leave_attributes(taken, handed_out)
@@ -299,7 +306,7 @@ class LayerCall:
 
     def _may_be_hollow(self, hidden: Sequence[Tensor]) -> bool:
         """Whether the graph without what it saves holds nothing of the device, and leads to nothing but known leaves."""
-        return not (self._is_compiled or self._layer.holds_tensors or self._hidden(hidden))
+        return not (self._is_compiled or any(self._layer.holds_tensors.values()) or self._hidden(hidden))
 
     def _hidden(self, in_objects: Sequence[Tensor]) -> list[Tensor]:
         return [*self._attributes.needing_gradients(), *in_objects]
@@ -313,10 +320,14 @@ class LayerCall:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         reaching = self._runtime.reaching(self._layer, self.residency, takes_objects=self._takes_objects)
         with reaching, own_code_of(self._layer):
+            before = num_nodes_made()
             if self._is_compiled:
                 with self._runtime.compiling():
-                    return self.residency.device.run_compiled(self._original, args, kwargs)
-            return self._original(*args, **kwargs)
+                    result = self.residency.device.run_compiled(self._original, args, kwargs)
+            else:
+                result = self._original(*args, **kwargs)
+            self._num_nodes = num_nodes_made() - before
+            return result
 
     def _watching(self, watch: CastWatch | None) -> AbstractContextManager[Any]:
         """Watch the call itself, unless it runs compiled."""
@@ -427,8 +438,8 @@ class LayerCall:
             return kept
         with self._runtime.measuring_graph(self._layer):
             inputs = [Tensor.detach(value.load()) for value in self._inputs]
-            # The first graph of a layer is looked at: it has to be a whole one.
-            if hollow is None or self._layer.holds_tensors is not False:
+            # The first graph of its size is looked at: it has to be a whole one.
+            if hollow is None or not self._runtime.may_fill(self._layer, self._num_nodes):
                 return self._graph_between(inputs, *self._recompute(inputs))
             graph, leaves = hollow
             run = graph.fill(lambda: self._recompute(inputs), self.residency.weights)
@@ -441,7 +452,7 @@ class LayerCall:
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         leaves = {parameter: self.residency.leaves[parameter] for parameter in self._trained()}
         known = [*wanted, *hidden, *leaves.values(), *self._buffers.given_gradients]
-        self._runtime.verify(self._layer, outputs, known)
+        self._runtime.verify(self._layer, self._num_nodes, outputs, known)
         return CallGraph(wanted, [end_of(output) for output in outputs], hidden, leaves)
 
     def _trained(self) -> list[nn.Parameter]:
@@ -551,11 +562,20 @@ class LayerCall:
             "it again; make that operation out of place (for example nn.ReLU(inplace=False))"
         )
 
-    def _refuse_changed(self, unchanged: Sequence[bool]) -> None:
-        *inputs, weights = unchanged
+    def _memory_of_weights(self) -> list[int]:
+        """In which storage each weight of the layer is: one whose `.data` is assigned moves, whatever it holds then."""
+        return [storage_of(self.residency.leaves[parameter]) for parameter in self._layer.parameters]
+
+    def _refuse_changed(self, inputs: Sequence[bool], *, weights: bool, data: bool) -> None:
+        """Raise unless these are as they were before the call."""
         name = self._layer.name
         if not all(inputs):
             raise UnsupportedModelError(self._in_place_message())
+        if not data:
+            raise UnsupportedModelError(
+                f"layer {name!r} assigns to the data of a parameter in its forward, which swapping would lose; "
+                "do that in a hook such as on_train_batch_start"
+            )
         if not weights:
             raise UnsupportedModelError(
                 f"layer {name!r} modifies a parameter in place in its forward, which swapping would lose; "

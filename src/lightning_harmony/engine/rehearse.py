@@ -80,7 +80,7 @@ class _Rehearsal:
         ]
         for layer in self._layers:
             # As in all steps after the first.
-            layer.holds_tensors = False
+            layer.holds_tensors = {0: False}
             # Fake tensors have no contents to compare.
             layer.num_compared_calls = COMPARED_CALLS
         self._num_layers = len(self._layers)
@@ -313,7 +313,11 @@ class _Rehearsal:
     def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Sums count as gradients, not as work."""
 
-    def verify(self, layer: SwappedLayer, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+    def may_fill(self, layer: SwappedLayer, num_nodes: int) -> bool:
+        """As in all steps after the first."""
+        return True
+
+    def verify(self, layer: SwappedLayer, num_nodes: int, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
         """Nothing to check without data."""
 
     def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:

@@ -79,7 +79,6 @@ class Runtime:
         self._draw_on = draw_on
         self.note_set = note_set
         self._devices = transfers.devices
-        self._verified: set[int] = set()
         self.recomputing = nullcontext
 
     def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
@@ -324,14 +323,17 @@ class Runtime:
         if gradients:
             self._sums.add(layer, use, gradients)
 
-    def verify(self, layer: SwappedLayer, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
-        """Check a layer when it first runs backward."""
-        if layer.index in self._verified:
+    def may_fill(self, layer: SwappedLayer, num_nodes: int) -> bool:
+        """Whether a graph of this size was looked at, and holds nothing by itself."""
+        return layer.holds_tensors.get(num_nodes) is False
+
+    def verify(self, layer: SwappedLayer, num_nodes: int, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+        """Check a layer when its graph first has so many nodes."""
+        if num_nodes in layer.holds_tensors:
             return
-        self._verified.add(layer.index)
         index = self._placement.pack_of[layer.index]
         residents = self._placement.residents_of(index)
         residency = residents.packs[index].residency
         assert residency is not None
         with residents.device.on_host():
-            verify_layer(layer, residency, outputs, known)
+            verify_layer(layer, num_nodes, residency, outputs, known)

@@ -1,4 +1,4 @@
-"""What a layer must not do: checked once, when it first runs backward, so that nothing goes wrong in silence."""
+"""What a layer must not do: checked when it first runs backward, and when its graph has another size."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from lightning_harmony.engine.pack import Residency
 from lightning_harmony.errors import UnsupportedModelError
 
 
-def verify_layer(layer: SwappedLayer, residency: Residency, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+def verify_layer(
+    layer: SwappedLayer, num_nodes: int, residency: Residency, outputs: Sequence[Tensor], known: Sequence[Tensor]
+) -> None:
     """Check a recomputed layer, and see what its graph holds.
 
     Args:
         layer: the layer.
+        num_nodes: of its graph.
         residency: its weights on the device.
         outputs: what it returned, with the graph of the recompute.
         known: every tensor that its gradients are asked for, or that nobody wants any of.
@@ -37,8 +40,10 @@ def verify_layer(layer: SwappedLayer, residency: Residency, outputs: Sequence[Te
             "torch.nn.utils.parametrizations.weight_norm), or a parameter that it holds outside of its module; "
             "pass it as an argument, or make a larger module the layer with HarmonyStrategy(layers=...)"
         )
-    layer.holds_tensors = any(_holds_tensors(node, ours) for node in nodes)
-    for parameter in layer.parameters:
+    # To compare weights takes long, and what has other ones later most often makes the same graph.
+    has_compared = bool(layer.holds_tensors)
+    layer.holds_tensors[num_nodes] = any(_holds_tensors(node, ours) for node in nodes)
+    for parameter in () if has_compared else layer.parameters:
         if _differ(residency.leaves[parameter], parameter):
             raise UnsupportedModelError(
                 f"layer {layer.name!r} changes the data of a parameter in its forward, which swapping would lose; "

@@ -1,0 +1,85 @@
+"""What a module does from its third step on is looked at as what it does in the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from same_training import trainer_for
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+
+class Model(pl.LightningModule):
+    """Does something else, in a layer or in the step, from its third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(5)])
+        self.of_step: Callable[[Model, Tensor], Tensor] = lambda model, loss: loss
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).square().mean()
+        return self.of_step(self, loss) if batch_idx >= 2 else loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(model: Model) -> None:
+    samples = list(torch.randn(32, 16, generator=torch.Generator().manual_seed(0)))
+    strategy = HarmonyStrategy(num_microbatches=2, profile_cache=False)
+    trainer_for(strategy, 4, []).fit(model, DataLoader(samples, batch_size=8))
+
+
+def test_a_penalty_on_parameters_in_a_tuple_is_refused_when_it_sets_in() -> None:
+    """Its gradients came to p.grad, where nobody looked: they were lost, as only the first step's graph was looked at."""
+    model = Model()
+    hidden = tuple(model.net.parameters())
+    model.of_step = lambda model, loss: loss + 0.1 * sum(parameter.square().sum() for parameter in hidden)
+    with pytest.raises(UnsupportedModelError, match="where swapping does not see it"):
+        fit(model)
+
+
+class Borrowing(nn.Linear):
+    """Uses a tensor of its own that needs gradients, from its third step on."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.hidden = (nn.Parameter(torch.ones(16)),)
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        y = super().forward(x)
+        return y * self.hidden[0] if self.num_calls > 5 else y
+
+
+def test_a_tensor_that_a_layer_hides_is_refused_when_it_is_first_used() -> None:
+    model = Model()
+    model.net[2] = Borrowing()
+    with pytest.raises(UnsupportedModelError, match=r"layer 'net.2' (uses|takes) a tensor that needs gradients"):
+        fit(model)
+
+
+class Constrained(nn.Linear):
+    """Limits the norm of its weight as EEGNet's layers do: at first, and for as long as this is not exceeded, to no effect."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=100.0)
+        return super().forward(x)
+
+
+def test_a_layer_that_assigns_to_the_data_of_its_weight_is_refused_whatever_it_assigns() -> None:
+    """It was compared once, in its first backward. What it assigned later, when the norm was exceeded, was lost."""
+    model = Model()
+    model.net[2] = Constrained(16, 16)
+    with pytest.raises(UnsupportedModelError, match=r"layer 'net.2' assigns to the data of a parameter"):
+        fit(model)
