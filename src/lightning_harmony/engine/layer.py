@@ -30,6 +30,14 @@ GRAPH_ESCAPES = (
 )
 
 
+def changes_data(layer: SwappedLayer) -> str:
+    """Why a layer is refused that changes the data of its weights."""
+    return (
+        f"layer {layer.name!r} changes the data of a parameter in its forward, which swapping would lose; "
+        "do that in a hook such as on_train_batch_start"
+    )
+
+
 def refuse_accumulation(leaf: Tensor) -> None:
     """Refuse a gradient that arrives at a layer's own leaf, where it would be lost.
 
@@ -77,6 +85,7 @@ class SwappedLayer:
         holds_tensors: whether functions of the user's own keep tensors in its graph beside those that autograd saves, by the
             number of nodes of each graph of it that was looked at.
         unversioned_buffers: those that its code changes through `.data`, of which no version tells.
+        gathered: parameters of recurrent modules, which cuDNN copies to one memory and leaves there.
         is_parametrized: whether modules of it compute weights with `torch.nn.utils.parametrize`.
         narrow: the parameters that are narrower on the device: with a compute type all that it narrows, else those that
             the layer reads through a cast alone. And to which type.
@@ -94,6 +103,7 @@ class SwappedLayer:
         self.name = name
         self.module = module
         self.parameters = list(dict.fromkeys(parameters))
+        self.gathered = _of_recurrent_modules(module) if module is not None else frozenset()
         self.buffers = buffers_of(module) if module is not None else []
         self._own_buffers = frozenset(self.buffers)
         self.attributes = AttributesOfLayer(list(module.modules()) if module is not None else [])
@@ -241,6 +251,10 @@ def dtype_on_device(parameter: nn.Parameter, compute_dtype: torch.dtype | None) 
     if compute_dtype is None or not parameter.is_floating_point() or parameter.element_size() <= compute_dtype.itemsize:
         return parameter.dtype
     return compute_dtype
+
+
+def _of_recurrent_modules(module: nn.Module) -> frozenset[nn.Parameter]:
+    return frozenset(p for each in module.modules() if isinstance(each, nn.RNNBase) for p in each.parameters())
 
 
 def buffers_of(module: nn.Module) -> list[BufferKey]:

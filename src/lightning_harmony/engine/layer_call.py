@@ -24,6 +24,7 @@ from lightning_harmony.engine.lane import CastingState
 from lightning_harmony.engine.layer import (
     GRAPH_ESCAPES,
     SwappedLayer,
+    changes_data,
     own_code_of,
     refuse_accumulation,
 )
@@ -564,7 +565,8 @@ class LayerCall:
 
     def _memory_of_weights(self) -> list[int]:
         """In which storage each weight of the layer is: one whose `.data` is assigned moves, whatever it holds then."""
-        return [storage_of(self.residency.leaves[parameter]) for parameter in self._layer.parameters]
+        leaves, gathered = self.residency.leaves, self._layer.gathered
+        return [storage_of(leaves[parameter]) for parameter in self._layer.parameters if parameter not in gathered]
 
     def _refuse_changed(self, inputs: Sequence[bool], *, weights: bool, data: bool) -> None:
         """Raise unless these are as they were before the call."""
@@ -572,10 +574,7 @@ class LayerCall:
         if not all(inputs):
             raise UnsupportedModelError(self._in_place_message())
         if not data:
-            raise UnsupportedModelError(
-                f"layer {name!r} assigns to the data of a parameter in its forward, which swapping would lose; "
-                "do that in a hook such as on_train_batch_start"
-            )
+            raise UnsupportedModelError(changes_data(self._layer))
         if not weights:
             raise UnsupportedModelError(
                 f"layer {name!r} modifies a parameter in place in its forward, which swapping would lose; "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_harmony.engine.layer import SwappedLayer
+from lightning_harmony.engine.layer import SwappedLayer, changes_data
 from lightning_harmony.engine.opaque import PLAIN
 from lightning_harmony.engine.pack import Residency
 from lightning_harmony.errors import UnsupportedModelError
@@ -32,7 +32,7 @@ def verify_layer(
         UnsupportedModelError: if gradients would be lost, or a change of the weights.
     """
     ours = {id(tensor) for tensor in known}
-    nodes = _nodes(outputs)
+    nodes = _nodes(outputs, known)
     if any(id(variable) not in ours for variable in _leaves(outputs, nodes)):
         raise UnsupportedModelError(
             f"layer {layer.name!r} uses a tensor that needs gradients but is neither its parameter nor an argument of "
@@ -45,10 +45,7 @@ def verify_layer(
     layer.holds_tensors[num_nodes] = any(_holds_tensors(node, ours) for node in nodes)
     for parameter in () if has_compared else layer.parameters:
         if _differ(residency.leaves[parameter], parameter):
-            raise UnsupportedModelError(
-                f"layer {layer.name!r} changes the data of a parameter in its forward, which swapping would lose; "
-                "do that in a hook such as on_train_batch_start"
-            )
+            raise UnsupportedModelError(changes_data(layer))
 
 
 # Compared on the device, in pieces: the way to the host is slow, and there may be no room for a second weight.
@@ -91,10 +88,11 @@ def _leaves(outputs: Sequence[Tensor], nodes: Iterable[Any]) -> Iterator[Tensor]
             yield node.variable
 
 
-def _nodes(outputs: Sequence[Tensor]) -> list[Any]:
-    """The nodes of the graph of some outputs."""
-    nodes: list[Any] = list({tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None})
-    seen = set(nodes)
+def _nodes(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> list[Any]:
+    """The nodes of the graph of some outputs, up to tensors that are known."""
+    seen = {tensor.grad_fn for tensor in known}
+    nodes: list[Any] = list({tensor.grad_fn for tensor in outputs} - seen - {None})
+    seen.update(nodes)
     for node in nodes:
         following = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= following
