@@ -83,3 +83,56 @@ def test_a_layer_that_assigns_to_the_data_of_its_weight_is_refused_whatever_it_a
     model.net[2] = Constrained(16, 16)
     with pytest.raises(UnsupportedModelError, match=r"layer 'net.2' changes the data of a parameter"):
         fit(model)
+
+
+class Evaluated(Model):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.net(batch)
+
+
+def test_a_layer_that_changes_its_weight_in_evaluation_alone_is_refused() -> None:
+    """Without a backward, nobody looked, and the change was lost."""
+    model = Evaluated()
+    model.net[2] = Decaying()
+    samples = DataLoader(list(torch.randn(32, 16)), batch_size=8)
+    with pytest.raises(UnsupportedModelError, match=r"layer 'net.2' modifies a parameter in place"):
+        trainer_for(HarmonyStrategy(profile_cache=False), 4, []).fit(model, samples, samples)
+
+
+class Decaying(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            with torch.no_grad():
+                self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+class Reading(nn.Linear):
+    """Reads the data of its weight, and keeps what it found in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.register_buffer("norm", torch.zeros(()))
+        self.norm: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.copy_(self.weight.data.norm())
+        return super().forward(x) / self.norm
+
+
+def test_a_layer_may_read_the_data_of_its_weights() -> None:
+    def model() -> Model:
+        made = Model()
+        torch.manual_seed(2)
+        made.net[2] = Reading()
+        return made
+
+    samples = DataLoader(list(torch.randn(32, 16, generator=torch.Generator().manual_seed(0))), batch_size=8)
+    plain, swapped = model(), model()
+    trainer_for("auto", 4, []).fit(plain, samples)
+    trainer_for(HarmonyStrategy(num_microbatches=1, profile_cache=False), 4, []).fit(swapped, samples)
+    for (name, expected), found in zip(plain.state_dict().items(), swapped.state_dict().values(), strict=True):
+        assert torch.equal(expected, found), name

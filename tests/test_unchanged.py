@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
-from lightning_harmony.unchanged import _checksum
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -92,35 +91,3 @@ def test_a_hook_that_only_looks_is_no_matter(hook: str) -> None:
     module = from_third_step(Model(), hook, lambda module: seen.append(module.net[2].weight.sum().item()))
     assert fit(module).global_step == 6
     assert len(seen) == 4
-
-
-def changed(tensor: Tensor) -> Tensor:
-    """The same but for the bits of its last element."""
-    last = tensor.detach()[(-1,) * tensor.dim()]
-    last.copy_(torch.ones_like(last) if last == 0 else torch.zeros_like(last))
-    return tensor
-
-
-SHAPES: dict[str, Callable[[], Tensor]] = {
-    "float32": lambda: torch.randn(4, 6),
-    "an odd number": lambda: torch.randn(3, 7),
-    "a scalar": lambda: torch.randn(()),
-    "bfloat16": lambda: torch.randn(3, 5).bfloat16(),
-    "bool": lambda: torch.rand(5) > 0.5,
-    "complex": lambda: torch.randn(3, dtype=torch.complex64),
-    "transposed": lambda: torch.randn(4, 6).t(),
-    "every other": lambda: torch.randn(9)[::2],
-    "off the words": lambda: torch.randn(9)[1:],
-}
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_checksum_is_one_of_all_elements(name: str) -> None:
-    tensor = SHAPES[name]()
-    before = _checksum(tensor)
-    assert _checksum(tensor) == before
-    assert _checksum(changed(tensor)) != before
-
-
-def test_nothing_has_no_elements() -> None:
-    assert _checksum(torch.empty(0, 3)) == 0

@@ -23,6 +23,7 @@ from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.microbatches import merging_logs, num_elements, run_without_backward
 from lightning_harmony.settings import Settings
 from lightning_harmony.snapshot import Snapshot
+from lightning_harmony.unchanged import UnchangedBatch
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Evaluation:
             return self._run_in_microbatches(name, step, sizes, args, kwargs)
         before = None
         if sizes and self.engine.measures(elements, is_training=False):
-            before = Snapshot.of_trainer(self.trainer, self.engine.devices)
+            before = Snapshot(self.trainer, self.engine.devices)
         outputs: list[Any] = []
         self.engine.on_switch = self.engine.on_set = None
         whole = Microbatch(lambda: outputs.append(self._on_root(step(*args, **kwargs))), 1.0, None)
@@ -103,9 +104,11 @@ class Evaluation:
             Microbatch(partial(run, number), 1.0, stream_seed(*key, number)) for number in range(len(sizes))
         ]
         attributes = LaneAttributes(self.trainer.lightning_module)
+        shared = UnchangedBatch(parts)
         with merging_logs(self.engine, self.trainer._results, sizes, attributes):
             run_without_backward(self.engine, microbatches, max(map(num_elements, parts)))
         attributes.finish()
+        shared.check()
         try:
             ordered = [outputs[number] for number in range(len(sizes))]
             return merge_evaluations(ordered, sizes, averages=name != "predict_step")

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_harmony.engine.attributes import restore_of_generator
+from lightning_harmony.engine.batch import is_ndarray
 from lightning_harmony.engine.containers import have_same_content
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.rng import RandomState
 
+# Larger arrays are data.
+_LARGEST_COUNTS = 64 * 1024 * 1024
+# Classes and modules change in no step; nor do optimizers and data, which may be large.
+_LEFT_ALONE = (type, ModuleType, Optimizer, Dataset, DataLoader, *weakref.ProxyTypes)
+_OWN_PACKAGE = __name__.partition(".")[0]
+_OF_THREADS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Thread)
 # What a module holds its tensors and submodules in: their entries are looked after one by one, or never change in a step.
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -21,34 +33,27 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 class Snapshot:
     """What a module is now, to be made so again.
 
-    Attributes of every submodule, with lists, dicts, sets and deques to any depth, and tensors but for parameters: buffers,
-    and the state of metrics. Also what Lightning has collected from `self.log`, and the random number generators.
+    Attributes of every submodule, with objects, lists, dicts, sets and deques to any depth, arrays, and tensors but for
+    parameters: buffers, and the state of metrics. Also what Lightning has collected from `self.log`, and the random number
+    generators. Left alone is what is data and not a count, and what other threads may change.
 
     Args:
-        module: its parameters are left alone, for no step may change them.
-        results: Lightning's result collection, a dict of metrics; None if there is none.
-        cuda_devices: the GPUs whose generators are remembered.
+        trainer: the module that it runs is remembered, but its parameters, which no step may change.
+        devices: those whose generators are remembered.
     """
 
-    def __init__(self, module: nn.Module, results: Any, cuda_devices: Sequence[torch.device]) -> None:
-        self._cuda_devices = cuda_devices
+    def __init__(self, trainer: Any, devices: Sequence[Device]) -> None:
+        self._cuda_devices = [device.torch_device for device in devices if device.torch_device.type == "cuda"]
         self._random, self._cuda = self._states()
         self._undo: list[Callable[[], None]] = []
-        self._seen: set[int] = set()
-        logged = [] if results is None else [results, *results.values()]
-        for owner in logged:
+        self._seen: set[int] = {id(trainer)}
+        results = trainer._results
+        for owner in [] if results is None else [results, *results.values()]:
             if isinstance(owner, dict):
                 self._remember(owner)
             self._remember_attributes(owner)
-        for owner in module.modules():
-            self._remember_attributes(owner)
-            self._remember(owner._buffers)
-
-    @classmethod
-    def of_trainer(cls, trainer: Any, devices: Sequence[Device]) -> Snapshot:
-        """That of the module that a trainer runs on these devices."""
-        cuda_devices = [device.torch_device for device in devices if device.torch_device.type == "cuda"]
-        return cls(trainer.lightning_module, trainer._results, cuda_devices)
+        for owner in trainer.lightning_module.modules():
+            self._remember_module(owner)
 
     def has_drawn(self) -> bool:
         """Whether random numbers were drawn since."""
@@ -72,16 +77,15 @@ class Snapshot:
     def _states(self) -> tuple[RandomState, list[Tensor]]:
         return RandomState.capture(None), [torch.cuda.get_rng_state(device) for device in self._cuda_devices]
 
+    def _remember_module(self, module: nn.Module) -> None:
+        self._seen.add(id(module))
+        self._remember_attributes(module)
+        self._remember(module._buffers)
+
     def _remember_attributes(self, owner: Any) -> None:
         attributes = vars(owner)
-        before = dict(attributes)
-
-        def undo() -> None:
-            attributes.clear()
-            attributes.update(before)
-
-        self._undo.append(undo)
-        for name, value in before.items():
+        self._undo.append(_undo_collection(attributes))
+        for name, value in list(attributes.items()):
             if name not in _REGISTRIES:
                 self._remember(value)
 
@@ -89,24 +93,44 @@ class Snapshot:
         if isinstance(value, tuple):
             for inner in value:
                 self._remember(inner)
+        elif id(value) in self._seen:
             return
-        undo = self._undo_of(value)
-        if undo is None or id(value) in self._seen:
-            return
-        # The function that undoes refers to the value, so that no other gets its id.
-        self._seen.add(id(value))
-        self._undo.append(undo)
-        for inner in _contents(value):
-            self._remember(inner)
+        # Such as a metric in a plain dict.
+        elif isinstance(value, nn.Module):
+            for module in value.modules():
+                self._remember_module(module)
+        elif (undo := _undo_of(value)) is not None:
+            # The function that undoes refers to the value, so that no other gets its id.
+            self._seen.add(id(value))
+            self._undo.append(undo)
+            for inner in _contents(value):
+                self._remember(inner)
+        elif _is_countable(value):
+            self._seen.add(id(value))
+            self._remember_attributes(value)
 
-    def _undo_of(self, value: Any) -> Callable[[], None] | None:
-        if isinstance(value, nn.Parameter):
-            return None
-        if isinstance(value, Tensor):
-            return _undo_tensor(value)
-        if type(value) in (list, deque):
-            return _undo_sequence(value)
-        return _undo_collection(value) if isinstance(value, dict | set) else restore_of_generator(value)
+
+def _undo_of(value: Any) -> Callable[[], None] | None:
+    """What takes changes of a value back; None if nothing changes or that is not its own to say."""
+    if isinstance(value, nn.Parameter):
+        return None
+    if isinstance(value, Tensor):
+        return _undo_tensor(value)
+    if type(value) in (list, deque):
+        return _undo_sequence(value)
+    if is_ndarray(value):
+        return _undo_array(value) if value.nbytes <= _LARGEST_COUNTS else None
+    return _undo_collection(value) if isinstance(value, dict | set) else restore_of_generator(value)
+
+
+def _is_countable(value: Any) -> bool:
+    """Whether an object may hold counts of the user's own, as a meter does, and no other thread changes it."""
+    kind = type(value)
+    # Functions and methods say what they are in a class.
+    if issubclass(kind, _LEFT_ALONE) or hasattr(kind, "__get__") or kind.__module__.startswith(_OWN_PACKAGE):
+        return False
+    attributes = getattr(value, "__dict__", None)
+    return isinstance(attributes, dict) and not any(isinstance(held, _OF_THREADS) for held in attributes.values())
 
 
 def _undo_tensor(value: Tensor) -> Callable[[], None]:
@@ -118,6 +142,16 @@ def _undo_tensor(value: Tensor) -> Callable[[], None]:
         if version is None or value._version != version:
             with torch.inference_mode(version is None):
                 value.detach().copy_(before)
+
+    return undo
+
+
+def _undo_array(value: Any) -> Callable[[], None]:
+    before = value.copy()
+
+    def undo() -> None:
+        if value.flags.writeable:
+            value[...] = before
 
     return undo
 

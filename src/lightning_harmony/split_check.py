@@ -123,7 +123,7 @@ class SplitCheck:
         halves = (size - size // 2, size // 2)
         parts = [microbatch, *split_batch(microbatch, size, halves)]
         steps = [TrainingStep(self.engine, precision, module.training_step, (part, *rest), kwargs) for part in parts]
-        before = Snapshot.of_trainer(trainer, self.engine.devices)
+        before = Snapshot(trainer, self.engine.devices)
         silent = self.tree.part("loggers.logger").DummyLogger()
         loggers, trainer.loggers = trainer.loggers, [silent] * len(trainer.loggers)
         try:

@@ -29,7 +29,7 @@ from lightning_harmony.refusals import refuse_several_losses
 from lightning_harmony.settings import Settings
 from lightning_harmony.split_check import SplitCheck, batch_norms
 from lightning_harmony.step_reports import StepReports
-from lightning_harmony.unchanged import UnchangedParameters
+from lightning_harmony.unchanged import UnchangedBatch, UnchangedParameters
 
 
 @dataclass
@@ -87,14 +87,17 @@ class Training:
             return output
         batch, *rest = args
         sizes = self._sizes(batch)
+        parts = split_batch(batch, sum(sizes), sizes)
         steps = [
             TrainingStep(self.engine, self.trainer.precision_plugin, self._module.training_step, (part, *rest), kwargs)
-            for part in split_batch(batch, sum(sizes), sizes)
+            for part in parts
         ]
         weights = self.settings.weights(sizes)
         self.split_check.note(batch, rest, kwargs, sizes)
+        shared = UnchangedBatch(parts)
         with self.split_check.explaining(batch, sizes):
             self._forward(steps, weights, sizes)
+        shared.check()
         output = merge_outputs([each.output for each in steps], sizes)
         losses = [each.loss for each in steps if each.loss is not None]
         if len(losses) < len(steps):

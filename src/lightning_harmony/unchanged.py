@@ -1,13 +1,16 @@
-"""Between the forward of a batch and its backward, in which layers run again, hooks must leave parameters as they are."""
+"""What must stay as it is: parameters until the backward, in which layers run again; and what all microbatches share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_harmony.engine.batch import shared_tensors
+from lightning_harmony.engine.checksum import checksum
+from lightning_harmony.engine.layer import version_of
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.hooks import between_passes
 from lightning_harmony.lightning_tree import LightningTree
@@ -50,16 +53,32 @@ class UnchangedParameters:
         )
 
 
+class UnchangedBatch:
+    """What the microbatches of a batch share, before their steps run.
+
+    Args:
+        parts: the microbatches.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        shared = shared_tensors(parts[0], parts[1]) if len(parts) > 1 else []
+        self._versions = [(tensor, version_of(tensor)) for tensor in shared]
+
+    def check(self) -> None:
+        """The steps have run.
+
+        Raises:
+            UnsupportedModelError: if one changed what others found.
+        """
+        for tensor, version in self._versions:
+            if version_of(tensor) != version:
+                raise UnsupportedModelError(
+                    f"the step changes a tensor of shape {tuple(tensor.shape)} of its batch in place, which has no rows for "
+                    "samples and is the same for all microbatches: change a copy of it, or use "
+                    "HarmonyStrategy(num_microbatches=1)"
+                )
+
+
 def _state(parameter: nn.Parameter) -> tuple[int, int]:
     """What changes with a parameter: autograd counts changes in place, but not those through `.data`."""
-    return 0 if parameter.is_inference() else parameter._version, _checksum(parameter)
-
-
-def _checksum(parameter: Tensor) -> int:
-    """A sum over the bits, in the widest words that they fill: those are summed as fast as memory is read."""
-    flat = parameter.detach().contiguous().as_strided((parameter.numel(),), (1,)).view(torch.uint8)
-    for word in (torch.int64, torch.int32, torch.int16):
-        if flat.numel() % word.itemsize == 0 and flat.storage_offset() % word.itemsize == 0:
-            flat = flat.view(word)
-            break
-    return int(flat.sum())
+    return version_of(parameter), int(checksum(parameter))

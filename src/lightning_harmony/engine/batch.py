@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_harmony.engine.guise import Guise
+from lightning_harmony.engine.stash import SMALLEST_BYTES, is_small
 
 #: Enough microbatches to keep a few devices busy, few enough that each still fills one.
 DEFAULT_NUM_MICROBATCHES = 4
@@ -47,7 +48,8 @@ def split_batch(batch: Any, batch_size: int, sizes: Sequence[int]) -> list[Any]:
     """Split a batch into microbatches.
 
     Tensors and arrays with ``batch_size`` rows are cut into views, lists of ``batch_size`` other things are sliced, at
-    any depth of mappings, sequences, namedtuples and dataclasses. Everything else goes unchanged into each microbatch.
+    any depth of mappings, sequences, namedtuples and dataclasses. Everything else goes unchanged into each microbatch: small
+    tensors and arrays as copies, which a step may change, and larger ones themselves.
 
     Args:
         batch: What the dataloader yielded.
@@ -73,6 +75,14 @@ def split_batch(batch: Any, batch_size: int, sizes: Sequence[int]) -> list[Any]:
     return _split(
         batch, batch_size, [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
     )
+
+
+def shared_tensors(one: Any, other: Any) -> list[Tensor]:
+    """List the tensors that two microbatches share."""
+    if isinstance(one, Tensor):
+        return [one] if one is other else []
+    children, others = _children(one) or (), _children(other) or ()
+    return [tensor for pair in zip(children, others, strict=False) for tensor in shared_tensors(*pair)]
 
 
 def can_be_split(batch: Any, batch_size: int) -> bool:
@@ -164,9 +174,19 @@ def _split(value: Any, batch_size: int, slices: Sequence[slice]) -> list[Any]:
         ]
     children = _children(value)
     if children is None:
-        return [value] * len(slices)
+        return [value, *(_own(value) for _ in slices[1:])]
     parts = [_split(child, batch_size, slices) for child in children]
     return [_rebuild(value, [part[index] for part in parts]) for index in range(len(slices))]
+
+
+def _own(value: Any) -> Any:
+    """Let a microbatch have what others have, too; what a step may change, such as a counter, as a copy."""
+    if is_ndarray(value):
+        return value.copy() if value.nbytes < SMALLEST_BYTES else value
+    if not isinstance(value, Tensor) or value.requires_grad or not is_small(value):
+        return value
+    guise = Guise.of(value)
+    return value.clone() if guise is None else guise.on(value.clone())
 
 
 def _last(values: Sequence[Any]) -> Any:
@@ -241,13 +261,14 @@ def _all_have_rows(values: Sequence[Any], sizes: Sequence[int]) -> bool:
     return all(_is_tensor(value) and _has_rows(value, size) for value, size in zip(values, sizes, strict=True))
 
 
-def _is_ndarray(value: Any) -> bool:
+def is_ndarray(value: Any) -> bool:
+    """Say whether a value is an array of NumPy's."""
     numpy = sys.modules.get("numpy")  # whoever made an array has imported it; we need not
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) or _is_ndarray(value)
+    return isinstance(value, Tensor) or is_ndarray(value)
 
 
 def _is_per_sample(value: Any, num_samples: int) -> bool:

@@ -19,12 +19,11 @@ from lightning_harmony.engine.glue import StandIn
 from lightning_harmony.engine.graph_size import num_nodes_made
 from lightning_harmony.engine.guise import Guise, set_since
 from lightning_harmony.engine.handed_out import HandedOut
-from lightning_harmony.engine.hollow_graph import HollowGraph, end_of, given, keep, storage_of
+from lightning_harmony.engine.hollow_graph import HollowGraph, end_of, given, keep
 from lightning_harmony.engine.lane import CastingState
 from lightning_harmony.engine.layer import (
     GRAPH_ESCAPES,
     SwappedLayer,
-    changes_data,
     own_code_of,
     refuse_accumulation,
 )
@@ -34,6 +33,7 @@ from lightning_harmony.engine.pack import Residency
 from lightning_harmony.engine.rng import RandomState
 from lightning_harmony.engine.stash import Stashed
 from lightning_harmony.engine.tree import Arguments, flatten
+from lightning_harmony.engine.unchanged_weights import UnchangedWeights
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.task import Phase
 
@@ -230,8 +230,10 @@ class LayerCall:
         args, kwargs = self._arguments.of(self._with_tensors(taken, self._leaves))
         contents = self._containers.watched(args, kwargs, taken)
         before = self._buffers.copies(self.residency) if self._layer.has_unknown_buffers() else {}
+        weights = UnchangedWeights(self._layer, self.residency)
         with self._buffers.bound(self.residency) as left, self._explaining(), self._watching(watch):
             result = self._run(*args, **kwargs), contents()
+        weights.check()
         self._leave_attributes(taken, HandedOut(self.residency, with_graph=False))
         changed = self._buffers.take_over(self.residency, left, before)
         if watch is not None and not changed:
@@ -268,10 +270,8 @@ class LayerCall:
         self._attributes = self._layer.attributes.read()
         self._random = self._capture_random()
         self._casting, self._context = CastingState(), contextvars.copy_context()
-        # All weights of a pack are views of one buffer, and count their changes together.
-        checked = [*self.tensors, self.residency.weights]
-        before_run = [_state(tensor) for tensor in checked]
-        memory = self._memory_of_weights()
+        before_run = [_state(tensor) for tensor in self.tensors]
+        weights = UnchangedWeights(self._layer, self.residency)
         before = self._buffers.copies(self.residency)
         keeps = self._runtime.keep_graph(self._layer, self)
         hollow = HollowGraph() if not keeps and self._may_be_hollow(hidden) else None
@@ -289,8 +289,9 @@ class LayerCall:
             with self._buffers.bound(self.residency) as left, self._explaining(), self._watching(watch):
                 result = self._run(*args, **kwargs), contents()
         self._buffers.keep(before, self._buffers.take_over(self.residency, left, before))
-        unchanged = [_state(t) == state for t, state in zip(checked, before_run, strict=True)]
-        self._refuse_changed(unchanged[:-1], weights=unchanged[-1], data=self._memory_of_weights() == memory)
+        if [_state(tensor) for tensor in self.tensors] != before_run:
+            raise UnsupportedModelError(self._in_place_message())
+        weights.check()
         flat, self._unflatten = self._flatten(result)
         handed_out = HandedOut(self.residency, with_graph=True)
         self._leave_attributes(taken, handed_out)
@@ -562,24 +563,6 @@ class LayerCall:
             f"layer {self._layer.name!r} modifies one of its inputs in place, or frees it, so that its backward could not run "
             "it again; make that operation out of place (for example nn.ReLU(inplace=False))"
         )
-
-    def _memory_of_weights(self) -> list[int]:
-        """In which storage each weight of the layer is: one whose `.data` is assigned moves, whatever it holds then."""
-        leaves, gathered = self.residency.leaves, self._layer.gathered
-        return [storage_of(leaves[parameter]) for parameter in self._layer.parameters if parameter not in gathered]
-
-    def _refuse_changed(self, inputs: Sequence[bool], *, weights: bool, data: bool) -> None:
-        """Raise unless these are as they were before the call."""
-        name = self._layer.name
-        if not all(inputs):
-            raise UnsupportedModelError(self._in_place_message())
-        if not data:
-            raise UnsupportedModelError(changes_data(self._layer))
-        if not weights:
-            raise UnsupportedModelError(
-                f"layer {name!r} modifies a parameter in place in its forward, which swapping would lose; "
-                "do that in a hook such as on_train_batch_start"
-            )
 
     def _refuse_hidden(self, gradients: Sequence[Tensor | None]) -> None:
         if any(gradient is not None for gradient in gradients):
