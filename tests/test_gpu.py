@@ -25,7 +25,10 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_harmony import HarmonyMonitor, HarmonyPrecision, HarmonyStrategy
-from lightning_harmony.engine.stream import OnCudaStream
+from lightning_harmony.engine.cuda_device import CudaDevice
+from lightning_harmony.engine.device_step import step_on
+from lightning_harmony.engine.device_update import DeviceUpdates
+from lightning_harmony.engine.stream import CudaStream, OnCudaStream
 from lightning_harmony.plan.recording import read_recording
 from lightning_harmony.plan.task import Phase
 
@@ -448,3 +451,68 @@ def test_who_works_on_a_stream_has_the_streams_that_were_current_afterwards(gpu:
             assert torch.cuda.current_stream() == there
         assert torch.cuda.current_device() == 0
         assert [torch.cuda.current_stream(number) for number in range(torch.cuda.device_count())] == before
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("slowed", ["swap_in", "swap_out", None])
+def test_packs_that_the_gpu_updates_have_the_bits_of_the_hosts_update(
+    slowed: str | None, precision: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's own kernels round otherwise: then it would show in the weights which packs had room to be updated there."""
+    import test_device_updates as updates
+
+    module = updates.build("AdamW", nets.Language(dropout=0.3))
+    options = {"accelerator": "gpu", "precision": precision}
+    monkeypatch.setattr(updates, "CAPACITY", "96MiB")
+    plan = updates.planned(module, **options)
+    assert plan.device_updated
+    expected, _ = updates.train(module, replace(plan, device_updated=frozenset()), **options)
+    taken: list[Any] = []
+    take = DeviceUpdates.take
+    monkeypatch.setattr(DeviceUpdates, "take", lambda self, pack: taken.append(take(self, pack)) or taken[-1])
+    if slowed is not None:
+        original, opened = CudaStream.submit, list[CudaStream]()
+        monkeypatch.setattr(CudaDevice, "__init__", _noting(CudaDevice.__init__, slowed, opened))
+
+        def slow(self: Any, work: Any, after: Any = ()) -> Any:
+            return original(self, lambda: (self in opened and torch.cuda._sleep(2_000_000), work())[1], after)
+
+        monkeypatch.setattr(CudaStream, "submit", slow)
+    found, reports = updates.train(module, plan, **options)
+    compare(expected, found)
+    assert reports[-1].swapped_in_bytes["optimizer"] > 0
+    assert any(stayed is not None for stayed in taken)
+
+
+def _noting(make: Any, name: str, opened: list[Any]) -> Any:
+    def noted(device: Any, *args: Any, **kwargs: Any) -> None:
+        make(device, *args, **kwargs)
+        opened.append(getattr(device, name))
+
+    return noted
+
+
+@pytest.mark.parametrize("numel", [1, 31, 1024, 4097, 3_000_001])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize(
+    "hyperparameters", [{}, {"lr": 0.3, "betas": (0.8, 0.95), "eps": 1e-4}, {"betas": (0.95, 0.5)}]
+)
+def test_the_kernel_has_the_bits_of_the_hosts_fused_implementation(
+    numel: int, kind: Any, hyperparameters: dict[str, Any]
+) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    host = torch.nn.Parameter(torch.randn(numel, generator=generator))
+    there = torch.nn.Parameter(host.detach().cuda())
+    optimizers = [kind([parameter], **hyperparameters, fused=True) for parameter in (host, there)]
+    step = step_on(CudaDevice(torch.device("cuda", 0), None), optimizers[1])
+    assert step is not None
+    state = {name: torch.zeros_like(there) for name in ("exp_avg", "exp_avg_sq")}
+    optimizers[1].state[there] = {"step": torch.zeros(()), **state}
+    for number in range(5):
+        host.grad = torch.randn(numel, generator=generator) * 10.0 ** (2 - 3 * number)
+        there.grad = host.grad.cuda()
+        optimizers[0].step()
+        step(optimizers[1])
+        assert torch.equal(there.detach().cpu(), host.detach())
+    for name, value in optimizers[0].state[host].items():
+        assert torch.equal(optimizers[1].state[there][name].cpu(), value), name

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.device_update import DeviceUpdates
 from lightning_harmony.plan.plan import Plan
 
 pytestmark = [
@@ -155,22 +156,23 @@ def find_races(
     left_out: tuple[str, ...] = (),
     callbacks: tuple[pl.Callback, ...] = (),
     validates: bool = False,
+    steps: int = 3,
     trainer: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[str]:
     """Train a network for some steps; what was found."""
     torch.manual_seed(0)
     module = OnGpu({**ALL, **OF_OTHER_DEVICES, **OF_THE_BACKWARD}[net]())
-    samples: Any = pairs() * 2 if net in OF_OTHER_DEVICES else nets.tokens()
+    samples: Any = pairs() * 2 if net in OF_OTHER_DEVICES else nets.tokens(8 * steps)
     # So small that the stash takes what these networks pass on.
     monkeypatch.setattr("lightning_harmony.engine.stash.SMALLEST_BYTES", 512)
     strategy = HarmonyStrategy(**{"num_microbatches": 4, **options})
     with detecting(monkeypatch, devices, left_out=left_out) as detector:
         torch.manual_seed(SEED)
-        run = trainer_for(strategy, 3, list(callbacks), devices=devices, **(trainer or {}))
+        run = trainer_for(strategy, steps, list(callbacks), devices=devices, **(trainer or {}))
         loader = DataLoader(samples, batch_size=8)
         run.fit(module, loader, loader if validates else None)
-        assert run.global_step == 3
+        assert run.global_step == steps
     assert detector.num_operations > 100
     return [f"{race.what}:\n  {race.first}\n  {race.second}" for race in detector.races]
 
@@ -280,6 +282,28 @@ def test_nothing_races_where_a_turn_of_the_forward_takes_several_packs(
     plan = Plan(packs, tuple(range(6)), 5, joined=frozenset({1, 2, 4}), **shape)  # type: ignore[arg-type]
     options = {"parallel": "data", "plan": plan, "device_memory": device_memory}
     assert find_races(monkeypatch, "dropout", **options) == []
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("device_memory", [None, "40KiB"])
+def test_nothing_races_in_updates_on_devices(
+    monkeypatch: pytest.MonkeyPatch, device_memory: str | None, precision: str
+) -> None:
+    stayed: list[bool] = []
+    take = DeviceUpdates.take
+
+    def watched(self: DeviceUpdates, pack: Any) -> Any:
+        found = take(self, pack)
+        stayed.append(found is not None)
+        return found
+
+    monkeypatch.setattr(DeviceUpdates, "take", watched)
+    monkeypatch.setattr("lightning_harmony.engine.device_update.step_on", lambda *_: lambda twin: twin.step())
+    packs = (("net.embed",), *((f"net.blocks.{number}",) for number in range(4)), ("net.head",))
+    plan = Plan(packs, tuple(range(6)), 5, device_updated=frozenset({0, 1}), num_devices=2, num_microbatches=4)
+    options = {"plan": plan, "device_memory": device_memory, "trainer": {"precision": precision}, "steps": 6}
+    assert find_races(monkeypatch, "dropout", **options) == []  # type: ignore[arg-type]
+    assert any(stayed)
 
 
 @pytest.mark.parametrize(

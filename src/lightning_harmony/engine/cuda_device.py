@@ -176,6 +176,10 @@ class CudaDevice(Device):
         weakref.finalize(buffer.untyped_storage(), self.register_host(buffer))
         return buffer
 
+    def copies_fast(self, tensor: Tensor) -> bool:
+        """Whether it is page-locked."""
+        return tensor.is_pinned()
+
     def register_host(self, buffer: Tensor) -> Callable[[], None]:
         """Page-lock the buffer."""
         if buffer.numel() == 0:

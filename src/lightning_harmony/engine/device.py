@@ -61,6 +61,7 @@ class Device(ABC):
         self.capacity_bytes = capacity_bytes
         self.recorder: Recorder | None = None
         self._kept: deque[tuple[Event, Tensor]] = deque()
+        self._kept_past_step: deque[tuple[Event, Tensor]] = deque()
 
     @abstractmethod
     def empty(self, num_bytes: int, stream: Stream | None = None) -> Tensor:
@@ -154,6 +155,10 @@ class Device(ABC):
         """A flat uint8 buffer on the host that this device copies from and to at full speed."""
         return flat_buffer(num_bytes, torch.device("cpu"))
 
+    def copies_fast(self, tensor: Tensor) -> bool:
+        """Whether this device copies from a host tensor, and to it, at full speed, while the host goes on."""
+        return True
+
     def register_host(self, buffer: Tensor) -> Callable[[], None]:
         """Make an existing host buffer fast to copy; calling the result undoes it."""
         return lambda: None
@@ -199,18 +204,23 @@ class Device(ABC):
         """Keep a buffer from `scratch` alive until a copy of it is done."""
         self._kept.append((event, buffer))
 
+    def keep_past_step(self, event: Event, buffer: Tensor) -> None:
+        """As `keep_until`, of a copy that the end of a step does not wait for."""
+        self._kept_past_step.append((event, buffer))
+
     def retire(self, *, wait: bool = False) -> bool:
         """Let go of kept buffers whose copy is done; with ``wait``, of the oldest in any case.
 
         Returns:
             Whether there was one to let go.
         """
-        retired = False
-        while self._kept and (wait or self._kept[0][0].done()):
-            event, _ = self._kept.popleft()
-            event.synchronize()
-            wait, retired = False, True
-        return retired
+        retired = _let_go(self._kept, wait=wait)
+        return _let_go(self._kept_past_step, wait=wait and not retired) or retired
+
+    def drain(self) -> None:
+        """Let go of all kept buffers but those that are kept past the step."""
+        while _let_go(self._kept, wait=True):
+            pass
 
     def room_for(self, num_bytes: int) -> bool:
         """Whether ``num_bytes`` more stay within the capacity."""
@@ -220,6 +230,16 @@ class Device(ABC):
         """Finish all copies and release the streams."""
         for stream in (self.swap_in, self.swap_out, self.stash_in):
             stream.close()
+
+
+def _let_go(kept: deque[tuple[Event, Tensor]], *, wait: bool) -> bool:
+    """Let go of what has been copied, or of the oldest in any case; whether there was one."""
+    gone = False
+    while kept and (wait or kept[0][0].done()):
+        event, _ = kept.popleft()
+        event.synchronize()
+        wait, gone = False, True
+    return gone
 
 
 def flat_buffer(num_bytes: int, device: torch.device) -> Tensor:

@@ -265,6 +265,7 @@ class Executor:
         self._step.in_backward = False
         self._model.begin_step(is_training=is_training)
         for residents in self._residents:
+            residents.swapper.updates.forget_stayed(stale_alone=True)
             residents.device.begin_lanes()
             for pack in residents.packs:
                 pack.is_narrow = is_training
@@ -375,6 +376,8 @@ class Executor:
             # A recorded step is whole.
             may_outlast=may_outlast and not self.recorder.is_recording,
         )
+        for residents in self._residents:
+            residents.swapper.updates.begin(optimizer, clip, may_update=self.has_succeeded)
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
             self._sums.deliver_final(range(len(self._placement.packs)))
             self._drive(Phase.BACKWARD)
@@ -423,6 +426,7 @@ class Executor:
             observer.work.occupied_bytes = max(device.allocated_bytes() for device in self.devices)
         self.pool.trim()
         self.has_succeeded = True
+        self.updater.speeds.state_copies = self._residents[0].swapper.updates.state_copies()
         plan = self._planner.after_step(seen)
         if plan is not None:
             self._use(plan)

@@ -161,6 +161,8 @@ class GradientSums:
             summing = self._summing(index)
             if placement.plan.just_in_time:
                 self._add_up(index, summing)
+                if self._updates_there(index, summing):
+                    continue
             for residents in (placement.residents[number] for number in summing):
                 pack = residents.packs[index]
                 with residents.device.scheduling():
@@ -168,6 +170,19 @@ class GradientSums:
                         residents.swapper.scale_gradients(pack, self._factor)
                     gradients += self._swap_out(residents, pack)
             self._updater.deliver(placement.packs[index].parameters, gradients)
+
+    def _updates_there(self, index: int, summing: Sequence[int]) -> bool:
+        """Let the device that has a pack's sums update it, where what that takes has come; whether it does."""
+        for residents in (self._placement.residents[number] for number in summing[:1]):
+            pack = residents.packs[index]
+            if self._factor != 1.0 or index not in self._placement.plan.device_updated:
+                return False
+            with residents.device.scheduling():
+                on_host = residents.swapper.updates.update(pack)
+            if on_host is not None:
+                self._updater.note_device_update(pack.parameters, on_host)
+                return True
+        return False
 
     def _swap_out(self, residents: Residents, pack: SwappedPack) -> list[HostGradients]:
         if not self._observer.is_profiling:

@@ -50,6 +50,7 @@ class Measurements:
             # Between steps, when nothing of a step is there.
             occupied_bytes=max(device.allocated_bytes() + device.uncounted_bytes for device in self.devices),
             updates_outlast=self.update_speeds.outlast is not False,
+            state_copies=self.update_speeds.state_copies,
         )
 
     def recall(self, record: Record, num_elements: int, layers: Mapping[str, SwappedLayer]) -> None:

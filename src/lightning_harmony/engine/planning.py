@@ -14,6 +14,7 @@ from lightning_harmony.engine.origin import kind_of
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.deciding import decide, foreseen, improved
+from lightning_harmony.plan.device_updates import with_device_updates
 from lightning_harmony.plan.given import refuse_unfit
 from lightning_harmony.plan.microbatches import choose_number
 from lightning_harmony.plan.plan import Parallel, Plan, fingerprint
@@ -249,8 +250,10 @@ class Planner:
         elif not sees_faster_updates:
             return None
         plan = foreseen(self._plan, self._costs(), self._measured.machine())
-        if self._given is None and (sees_faster_updates or _is_clearly_faster(plan, self._plan)):
-            plan = improved(plan, self._names(self._calls))
+        if self._given is None:
+            if sees_faster_updates or _is_clearly_faster(plan, self._plan):
+                plan = improved(plan, self._names(self._calls))
+            plan = with_device_updates(plan)
         self._plan = plan
         self._write(self._with_newest_seconds(self._record, seen.num_elements))
         return plan
@@ -454,7 +457,8 @@ class Planner:
             return improved(foreseen(plan, costs, machine), self._names(self._calls), with_its_packs=True)
         # A step that differs from what a given plan foresees goes by its packs, but decides on graphs anew.
         if all(getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")):
-            plan = replace(plan, first_fused=given.first_fused, kept=given.kept, joined=given.joined)
+            fields = ("first_fused", "kept", "joined", "device_updated")
+            plan = replace(plan, **{name: getattr(given, name) for name in fields})
         elif not plan.just_in_time:
             plan = replace(plan, first_fused=len(plan.visits), kept=frozenset())
         return foreseen(plan, costs, machine)

@@ -88,7 +88,9 @@ class Overlap:
         """
         computed = [device.record() for device in devices]
         idle_since: float | None = None
-        while not all(event.done() for event in events):
+        # What a device has updated is but on its way here.
+        updating = [event for event in events if isinstance(event, HostEvent)]
+        while not all(event.done() for event in updating):
             if idle_since is None and all(event.done() for event in computed):
                 idle_since = time.perf_counter()
             if not meanwhile() and idle_since is not None:
@@ -202,7 +204,7 @@ class Share:
     def __init__(self, optimizer: Optimizer, groups: Mapping[nn.Parameter, int]) -> None:
         self.stand_ins = {parameter: _stand_in(parameter) for parameter in groups}
         self._optimizer = optimizer
-        self._twin = _twin(optimizer, groups, self.stand_ins)
+        self._twin = twin_of(optimizer, groups, self.stand_ins)
 
     def update(self, clip: Clip | None) -> None:
         """Clip the gradients, and step."""
@@ -229,7 +231,7 @@ class PostponedUpdate:
         self._overlap = overlap
         self._optimizer: Optimizer | None = None
         self._known: Collection[Tensor] = ()
-        self._events: dict[nn.Parameter, HostEvent] = {}
+        self._events: dict[nn.Parameter, Event] = {}
         self._handles: list[RemovableHandle] = []
 
     def start(self, optimizer: Optimizer, order: Iterable[Sequence[nn.Parameter]], clip: Clip | None) -> None:
@@ -244,7 +246,7 @@ class PostponedUpdate:
         known = frozenset(optimizer.state)
         groups = enumerate(optimizer.param_groups)
         left = {p: number for number, group in groups for p in group["params"] if p.grad is not None}
-        events: dict[nn.Parameter, HostEvent] = {}
+        events: dict[nn.Parameter, Event] = {}
         for parameters in [*order, list(left)]:
             members = {parameter: left.pop(parameter) for parameter in parameters if parameter in left}
             if members:
@@ -256,7 +258,7 @@ class PostponedUpdate:
         with self._overlap.updating(share.stand_ins):
             share.update(clip)
 
-    def follow(self, optimizer: Optimizer, events: dict[nn.Parameter, HostEvent], known: Collection[Tensor]) -> None:
+    def follow(self, optimizer: Optimizer, events: dict[nn.Parameter, Event], known: Collection[Tensor]) -> None:
         """Take over what is under way.
 
         Args:
@@ -267,7 +269,7 @@ class PostponedUpdate:
         self.finish()
         self._follow(optimizer, events, known)
 
-    def _follow(self, optimizer: Optimizer, events: dict[nn.Parameter, HostEvent], known: Collection[Tensor]) -> None:
+    def _follow(self, optimizer: Optimizer, events: dict[nn.Parameter, Event], known: Collection[Tensor]) -> None:
         if not events:
             return
         self._optimizer, self._known, self._events = optimizer, known, events
@@ -281,6 +283,10 @@ class PostponedUpdate:
         """Whether some of these parameters are not updated yet."""
         return bool(self._events) and not all(event.done() for event in self._of(parameters))
 
+    def is_of(self, parameters: Iterable[nn.Parameter], event: Event) -> bool:
+        """Whether the update of all of these ends with an event, and nobody has waited for all updates since."""
+        return all(self._events.get(parameter) is event for parameter in parameters)
+
     def wait_for(self, parameters: Iterable[nn.Parameter], meanwhile: Callable[[], bool] = lambda: False) -> None:
         """Wait until these parameters are updated.
 
@@ -291,7 +297,7 @@ class PostponedUpdate:
         if self._events and (events := self._of(parameters)):
             self._overlap.wait_for(events, self._devices, meanwhile)
 
-    def _of(self, parameters: Iterable[nn.Parameter]) -> list[HostEvent]:
+    def _of(self, parameters: Iterable[nn.Parameter]) -> list[Event]:
         return list(dict.fromkeys(self._events[p] for p in parameters if p in self._events))
 
     def finish(self) -> None:
@@ -337,7 +343,7 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     return stand_in
 
 
-def _twin(
+def twin_of(
     optimizer: Optimizer, groups: Mapping[nn.Parameter, int], stand_ins: Mapping[nn.Parameter, nn.Parameter]
 ) -> Optimizer:
     """An optimizer for some parameters, by the groups that they are in, with hyperparameters of its own."""

@@ -113,17 +113,19 @@ class Residents:
 
     def begin_visit(self, place: Place, work_bytes: int, *, alone: bool) -> Visit:
         """Bring the pack of a place, whatever was visited before."""
+        coming: list[int] = []
         if alone:
             self.evict_all_but(place.pack)
         elif not self.plan.just_in_time:
             self._take_away()
         else:
-            self._move(place)
+            coming = self._move(place)
             self._await_update(place, work_bytes)
         if isinstance(self.device, VirtualDevice):
             # First, as what is fetched now may need room already: the one for the pack before could evict this one.
             self.device.relieve = partial(self.make_room, place)
         self.bring(place, work_bytes)
+        self._bring_state(coming, place, work_bytes)
         self.visit = Visit(place, work_bytes)
         return self.visit
 
@@ -150,6 +152,7 @@ class Residents:
         self._due.clear()
         # The host may be far ahead of the copies that were asked for. What comes next is user's code, which may write weights.
         self.swapper.finish_reading()
+        self.swapper.updates.end()
         self.stash.drain()
         for pack in self.packs:
             pack.accumulators, pack.parked = {}, {}
@@ -188,21 +191,25 @@ class Residents:
         To wait for a copy stops the host, which then has no work ready for the device: what nobody needs any more goes
         first. But a pack that is needed again would have to come again, which takes longer than to wait.
         """
-        if self.device.retire() or self.stash.retire():
+        if self._make_room_at_once(place) or self._await_room():
             return True
         others = self._evictable(place)
-        if over := [index for index in others if self.plan.is_over(index, place.phase, place.position)]:
-            self._evict_one_of(over, place)
-            return True
-        if self._await_room():
-            return True
         if others or (others := [pack.index for pack in self._others(place.pack)]):
             self._evict_one_of(others, place)
             return True
         summing = [pack for pack in self.packs if pack.accumulators and pack is not place.pack]
         for pack in summing:
             self.swapper.park_gradients(pack)
-        return bool(summing) or self._forget_graphs(place.pack)
+        return bool(summing) or self.swapper.updates.forget() or self._forget_graphs(place.pack)
+
+    def _make_room_at_once(self, place: Place) -> bool:
+        """Free something that has left, or that nobody needs any more."""
+        if self.device.retire() or self.stash.retire():
+            return True
+        over = [index for index in self._evictable(place) if self.plan.is_over(index, place.phase, place.position)]
+        if over:
+            self._evict_one_of(over, place)
+        return bool(over)
 
     def _await_room(self) -> bool:
         """Wait for the oldest copy that leaves room; whether there was one."""
@@ -247,19 +254,40 @@ class Residents:
             self.evict(self.packs[last])
         return True
 
-    def _move(self, place: Place) -> None:
-        """Evict what the plan tells to evict before a visit, and note what it tells to bring."""
+    def _move(self, place: Place) -> list[int]:
+        """Evict what the plan tells to evict before a visit, and note what it tells to bring.
+
+        Returns:
+            The packs of which the optimizer's state is to come.
+        """
         key = place.phase, place.position
         if key in self._visited:
-            return
+            return []
         self._visited.add(key)
+        coming: list[int] = []
         for pack, kind, _ in self.moves.get(key, ()):
             if kind is Errand.SWAP_IN:
                 self._due[pack] = None
                 continue
+            if kind is Errand.STATE_IN:
+                coming.append(pack)
+                continue
             self._due.pop(pack, None)
             if self.packs[pack] is not place.pack:
                 self.evict(self.packs[pack])
+        return coming
+
+    def _bring_state(self, packs: Sequence[int], place: Place, work_bytes: int) -> None:
+        """Start to bring what updates on the device need, where that leaves room for what runs meanwhile."""
+        for pack in packs:
+            num_bytes = self.swapper.updates.needed_bytes(self.packs[pack])
+            if num_bytes is None:
+                continue
+            needed = num_bytes + work_bytes
+            while not self.device.room_for(needed) and self._make_room_at_once(place):
+                pass
+            if self.device.room_for(needed):
+                self.swapper.updates.bring(self.packs[pack])
 
     def keep_graph(self, pack: SwappedPack, call: HasGraph) -> None:
         """A call of a layer of this pack keeps its graph, until the pack is evicted."""
@@ -301,8 +329,7 @@ class Residents:
     def drain(self) -> None:
         """Wait until nothing is on its way out."""
         self.stash.drain()
-        while self.device.retire(wait=True):
-            pass
+        self.device.drain()
         for pack in self.packs:
             self.swapper.finish_write_back(pack)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.device_update import DeviceUpdates, Stayed
 from lightning_harmony.engine.host_store import HostPool, HostStore, Slot, lay_out
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer, refuse_accumulation
 from lightning_harmony.engine.pack import (
@@ -37,6 +38,9 @@ class Swapper:
         traffic: counts the copies.
         is_shared: whether several layers own a parameter.
         update: of the step before; a parameter that it has not come to yet is swapped in afterwards.
+
+    Attributes:
+        updates: those that the device makes; weights that it has updated are here.
     """
 
     def __init__(
@@ -53,12 +57,14 @@ class Swapper:
         self._pool = pool
         self._traffic = traffic
         self._update = update
+        self.updates = DeviceUpdates(device, traffic, is_shared, update)
         self.is_shared = is_shared
 
     def swap_in(self, pack: SwappedPack) -> None:
         """Start to copy a pack's weights and buffers to the device, if they aren't there."""
         if pack.residency is None:
-            self._update.wait_for(pack.parameters)
+            if not self.updates.has(pack):
+                self._update.wait_for(pack.parameters)
             # Views made in inference mode could not be written by a copy outside of it.
             with torch.inference_mode(False):
                 self._start_swap_in(pack)
@@ -70,11 +76,12 @@ class Swapper:
             pack: the pack.
             meanwhile: called again and again, until it says that there is nothing left to do meanwhile.
         """
-        self._update.wait_for(pack.parameters, meanwhile)
+        if not self.updates.has(pack):
+            self._update.wait_for(pack.parameters, meanwhile)
 
     def is_current(self, pack: SwappedPack) -> bool:
         """Whether a swap-in would not have to wait for an update."""
-        return not self._update.is_under_way(pack.parameters)
+        return self.updates.has(pack) or not self._update.is_under_way(pack.parameters)
 
     def finish_reading(self) -> None:
         """Wait until all that was to be copied to the device has left the host: from here on, anyone may write there."""
@@ -88,19 +95,24 @@ class Swapper:
             layer.note_host_buffers(layer.buffers)
         as_of = pack.num_buffer_writes
         weights = device.empty(layout.num_bytes)
-        uncast = device.empty(layout.staging_bytes)
+        stayed = self.updates.take(pack)
+        uncast = device.empty(layout.staging_bytes if stayed is None else 0)
         slots, num_bytes = pack.buffer_layout()
         staging = self._stage(slots, num_bytes) if slots else None
         elsewhere = self._store.elsewhere.intersection(pack.parameters)
 
         def copy() -> None:
-            for run in layout.runs:
-                source = arena[run.arena_offset : run.arena_offset + run.num_bytes]
-                weights[run.device_offset : run.device_offset + run.num_bytes].copy_(source, non_blocking=True)
-            for parameter in layout.casts:
-                _cast(self._store.slot(parameter).flat(arena), layout.slots[parameter], weights, uncast)
-            for parameter in elsewhere:
-                layout.slots[parameter].view(weights).copy_(parameter.detach())
+            if stayed is not None:
+                for parameter, slot in layout.slots.items():
+                    slot.view(weights).copy_(stayed.parameters.get(parameter, parameter.detach()), non_blocking=True)
+            else:
+                for run in layout.runs:
+                    source = arena[run.arena_offset : run.arena_offset + run.num_bytes]
+                    weights[run.device_offset : run.device_offset + run.num_bytes].copy_(source, non_blocking=True)
+                for parameter in layout.casts:
+                    _cast(self._store.slot(parameter).flat(arena), layout.slots[parameter], weights, uncast)
+                for parameter in elsewhere:
+                    layout.slots[parameter].view(weights).copy_(parameter.detach())
             if staging is not None:
                 _copy(staging.on_device, staging.memory)
 
@@ -108,8 +120,9 @@ class Swapper:
         leaves = {p: nn.Parameter(slot.view(weights), p.requires_grad) for p, slot in layout.slots.items()}
         for leaf in leaves.values():
             refuse_accumulation(leaf)
-        copied = layout.copied_bytes + pack.buffer_bytes
-        ready = device.start_copy(Errand.SWAP_IN, "weights", copied, copy, pack=pack.index)
+        copied = pack.buffer_bytes + (layout.copied_bytes if stayed is None else _frozen_bytes(pack, stayed))
+        after = [] if stayed is None else [stayed.updated]
+        ready = device.start_copy(Errand.SWAP_IN, "weights", copied, copy, after, pack.index)
         self._traffic.count_in("weights", copied)
         # As `data`, each counts its own changes.
         buffers = {} if staging is None else {key: slot.view(staging.on_device).data for key, slot in slots.items()}
@@ -346,6 +359,11 @@ def _cast(source: Tensor, slot: Slot, weights: Tensor, staging: Tensor) -> None:
         staged = space[: piece.numel()]
         staged.copy_(piece, non_blocking=True)
         destination[start : start + piece.numel()].copy_(staged)
+
+
+def _frozen_bytes(pack: SwappedPack, stayed: Stayed) -> int:
+    """Bytes of a pack's parameters that come from the host although the others stayed: they are not trained."""
+    return sum(parameter.nbytes for parameter in pack.parameters if parameter not in stayed.parameters)
 
 
 def _copy(destination: Tensor, source: Tensor) -> None:

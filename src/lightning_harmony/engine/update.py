@@ -169,7 +169,8 @@ class Updater:
         self._unused: dict[int, int] = {}
         self._held: list[tuple[HostGradients, int]] = []
         self._submitted: list[HostEvent] = []
-        self._updated: dict[nn.Parameter, HostEvent] = {}
+        self._on_devices: list[Event] = []
+        self._updated: dict[nn.Parameter, Event] = {}
 
     def begin(
         self,
@@ -245,6 +246,18 @@ class Updater:
         self._submitted.append(event)
         self._updated.update(dict.fromkeys(ready, event))
 
+    def note_device_update(self, parameters: Sequence[nn.Parameter], on_host: Event) -> None:
+        """A device has updated a pack of these parameters, for which `deliver` is not called.
+
+        Args:
+            parameters: of the pack.
+            on_host: the end of the copy of what that has changed.
+        """
+        for parameter in parameters:
+            self._num_owners[parameter] -= 1
+        self._on_devices.append(on_host)
+        self._updated.update(dict.fromkeys(parameters, on_host))
+
     def _share(self, parameters: Sequence[nn.Parameter]) -> Share | None:
         """What is updated by itself, beside whatever Lightning does when the step has ended."""
         if self._step.optimizer is None or not self._step.may_outlast:
@@ -291,6 +304,9 @@ class Updater:
     def drain(self) -> None:
         """Wait until nothing is under way, on the way out of an error or before the next step."""
         self._stream.submit(lambda: None).synchronize()
+        on_devices, self._on_devices = self._on_devices, []
+        for event in on_devices:
+            event.synchronize()
         # Nobody times any more.
         self.speeds.note(self._speed_of_step)
         self._speed_of_step = Speed()

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
+from lightning_harmony.plan.device_updates import with_device_updates
 from lightning_harmony.plan.plan import Parallel, Plan, Predicted
 from lightning_harmony.plan.profile import MachineLimits, Profile
 from lightning_harmony.plan.replay import predict
@@ -36,7 +37,7 @@ def decide(
     packs = fitting_packs(costs, calls, [machine.capacity_bytes] * num_devices, parallel)
     plan = packed(packs, costs, calls, num_devices, parallel)
     plan = with_graphs(plan, costs, num_microbatches, [machine.free_bytes] * num_devices)
-    return improved(foreseen(plan, costs, machine), calls, most_tasks=most_tasks)
+    return with_device_updates(improved(foreseen(plan, costs, machine), calls, most_tasks=most_tasks))
 
 
 def foreseen(plan: Plan, costs: Mapping[str, Cost], machine: MachineLimits) -> Plan:

@@ -7,7 +7,7 @@ does as told here: what it finds on a device in the middle of a step depends on 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product, takewhile
+from itertools import chain, product, takewhile
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
@@ -67,12 +67,13 @@ def stays(plan: Plan) -> Iterator[Stay]:
         yield Stay(Phase.BACKWARD, num_visits - 1 - position, runs)
 
 
-# What comes and goes before lanes run through a place in the order of a phase: swap-ins and evictions, in order.
+# What comes and goes before lanes run through a place in the order of a phase, in order: swap-ins and evictions, and the
+# optimizer's state where the device updates.
 Moves = Mapping[tuple[Phase, int], Sequence[Task]]
 
 
 def weight_moves(plan: Plan) -> tuple[Moves, ...]:
-    """The swap-ins and evictions of weights on each device.
+    """The swap-ins and evictions of weights on each device, and what its updates bring.
 
     There are none where a plan doesn't know what its layers cost, and none where nothing is left to be decided, as each visit
     brings its pack and takes it away.
@@ -99,6 +100,11 @@ def summing_devices(plan: Plan, pack: int) -> range:
         device = plan.device_of(pack, 0)
         return range(device, device + 1)
     return range(min(plan.num_devices, _num_microbatches(plan)))
+
+
+def device_update_bytes(plan: Plan, pack: Cost) -> int:
+    """What an update of a pack on the device brings there, and takes back: its parameters, and the optimizer's state."""
+    return pack.gradient_bytes if plan.profile is None else plan.profile.machine.device_update_bytes(pack)
 
 
 def lower(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None, *, is_deferred: bool = False) -> Schedule:
@@ -155,7 +161,7 @@ class _Lowering:
 
     Attributes:
         tasks: all of them, in order.
-        moves: those that swap weights in and evict them, by the place before which they come.
+        moves: those that `weight_moves` tells, by the place before which they come.
     """
 
     def __init__(
@@ -178,6 +184,8 @@ class _Lowering:
         self._residences: list[Residence] = []
         self._held = _Held()
         self._parked: set[tuple[int, int]] = set()
+        self._arriving = self._state_arrivals()
+        self._state_bytes = {pack: device_update_bytes(plan, packs[pack]) for pack in chain(*self._arriving.values())}
         # Of the stay that is lowered: what comes behind its computing.
         self._behind: list[Task] = []
         self._now = 0
@@ -191,6 +199,17 @@ class _Lowering:
             return tuple(runs)
         return tuple(run for run in runs if plan.device_of(plan.visits[run.position], run.microbatch) == self._device)
 
+    def _state_arrivals(self) -> dict[int, list[int]]:
+        """The packs that are updated here, by the stay before which their optimizer's state comes.
+
+        One stay ahead of their last backward: what runs meanwhile hides the copy.
+        """
+        arriving: defaultdict[int, list[int]] = defaultdict(list)
+        for pack, number in sorted(self._last.items(), key=lambda item: (item[1], item[0])):
+            if pack in self._plan.device_updated and self._packs[pack].gradient_bytes:
+                arriving[max(number - 1, 0)].append(pack)
+        return arriving
+
     def _summed(self, stay: Stay) -> list[int]:
         """The packs that run backward in a stay."""
         visits = self._plan.visits
@@ -199,6 +218,8 @@ class _Lowering:
     def _lower(self) -> None:
         """First on demand; then what is fetched ahead comes earlier."""
         computing, behind, needed = [], [], []
+        # A step begins while the last one's updates leave.
+        self._held.num_bytes = sum(self._state_bytes.values())
         for stay in self._stays:
             tasks, held = self._compute(stay)
             if self._plan.just_in_time:
@@ -211,6 +232,8 @@ class _Lowering:
             needed.append(held.most_bytes + held.leaving_bytes + self._held.leaving_bytes)
             self._held, self._behind = held, []
             held.most_bytes = held.num_bytes
+            if not self._now:
+                held.num_bytes -= sum(self._state_bytes.values())
             for pack in self._summed(stay):
                 if self._last[pack] == self._now:
                     self._send_gradients(pack, stay)
@@ -235,6 +258,7 @@ class _Lowering:
         moves: list[Task] = []
         for number, stay in enumerate(self._stays):
             now = sorted(going[number, False]) + coming[number]
+            now += [Task(pack, Errand.STATE_IN) for pack in self._arriving.get(number, ())]
             self.moves[self._place(stay.runs[0])] = (*moves, *now)
             moves = sorted(going[number + 1, True])
             self.tasks += [*now, *computing[number], *moves, *behind[number]]
@@ -251,6 +275,8 @@ class _Lowering:
         tasks: list[Task] = []
         before = self._held
         held = _Held(before.num_bytes, before.num_bytes, 0, set(before.sums), dict(before.outputs))
+        for pack in self._arriving.get(self._now, ()):
+            held.take(self._state_bytes[pack], self._state_bytes[pack])
         for run in stay.runs:
             pack = self._plan.visits[run.position]
             if self._comes_from_elsewhere(run):
@@ -394,7 +420,10 @@ class _Lowering:
             if others:
                 self._make_room(self._held.num_bytes + num_bytes * len(sums), stay, frozenset(), at_once=True)
             self._behind += [Task(pack, Errand.REDUCE, device) for device in others]
-            self._behind += [Task(pack, Errand.SWAP_OUT), Task(pack, Errand.UPDATE)]
+            if pack in self._plan.device_updated:
+                self._behind += [Task(pack, Errand.DEVICE_UPDATE), Task(pack, Errand.STATE_OUT)]
+            else:
+                self._behind += [Task(pack, Errand.SWAP_OUT), Task(pack, Errand.UPDATE)]
         self._let_go_of_sums(pack)
 
     def _let_go_of_sums(self, pack: int) -> set[tuple[int, int]]:

@@ -17,7 +17,7 @@ from lightning_harmony.plan.task import Phase
 from lightning_harmony.plan.values import decode, encode
 
 # A reader of one version refuses all others: plans are quickly made anew.
-_KIND = DocumentKind("lightning-harmony plan", 6, "plan", "plan", way_out=": plan anew")
+_KIND = DocumentKind("lightning-harmony plan", 7, "plan", "plan", way_out=": plan anew")
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Plan:
         kept: the packs before that keep their graphs from forward to backward.
         joined: the visits before that whose forward a microbatch runs in one turn with the visit before, without parking. So
             the forward goes by packs of its own: each is a run of those that are swapped, and that the backward goes by.
+        device_updated: the packs that are updated on their device, and whose weights stay there for the next forward. They are
+            the first ones that a forward comes to, and the last in the backward: so it need not wait for the host's update.
         num_devices: how many devices share the work.
         parallel: "pipeline", where each pack has its device, or "data", where each microbatch has.
         num_microbatches: how many the step is planned for; None before it was seen.
@@ -74,6 +76,7 @@ class Plan:
     first_fused: int
     kept: frozenset[int] = frozenset()
     joined: frozenset[int] = frozenset()
+    device_updated: frozenset[int] = frozenset()
     num_devices: int = 1
     parallel: Parallel = "pipeline"
     num_microbatches: int | None = None
@@ -114,13 +117,16 @@ class Plan:
         before = " ".join("+".join(str(self.visits[place]) for place in turn) for turn in self.forward_turns)
         fused = " ".join(map(str, self.fused_visits))
         kept = [f"keep their graphs: {' '.join(map(str, sorted(self.kept)))}"] if self.kept else []
+        there = (
+            [f"updated on the device: {' '.join(map(str, sorted(self.device_updated)))}"] if self.device_updated else []
+        )
         number = [f"microbatches: {self.num_microbatches}"] if self.num_microbatches is not None else []
         devices = [f"{self.parallel} on {self.num_devices} devices"] if self.num_devices > 1 else []
         reuse = [] if self.just_in_time else [f"reuse: {self.reuse}"]
         lookahead = [] if self.lookahead == LOOKAHEAD else [f"packs fetched ahead: {self.lookahead}"]
         predicted = [f"predicted: {_text(self.predicted)}"] if self.predicted is not None else []
         visits = f"visits: {before} [{fused}]".replace("  ", " ")
-        return "\n".join([*lines, visits, *kept, *devices, *number, *reuse, *lookahead, *predicted])
+        return "\n".join([*lines, visits, *kept, *there, *devices, *number, *reuse, *lookahead, *predicted])
 
     def to_json(self) -> str:
         """The plan as JSON, which `from_json` reads."""

@@ -23,6 +23,8 @@ class MachineLimits:
         occupied_bytes: what of the capacity a step finds taken: by the batch, by buffers of no layer, by what user code keeps.
         updates_outlast: whether updates just in time may go on under the next step's forward. Where something may look at
             weights between steps, each step waits for its own.
+        state_copies: bytes of optimizer state for each byte of a parameter, where a device can update with the host's bits;
+            None where none can.
     """
 
     capacity_bytes: int | None = None
@@ -32,11 +34,16 @@ class MachineLimits:
     update_bytes_per_second: float | None = None
     occupied_bytes: int = 0
     updates_outlast: bool = True
+    state_copies: float | None = None
 
     @property
     def free_bytes(self) -> int | None:
         """What a step may take of a device; None for no limit."""
         return None if self.capacity_bytes is None else max(self.capacity_bytes - self.occupied_bytes, 0)
+
+    def device_update_bytes(self, cost: Cost) -> int:
+        """What crosses the bus each way for an update of a pack on the device: its parameters, and the optimizer's state."""
+        return int(cost.gradient_bytes * (1 + (self.state_copies or 0)))
 
 
 @dataclass(frozen=True)

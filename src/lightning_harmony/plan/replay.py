@@ -14,7 +14,9 @@ The rules:
    the order of the devices. The update follows, once. Where nothing is done just in time, each device sends its own, and no
    update begins before the whole backward has ended. Sums that are not final may make way: they are parked on the host, and
    come back before the next backward that adds to them.
-8. What is on a device never exceeds the capacity.
+8. Or the device updates the pack: after its last backward, when its parameters and the optimizer's state have come. What
+   that has changed goes to the host, and its weights stay for the next forward, which begins while they leave.
+9. What is on a device never exceeds the capacity.
 
 Times: each device has a stream of each kind, and the host one for updates, which may go on from step to step. A task begins
 when its stream is free, what it needs is there, and there is room: it waits for what earlier tasks send away, as far as it
@@ -34,7 +36,7 @@ from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.device_memory import DeviceMemory
 from lightning_harmony.plan.footprint import Footprint, footprints
 from lightning_harmony.plan.host_gradients import RING
-from lightning_harmony.plan.lowering import lower, owner, summing_devices
+from lightning_harmony.plan.lowering import device_update_bytes, lower, owner, summing_devices
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.prediction import DevicePrediction, Prediction, Span
@@ -139,6 +141,8 @@ class _Device:
     parked: dict[int, float] = field(default_factory=dict)
     reduced: dict[int, list[int]] = field(default_factory=dict)
     next_sum: dict[int, int] = field(default_factory=dict)
+    state: dict[int, float] = field(default_factory=dict)
+    changed: dict[int, float] = field(default_factory=dict)
     swapped_in: Counter[str] = field(default_factory=Counter)
     swapped_out: Counter[str] = field(default_factory=Counter)
     transferred_bytes: int = 0
@@ -175,6 +179,7 @@ class _Replay:
             for device in summing_devices(plan, pack)
         }
         self._sent: dict[int, dict[int, float]] = {}
+        self._leave_from_last_step()
         ranks = {pack: rank for rank, pack in enumerate(dict.fromkeys(plan.visits))}
         self._updates = UpdateStream(ranks, [self._update_seconds(cost) for cost in packs])
         self._handlers: dict[Phase | Errand, Callable[[_Device, int, int], str]] = {
@@ -186,12 +191,25 @@ class _Replay:
             Errand.PARK: self._park,
             Errand.UNPARK: self._unpark,
             Errand.UPDATE: self._update,
+            Errand.STATE_IN: self._state_in,
+            Errand.DEVICE_UPDATE: self._device_update,
+            Errand.STATE_OUT: self._state_out,
             Errand.STASH_OUT: self._stash_out,
             Errand.STASH_IN: self._stash_in,
             Errand.TRANSFER_FORWARD: self._transfer_forward,
             Errand.TRANSFER_BACKWARD: self._transfer_backward,
             Errand.REDUCE: self._reduce,
         }
+
+    def _leave_from_last_step(self) -> None:
+        """What the devices updated in the step before is on its way out; the weights among it are there as this one begins."""
+        for pack in sorted(self._plan.device_updated):
+            device = self._devices[owner(self._plan, pack)]
+            num_bytes = device_update_bytes(self._plan, self._packs[pack])
+            end = device.streams["swap-out"] + self._seconds(num_bytes, self._machine.swap_out_bytes_per_second)
+            device.memory.take(num_bytes, 0.0)
+            device.memory.give(num_bytes, end, lingers=True)
+            device.streams["swap-out"] = end
 
     def run(self) -> Prediction:
         while self._advance():
@@ -205,7 +223,9 @@ class _Replay:
 
     def _end_updates(self) -> float:
         """Run the updates that are left. How long each step takes."""
-        period = max((span.end_seconds for device in self._devices for span in device.spans), default=0.0)
+        outlasting = {Errand.STATE_OUT} if self._machine.updates_outlast else set()
+        spans = [span for device in self._devices for span in device.spans if span.task.kind not in outlasting]
+        period = max((span.end_seconds for span in spans), default=0.0)
         self._updates.run_all()
         for pack, start, end in self._updates.done:
             span = Span(Task(pack, Errand.UPDATE), UPDATE, start, end)
@@ -273,6 +293,8 @@ class _Replay:
             return f"the gradients of pack {min(device.sums)} are never swapped out"
         if device.parked:
             return f"the gradients of pack {plan.visits[min(device.parked)]} are parked for ever"
+        if left := device.state.keys() | device.changed.keys():
+            return f"the optimizer's state of pack {min(left)} never goes to the host"
         waiting = [pack for pack in self._sent if pack not in self._updates and owner(plan, pack) == device.number]
         return f"pack {waiting[0]} is never updated" if waiting else ""
 
@@ -326,7 +348,10 @@ class _Replay:
         if pack in device.weights:
             raise _BrokenError(f"pack {pack} is there already")
         cost = self._packs[pack]
-        seconds = self._seconds(cost.copied_bytes, self._machine.swap_in_bytes_per_second)
+        # The first time in a step, those of packs that the device has updated are there.
+        stayed = pack in self._plan.device_updated and pack not in device.last_use
+        copied = 0 if stayed else cost.copied_bytes
+        seconds = self._seconds(copied, self._machine.swap_in_bytes_per_second)
         after = 0.0 if self._plan.lookahead else device.streams[COMPUTE]
         num_bytes = cost.weight_bytes + cost.staging_bytes
         run = self._begin(device, num_bytes, after, seconds)
@@ -334,7 +359,7 @@ class _Replay:
             return self._no_room(device, num_bytes)
         device.memory.give(cost.staging_bytes, run[1], lingers=True)
         device.weights[pack] = device.last_use[pack] = run[1]
-        device.swapped_in["weights"] += cost.copied_bytes
+        device.swapped_in["weights"] += copied
         return ""
 
     def _evict(self, device: _Device, pack: int, _: int) -> str:
@@ -526,13 +551,12 @@ class _Replay:
     def _swap_out(self, device: _Device, pack: int, _: int) -> str:
         if self._plan.just_in_time:
             self._refuse_other_owner(device, pack)
+        if pack in self._plan.device_updated:
+            raise _BrokenError(f"the plan has pack {pack} updated on the device")
         sent = self._sent.setdefault(pack, {})
         if device.number in sent:
             raise _BrokenError(f"the gradients of pack {pack} are on the host already")
-        if self._left.get((pack, device.number)):
-            raise _BrokenError(f"{self._left[pack, device.number]} backwards of pack {pack} have not run")
-        if pack not in device.sums:
-            raise _BrokenError(f"pack {pack} has no gradients")
+        self._refuse_unfinished_sums(device, pack)
         others = len(summing_devices(self._plan, pack)) - 1 if self._plan.just_in_time else 0
         if len(device.reduced.get(pack, [])) < others:
             raise _BrokenError(f"the gradients of pack {pack} on other devices are not added")
@@ -543,6 +567,12 @@ class _Replay:
         for position in [position for position in device.parked if self._plan.visits[position] == pack]:
             sent[device.number] = max(sent[device.number], device.parked.pop(position))
         return ""
+
+    def _refuse_unfinished_sums(self, device: _Device, pack: int) -> None:
+        if self._left.get((pack, device.number)):
+            raise _BrokenError(f"{self._left[pack, device.number]} backwards of pack {pack} have not run")
+        if pack not in device.sums:
+            raise _BrokenError(f"pack {pack} has no gradients")
 
     def _send(self, device: _Device, pack: int) -> float:
         """Bring the sums of a pack to the host; when they are there."""
@@ -594,4 +624,42 @@ class _Replay:
             after = max(lane.ready for lane in self._lanes)
         # A deferred one is listed behind all computing.
         self._updates.add(pack, max(*sent.values(), after, device.streams[COMPUTE]))
+        return ""
+
+    # ---- updates on the device -----------------------------------------------------------------------------------------
+
+    def _state_in(self, device: _Device, pack: int, _: int) -> str:
+        self._refuse_other_owner(device, pack)
+        if pack not in self._plan.device_updated:
+            raise _BrokenError(f"the plan has pack {pack} updated on the host")
+        if pack in device.state or pack in device.changed:
+            raise _BrokenError(f"the optimizer's state of pack {pack} has come already")
+        num_bytes = device_update_bytes(self._plan, self._packs[pack])
+        seconds = self._seconds(num_bytes, self._machine.swap_in_bytes_per_second)
+        run = self._begin(device, num_bytes, 0.0, seconds)
+        if run is None:
+            return self._no_room(device, num_bytes)
+        device.state[pack] = run[1]
+        device.swapped_in["optimizer"] += num_bytes
+        return ""
+
+    def _device_update(self, device: _Device, pack: int, _: int) -> str:
+        if pack not in device.state:
+            raise _BrokenError(f"the optimizer's state of pack {pack} is not there")
+        self._refuse_unfinished_sums(device, pack)
+        run = self._begin(device, 0, max(device.state.pop(pack), device.summed_at[pack]), 0.0)
+        assert run is not None
+        device.memory.give(device.sums.pop(pack), run[1])
+        device.changed[pack] = run[1]
+        return ""
+
+    def _state_out(self, device: _Device, pack: int, _: int) -> str:
+        if pack not in device.changed:
+            raise _BrokenError(f"the device has not updated pack {pack}")
+        num_bytes = device_update_bytes(self._plan, self._packs[pack])
+        seconds = self._seconds(num_bytes, self._machine.swap_out_bytes_per_second)
+        run = self._begin(device, 0, device.changed.pop(pack), seconds)
+        assert run is not None
+        device.memory.give(num_bytes, run[1], lingers=True)
+        device.swapped_out["optimizer"] += num_bytes
         return ""

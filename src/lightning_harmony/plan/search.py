@@ -135,11 +135,14 @@ def least_seconds(plan: Plan, packs: Sequence[Cost], machine: MachineLimits) -> 
         cost.spared_backward_seconds if kept else cost.backward_seconds
         for cost, kept in zip(visited, keeps, strict=True)
     ]
+    stay = plan.device_updated
     first = visited[0]
     way_in = _seconds(first.copied_bytes, machine.swap_in_bytes_per_second)
     way_out = _seconds(first.gradient_bytes, machine.swap_out_bytes_per_second)
     way_out += _seconds(first.gradient_bytes, machine.update_bytes_per_second)
-    updated = sum(packs[pack].gradient_bytes for pack in set(plan.visits))
+    if plan.visits[0] in stay:
+        way_in = way_out = 0.0
+    updated = sum(packs[pack].gradient_bytes for pack in set(plan.visits) - stay)
     bounds = [_seconds(updated, machine.update_bytes_per_second)]
     for device, places in enumerate(_places(plan)):
         number = _num_microbatches_of(plan, device)
@@ -148,7 +151,7 @@ def least_seconds(plan: Plan, packs: Sequence[Cost], machine: MachineLimits) -> 
         # A microbatch comes to a device through what is before it, and goes back through that at the end.
         around = sum(forward[: places[0]]) + sum(backward[: places[0]])
         computing = sum(forward[place] + backward[place] for place in places)
-        here = [packs[pack] for pack in {plan.visits[place] for place in places}]
+        here = [packs[pack] for pack in {plan.visits[place] for place in places} - stay]
         stashed = number * sum(visited[place].stash_bytes for place in places if not keeps[place])
         # Gradients of packs that several devices have leave from any of these.
         alone = plan.parallel == "pipeline" or plan.num_devices == 1

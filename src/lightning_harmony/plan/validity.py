@@ -27,6 +27,17 @@ def refuse_invalid(plan: Plan) -> None:
             f"the forward of visit {place} is joined to the one before, but isn't between the first one and the fused ones"
             for place in sorted(plan.joined - set(range(1, plan.first_fused)))
         ]
+        once = {pack for pack in before if plan.visits.count(pack) == 1}
+        problems += [
+            f"pack {pack} is updated on the device, but isn't visited once, before the fused ones"
+            for pack in sorted(plan.device_updated - once)
+        ]
+        if plan.device_updated and not plan.just_in_time:
+            problems.append(
+                f"it updates packs on the device, but with reuse={plan.reuse!r} updates follow the whole backward"
+            )
+        if plan.device_updated and plan.num_devices > 1 and plan.parallel == "data":
+            problems.append("it updates packs on the device, but several devices sum their gradients")
         if plan.joined and plan.num_devices > 1 and plan.parallel == "pipeline":
             problems.append("it joins forwards, but consecutive packs are on several devices")
         if plan.joined and not plan.just_in_time:

@@ -1,0 +1,255 @@
+"""Updates on a device: of the packs that the next forward begins with, whose weights then stay for it.
+
+The host remains where parameters and the optimizer's state live: both come for the update, and go back behind it. Whoever
+looks at them waits for that as for an update of the host's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.device_step import Step, step_on
+from lightning_harmony.engine.host_store import lay_out
+from lightning_harmony.engine.pack import Accumulator, SwappedPack
+from lightning_harmony.engine.postponed import Clip, PostponedUpdate, twin_of
+from lightning_harmony.engine.report import Traffic
+from lightning_harmony.engine.stream import Event
+from lightning_harmony.plan.task import Errand
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """What an update of a pack needs, on the device or on its way there.
+
+    Attributes:
+        buffer: all of it.
+        pairs: each tensor on the host, and where it is in the buffer.
+        parameters: the pack's, in the buffer.
+        states: of each parameter, the optimizer's state, its tensors in the buffer.
+        ready: the end of the copy.
+    """
+
+    buffer: Tensor
+    pairs: list[tuple[Tensor, Tensor]]
+    parameters: dict[nn.Parameter, Tensor]
+    states: dict[nn.Parameter, dict[str, Any]]
+    ready: Event
+
+
+@dataclass(frozen=True)
+class Stayed:
+    """Parameters that a device has updated, and still has.
+
+    Attributes:
+        parameters: each of them on the device.
+        updated: the end of their update.
+        on_host: the end of the copy to the host.
+    """
+
+    parameters: dict[nn.Parameter, Tensor]
+    updated: Event
+    on_host: Event
+
+
+class DeviceUpdates:
+    """Updates packs on one device, where the optimizer's step has the bits there that it has on the host.
+
+    Args:
+        device: which one.
+        traffic: counts the copies.
+        is_shared: whether several layers own a parameter.
+        postponed: knows which updates nobody has waited for yet.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        traffic: Traffic,
+        is_shared: Callable[[nn.Parameter], bool],
+        postponed: PostponedUpdate,
+    ) -> None:
+        self._device = device
+        self._traffic = traffic
+        self._is_shared = is_shared
+        self._postponed = postponed
+        self._optimizer: Optimizer | None = None
+        self._clip: Clip | None = None
+        self._step: Step | None = None
+        self._may_update = False
+        self._arrived: dict[int, _Arrived] = {}
+        self._stayed: dict[int, Stayed] = {}
+
+    # ---- the step ------------------------------------------------------------------------------------------------------
+
+    def begin(self, optimizer: Optimizer | None, clip: Clip | None, *, may_update: bool) -> None:
+        """The backward of a step begins.
+
+        Args:
+            optimizer: the one to step just in time; None if gradients are only collected.
+            clip: changes gradients before they are used.
+            may_update: whether anything may change before the step is over.
+        """
+        self._optimizer, self._clip, self._may_update = optimizer, clip, may_update
+        self._step = None if optimizer is None else step_on(self._device, optimizer)
+
+    def end(self) -> None:
+        """The step is over: what came and was not used goes."""
+        self._arrived.clear()
+
+    def state_copies(self) -> float | None:
+        """Bytes of the optimizer's state for each byte of its parameters; None where this device cannot update them."""
+        if self._optimizer is None or self._step is None:
+            return None
+        state = self._optimizer.state
+        having = [parameter for parameter in state if state[parameter]]
+        num_bytes = sum(value.nbytes for parameter in having for _, value in _tensors(state[parameter]))
+        return num_bytes / max(sum(parameter.nbytes for parameter in having), 1)
+
+    # ---- what comes ----------------------------------------------------------------------------------------------------
+
+    def needed_bytes(self, pack: SwappedPack) -> int | None:
+        """What an update of a pack takes on the device beside its gradients; None if the device does not update it."""
+        if self._optimizer is None or self._step is None or not self._may_update or pack.index in self._arrived:
+            return None
+        state = self._optimizer.state
+        trained = [parameter for parameter in pack.parameters if parameter.requires_grad]
+        if not trained or any(self._is_shared(parameter) or not state.get(parameter) for parameter in trained):
+            return None
+        # A state that is not there yet would be made here.
+        if any(value is None for parameter in trained for value in state[parameter].values()):
+            return None
+        tensors = [tensor for parameter in trained for tensor in self._on_host(parameter)]
+        return lay_out(tensors)[1]
+
+    def _on_host(self, parameter: nn.Parameter) -> list[Tensor]:
+        assert self._optimizer is not None
+        return [parameter.detach(), *(value for _, value in _tensors(self._optimizer.state[parameter]))]
+
+    def bring(self, pack: SwappedPack) -> None:
+        """Start to copy what an update of a pack needs to the device. There is room for it."""
+        assert self._optimizer is not None
+        parameters: dict[nn.Parameter, Tensor] = {}
+        states: dict[nn.Parameter, dict[str, Any]] = {}
+        trained = [parameter for parameter in pack.parameters if parameter.requires_grad]
+        self._postponed.wait_for(trained)
+        with torch.inference_mode(False), torch.no_grad():
+            with self._device.on_host():
+                for parameter in trained:
+                    self._make_fast(self._optimizer.state[parameter])
+            hosts = [tensor for parameter in trained for tensor in self._on_host(parameter)]
+            slots, num_bytes = lay_out(hosts)
+            buffer = self._device.empty(num_bytes)
+            views = iter([slot.view(buffer) for slot in slots])
+            pairs: list[tuple[Tensor, Tensor]] = []
+            for parameter in trained:
+                state = self._optimizer.state[parameter]
+                parameters[parameter] = next(views)
+                states[parameter] = state | {name: next(views) for name, _ in _tensors(state)}
+                tensors = [parameters[parameter], *(states[parameter][name] for name, _ in _tensors(state))]
+                pairs += zip(self._on_host(parameter), tensors, strict=True)
+        # Not within the names above: a copy on the host refers to what it copies until it is done.
+        copy = partial(_copy_all, [(there, here) for here, there in pairs])
+        ready = self._device.start_copy(Errand.STATE_IN, "optimizer", num_bytes, copy, pack=pack.index)
+        self._traffic.count_in("optimizer", num_bytes)
+        self._arrived[pack.index] = _Arrived(buffer, pairs, parameters, states, ready)
+
+    def _make_fast(self, state: dict[str, Any]) -> None:
+        """Let the optimizer have its state where this device copies from and to at full speed."""
+        for name, value in _tensors(state):
+            if not self._device.copies_fast(value):
+                (slot,), num_bytes = lay_out([value])
+                state[name] = slot.view(self._device.host_buffer(num_bytes)).copy_(value)
+
+    def forget(self) -> bool:
+        """Make room: give up updates whose gradients are not there yet; whether there were any."""
+        had_some = bool(self._arrived)
+        self._arrived.clear()
+        return had_some
+
+    # ---- the update ----------------------------------------------------------------------------------------------------
+
+    def update(self, pack: SwappedPack) -> Event | None:
+        """Update a pack with the sums of its gradients, which then are used up.
+
+        Returns:
+            The end of the copy to the host; None if the host has to update it.
+        """
+        arrived = self._arrived.pop(pack.index, None)
+        accumulator = pack.accumulators.get(0)
+        if arrived is None or accumulator is None or len(pack.accumulators) > 1 or pack.parked:
+            return None
+        if accumulator.includes_earlier or any(sums.dtype != p.dtype for (_, p), sums in accumulator.sums.items()):
+            return None
+        arrived.ready.wait()
+        self._run(arrived, accumulator)
+        pack.accumulators = {}
+        updated, num_bytes = self._device.record(), arrived.buffer.numel()
+        copy = partial(_copy_all, arrived.pairs)
+        on_host = self._device.start_copy(Errand.STATE_OUT, "optimizer", num_bytes, copy, [updated], pack.index)
+        self._device.keep_past_step(on_host, arrived.buffer)
+        self._traffic.count_out("optimizer", num_bytes)
+        self._stayed[pack.index] = Stayed(arrived.parameters, updated, on_host)
+        return on_host
+
+    def _run(self, arrived: _Arrived, accumulator: Accumulator) -> None:
+        """Step the optimizer for those parameters of a pack that have gradients."""
+        optimizer = self._optimizer
+        assert optimizer is not None
+        assert self._step is not None
+        stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+        for key in accumulator.touched:
+            stand_in = nn.Parameter(arrived.parameters[key[1]])
+            stand_in.grad = accumulator.sums[key]
+            stand_ins[key[1]] = stand_in
+        numbers = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        twin = twin_of(optimizer, {p: numbers[p] for p in numbers if p in stand_ins}, stand_ins)
+        for parameter, stand_in in stand_ins.items():
+            twin.state[stand_in] = arrived.states[parameter]
+        if self._clip is not None:
+            self._clip(list(stand_ins.values()))
+        self._step(twin)
+        for parameter in stand_ins:
+            state = optimizer.state[parameter]
+            on_device = dict(_tensors(state))
+            # Numbers that it counts anew; others it has changed where they are.
+            state.update({n: value for n, value in arrived.states[parameter].items() if n not in on_device})
+
+    # ---- what stays ----------------------------------------------------------------------------------------------------
+
+    def has(self, pack: SwappedPack) -> bool:
+        """Whether the weights of a pack are here as the update has left them, and nobody has looked at them since."""
+        stayed = self._stayed.get(pack.index)
+        return stayed is not None and self._postponed.is_of(stayed.parameters, stayed.on_host)
+
+    def take(self, pack: SwappedPack) -> Stayed | None:
+        """The weights of a pack as the update has left them, once; None if they must come from the host."""
+        stayed = self._stayed.pop(pack.index, None)
+        return stayed if stayed is not None and self._postponed.is_of(stayed.parameters, stayed.on_host) else None
+
+    def forget_stayed(self, *, stale_alone: bool = False) -> None:
+        """Let weights go that stayed; or those alone which somebody may have changed on the host since."""
+        if not stale_alone:
+            self._stayed.clear()
+        for index, stayed in list(self._stayed.items()):
+            if not self._postponed.is_of(stayed.parameters, stayed.on_host):
+                del self._stayed[index]
+
+
+def _tensors(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """What of a parameter's state is on the device for an update: all but single numbers."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            yield name, value
+
+
+def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for destination, source in pairs:
+        destination.copy_(source, non_blocking=True)

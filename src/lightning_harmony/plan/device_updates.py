@@ -1,0 +1,67 @@
+"""Which packs their device updates: those that the next forward begins with, so that it need not wait for the host."""
+
+from dataclasses import replace
+from itertools import takewhile
+from math import inf
+
+from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.plan import Plan, Predicted
+from lightning_harmony.plan.replay import predict
+
+# A further pack has to make a step shorter by so much: its state crosses the bus for it.
+WORTHWHILE_SHARE = 0.005
+# What a few packs don't hide, more won't.
+MOST_PACKS = 4
+# Turns of a shorter step are so short that their times are mostly noise.
+SHORT_SECONDS = 0.5
+
+
+def with_device_updates(plan: Plan) -> Plan:
+    """The plan with the first packs updated on their device, as far as that is predicted to make a step shorter.
+
+    The last packs of a backward are the first ones of the next forward. If the host updates them, that waits until their
+    gradients have gone there, been used, and the weights have come back: the turn of the step.
+
+    Args:
+        plan: the plan, with its profile, and with its prediction. It stays as it is where it has none, or where devices cannot
+            update.
+    """
+    if plan.profile is None or plan.predicted is None or not _can_be(plan):
+        return plan
+    best, chosen = plan, frozenset[int]()
+    if plan.device_updated:
+        best = _predicted(replace(plan, device_updated=chosen)) or plan
+    for pack in takewhile(lambda pack: _may_be(plan, pack), plan.visits[:MOST_PACKS]):
+        chosen |= {pack}
+        other = _predicted(replace(plan, device_updated=chosen))
+        if other is None:
+            break
+        if _seconds(other) < _seconds(best) * (1 - WORTHWHILE_SHARE):
+            best = other
+    return best
+
+
+def _can_be(plan: Plan) -> bool:
+    """Whether devices may update packs of a plan, and its step is long enough for it to matter."""
+    assert plan.profile is not None
+    if plan.profile.machine.state_copies is None or _seconds(plan) < SHORT_SECONDS:
+        return False
+    return plan.just_in_time and (plan.num_devices == 1 or plan.parallel == "pipeline")
+
+
+def _seconds(plan: Plan) -> float:
+    return inf if plan.predicted is None else plan.predicted.seconds
+
+
+def _predicted(plan: Plan) -> Plan | None:
+    """A plan with what it is predicted to take; None if it does not fit."""
+    try:
+        prediction = predict(plan)
+    except PlanError:
+        return None
+    return replace(plan, predicted=Predicted(prediction.seconds, prediction.peak_bytes))
+
+
+def _may_be(plan: Plan, pack: int) -> bool:
+    """Whether a pack is visited once, before the fused ones."""
+    return plan.visits.count(pack) == 1 and pack not in plan.fused

@@ -1,0 +1,245 @@
+"""Packs that their device updates train as those do that the host updates, and their weights need not come again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import nets
+import pytest
+import torch
+from same_training import SEED, Net, Training, _fit, _result, compare, train_harmony, train_plain, trainer_for
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy, StepReport
+from lightning_harmony.engine.device_update import DeviceUpdates
+from lightning_harmony.plan.plan import Plan
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+
+STEPS, CAPACITY = 6, "160KiB"
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+    "RAdam": lambda parameters: torch.optim.RAdam(parameters, lr=0.01),
+}
+
+
+class Seen(pl.Callback):
+    """Keeps the reports of steps, from a hook that runs in the next step: none that updates have to be over for."""
+
+    def __init__(self) -> None:
+        self.reports: list[StepReport] = []
+
+    def on_before_zero_grad(self, trainer: Any, *args: Any) -> None:
+        if trainer.strategy.step_report is not None:
+            self.reports.append(trainer.strategy.step_report)
+
+
+class Count(nn.Module):
+    """Frozen numbers among those that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((nets.WIDTH,), 0.5), requires_grad=False)
+        self.shift = nn.Parameter(torch.zeros(nets.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.shift
+
+
+def build(optimizer: str = "AdamW", net: nn.Module | None = None) -> Net:
+    torch.manual_seed(SEED)
+    return Net(net or nets.Language(), OPTIMIZERS[optimizer])
+
+
+def samples() -> Any:
+    return nets.tokens(8 * STEPS)
+
+
+def planned(module: Net, **options: Any) -> Plan:
+    """A plan whose first packs are updated on their device."""
+    strategy = HarmonyStrategy(device_memory=CAPACITY, num_microbatches=4, profile_cache=False)
+    plans: list[Plan] = []
+    keeping = pl.Callback()
+    keeping.on_train_epoch_end = lambda trainer, module: plans.append(trainer.strategy.plan)  # type: ignore[method-assign]
+    callbacks = [keeping]
+    train_harmony(
+        copy.deepcopy(module), samples(), strategy, 8, with_gradients=False, more_callbacks=callbacks, **options
+    )
+    plan = plans[0]
+    return replace(plan, device_updated=frozenset(plan.visits[:2]) - plan.fused, predicted=None)
+
+
+def train(module: Net, plan: Plan, *more: pl.Callback, **options: Any) -> tuple[Training, list[StepReport]]:
+    """Train with a plan, and no hook that would have each step wait for its update."""
+    seen = Seen()
+    capacity = options.pop("device_memory", CAPACITY)
+    strategy = HarmonyStrategy(device_memory=capacity, num_microbatches=4, plan=plan, profile_cache=False)
+    training = _train(copy.deepcopy(module), strategy, [seen, *more], **options)
+    return training, seen.reports
+
+
+def _train(module: Net, strategy: Any, callbacks: list[pl.Callback], **options: Any) -> Training:
+    trainer = trainer_for(strategy, STEPS, callbacks, **options)
+    _fit(trainer, module, DataLoader(samples(), batch_size=8))
+    return _result(trainer, module, [])
+
+
+def plain(module: Net, **options: Any) -> Training:
+    return train_plain(copy.deepcopy(module), samples(), 4, 8, **options)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_they_train_as_plain_lightning_does(optimizer: str) -> None:
+    module = build(optimizer)
+    training, reports = train(module, planned(module))
+    compare(plain(module), training)
+    # The first steps measure, and updates are timed before they may outlast a step.
+    assert all(report.swapped_in_bytes["optimizer"] > 0 for report in reports[2:])
+    assert all(report.swapped_in_bytes["optimizer"] == report.swapped_out_bytes["optimizer"] for report in reports)
+
+
+@pytest.mark.cpu
+def test_their_weights_stay_for_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    stayed: list[bool] = []
+    take = DeviceUpdates.take
+
+    def watched(self: DeviceUpdates, pack: Any) -> Any:
+        found = take(self, pack)
+        if found is not None:
+            stayed.append(True)
+        return found
+
+    monkeypatch.setattr(DeviceUpdates, "take", watched)
+    module = build()
+    plan = planned(module)
+    _, here = train(module, plan)
+    # Updates outlast a step once some have been timed, and the last ones do not.
+    assert len(stayed) >= 2 * (STEPS - 4)
+    _, there = train(module, replace(plan, device_updated=frozenset()))
+    fewer = there[-1].swapped_in_bytes["weights"] - here[-1].swapped_in_bytes["weights"]
+    profile = plan.profile
+    assert profile is not None
+    assert fewer == sum(
+        cost.copied_bytes for cost in map(profile.pack_costs(plan.packs).__getitem__, plan.device_updated)
+    )
+    assert here[-1].swapped_out_bytes["gradients"] < there[-1].swapped_out_bytes["gradients"]
+
+
+class Looks(pl.Callback):
+    """Reads the weights of a pack that the device updates, in one hook, and changes them where that is allowed."""
+
+    def __init__(self, hook: str) -> None:
+        self.found: list[Tensor] = []
+        setattr(self, hook, partial(self._look, changes=hook in CHANGING))
+
+    def _look(self, trainer: Any, module: Any, *args: Any, changes: bool) -> None:
+        weight = module.net.embed.weight
+        self.found += [weight.detach().clone(), *(s["exp_avg"].clone() for s in trainer.optimizers[0].state.values())]
+        if changes:
+            weight.data.mul_(0.9)
+
+
+CHANGING = ("on_train_batch_end", "on_train_batch_start")
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("hook", [*CHANGING, "on_before_zero_grad", "on_before_backward", "on_after_backward"])
+def test_a_hook_finds_finished_weights_and_what_it_makes_of_them_is_trained(hook: str) -> None:
+    """Weights that stayed on the device would be those from before."""
+    module = build()
+    plan = planned(module)
+    here, there = Looks(hook), Looks(hook)
+    training, _ = train(module, plan, here)
+    compare(train(module, replace(plan, device_updated=frozenset()), there)[0], training)
+    assert len(here.found) == len(there.found) > STEPS
+    assert all(torch.equal(a, b) for a, b in zip(here.found, there.found, strict=True))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
+def test_in_every_precision(precision: Any) -> None:
+    module = build(net=nets.Language(dropout=0.3))
+    training, reports = train(module, planned(module, precision=precision), precision=precision)
+    compare(plain(module, precision=precision), training)
+    assert reports[-1].swapped_in_bytes["optimizer"] > 0
+
+
+@pytest.mark.cpu
+def test_parameters_that_are_not_trained_come_from_the_host() -> None:
+    module = build()
+    module.net.embed = nn.Sequential(module.net.embed, Count())
+    training, reports = train(module, planned(module))
+    compare(plain(module), training)
+    assert reports[-1].swapped_in_bytes["optimizer"] > 0
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("devices", [2, 3])
+def test_on_several_devices(devices: int) -> None:
+    module = build()
+    training, reports = train(module, planned(module, devices=devices), devices=devices)
+    compare(plain(module), training)
+    assert reports[-1].swapped_in_bytes["optimizer"] > 0
+
+
+@pytest.mark.cpu
+def test_gradients_are_clipped_by_value_before() -> None:
+    options = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
+    module = build()
+    training, reports = train(module, planned(module, **options), **options)
+    compare(plain(module, **options), training)
+    assert reports[-1].swapped_in_bytes["optimizer"] > 0
+
+
+@pytest.mark.cpu
+def test_where_there_is_no_room_the_host_updates() -> None:
+    """What is brought for an update makes way for what a layer needs."""
+    module = build()
+    plan = replace(planned(module), profile=None)
+    training, reports = train(module, plan, device_memory="60KiB")
+    compare(plain(module), training)
+    assert all(max(report.peak_device_bytes) <= 60 * 1024 for report in reports)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("options", [{"gradient_clip_val": 0.02}, {"accumulate_grad_batches": 2}])
+def test_where_all_gradients_are_needed_the_host_updates(options: dict[str, Any]) -> None:
+    module = build()
+    plan = planned(module)
+    training, reports = train(module, plan, **options)
+    compare(train(module, replace(plan, device_updated=frozenset()), **options)[0], training)
+    assert all(report.swapped_in_bytes["optimizer"] == 0 for report in reports)
+
+
+@pytest.mark.cpu
+def test_an_error_in_the_middle_of_a_step_leaves_what_was_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = build()
+    plan = planned(module)
+    update, num_updates = DeviceUpdates.update, 0
+
+    def failing(self: DeviceUpdates, pack: Any) -> Any:
+        nonlocal num_updates
+        event = update(self, pack)
+        num_updates += event is not None
+        if num_updates == 5:
+            raise RuntimeError("in the middle")
+        return event
+
+    monkeypatch.setattr(DeviceUpdates, "update", failing)
+    broken = copy.deepcopy(module)
+    strategy = HarmonyStrategy(device_memory=CAPACITY, num_microbatches=4, plan=plan, profile_cache=False)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        _train(broken, strategy, [])
+    assert all(torch.isfinite(parameter).all() for parameter in broken.parameters())
+    monkeypatch.undo()
+    compare(plain(module), train(module, plan)[0])
