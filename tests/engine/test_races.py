@@ -298,6 +298,8 @@ def test_nothing_races_in_updates_on_devices(
         return found
 
     monkeypatch.setattr(DeviceUpdates, "take", watched)
+    # The module brings batches to the fake devices in a hook between steps, which looks at no weights.
+    monkeypatch.setattr("lightning_harmony.update_policy.onlooker", lambda *_: None)
     monkeypatch.setattr("lightning_harmony.engine.device_update.step_on", lambda *_: lambda twin: twin.step())
     packs = (("net.embed",), *((f"net.blocks.{number}",) for number in range(4)), ("net.head",))
     plan = Plan(packs, tuple(range(6)), 5, device_updated=frozenset({0, 1}), num_devices=2, num_microbatches=4)
