@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.device_step import Step
 from lightning_harmony.engine.device_update import DeviceUpdates
 from lightning_harmony.plan.plan import Plan
 
@@ -300,7 +301,7 @@ def test_nothing_races_in_updates_on_devices(
     monkeypatch.setattr(DeviceUpdates, "take", watched)
     # The module brings batches to the fake devices in a hook between steps, which looks at no weights.
     monkeypatch.setattr("lightning_harmony.update_policy.onlooker", lambda *_: None)
-    monkeypatch.setattr("lightning_harmony.engine.device_update.step_on", lambda *_: lambda twin: twin.step())
+    monkeypatch.setattr("lightning_harmony.engine.device_update.step_on", lambda *_: Step(lambda twin: twin.step()))
     packs = (("net.embed",), *((f"net.blocks.{number}",) for number in range(4)), ("net.head",))
     plan = Plan(packs, tuple(range(6)), 5, device_updated=frozenset({0, 1}), num_devices=2, num_microbatches=4)
     options = {"plan": plan, "device_memory": device_memory, "trainer": {"precision": precision}, "steps": 6}

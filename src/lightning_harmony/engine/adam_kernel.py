@@ -8,7 +8,6 @@ CUDA's compiler would fuse more of it, and divide less exactly, so each operatio
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -18,51 +17,51 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _mul(a: Any, b: Any) -> Any:
+def _mul(a, b):
     return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
 
 
 @triton.jit
-def _add(a: Any, b: Any) -> Any:
+def _add(a, b):
     return tl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
 
 
 @triton.jit
-def _sub(a: Any, b: Any) -> Any:
+def _sub(a, b):
     return tl.inline_asm_elementwise("sub.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
 
 
 @triton.jit
-def _div(a: Any, b: Any) -> Any:
+def _div(a, b):
     return tl.inline_asm_elementwise("div.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
 
 
 @triton.jit
-def _sqrt(a: Any) -> Any:
+def _sqrt(a):
     return tl.inline_asm_elementwise("sqrt.rn.f32 $0, $1;", "=f,f", [a], tl.float32, True, 1)
 
 
 @triton.jit
-def _multiply_add(a: Any, b: Any, c: Any) -> Any:
+def _multiply_add(a, b, c):
     return tl.inline_asm_elementwise("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], tl.float32, True, 1)
 
 
 @triton.jit
 def _adam(
-    parameter: Any,
-    gradient: Any,
-    average: Any,
-    average_of_squares: Any,
-    kept: Any,
-    part: Any,
-    part_of_squares: Any,
-    decay_of_squares: Any,
-    step: Any,
-    root_of_correction: Any,
-    eps: Any,
-    num_elements: Any,
+    parameter,
+    gradient,
+    average,
+    average_of_squares,
+    kept,
+    part,
+    part_of_squares,
+    decay_of_squares,
+    step,
+    root_of_correction,
+    eps,
+    num_elements,
     block: tl.constexpr,
-) -> None:
+):
     places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = places < num_elements
     p = tl.load(parameter + places, mask=inside)

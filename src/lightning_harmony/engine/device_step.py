@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,11 +14,23 @@ from torch.optim import Optimizer
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.virtual_device import VirtualDevice
 
-# Steps an optimizer whose parameters, gradients and state are on the device, all but the state's numbers.
-Step = Callable[[Optimizer], None]
+# The longest vector of a processor, in elements. What is left over by vectors, the host rounds in another way.
+_VECTOR = 16
+# What the kernel is compared on: enough for each rounding to differ somewhere.
+_NUM_COMPARED, _COMPARED_STEPS = (1 << 16) + 3 * _VECTOR, 4
 
-# What the kernel is compared on: enough for each rounding to differ somewhere, and not a multiple of any vector's length.
-_NUM_COMPARED, _COMPARED_STEPS = (1 << 16) + 3, 4
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer's step on a device.
+
+    Attributes:
+        run: steps an optimizer whose parameters, gradients and state are there, all but the state's numbers.
+        multiple: it has the host's bits for parameters whose number of elements is a multiple of this one.
+    """
+
+    run: Callable[[Optimizer], None]
+    multiple: int = 1
 
 
 def step_on(device: Device, optimizer: Optimizer) -> Step | None:
@@ -32,10 +45,10 @@ def step_on(device: Device, optimizer: Optimizer) -> Step | None:
         optimizer: one that updates each parameter on its own.
     """
     if isinstance(device, VirtualDevice):
-        return lambda twin: _step_uncounted(device, twin)
+        return Step(partial(_step_uncounted, device))
     if not _is_fused_adam(optimizer) or not _kernel_has_hosts_bits(device.torch_device):
         return None
-    return _step_with_kernel
+    return Step(_step_with_kernel, _VECTOR)
 
 
 def _step_uncounted(device: VirtualDevice, twin: Optimizer) -> None:

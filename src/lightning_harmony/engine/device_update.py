@@ -123,6 +123,8 @@ class DeviceUpdates:
         trained = [parameter for parameter in pack.parameters if parameter.requires_grad]
         if not trained or any(self._is_shared(parameter) or not state.get(parameter) for parameter in trained):
             return None
+        if any(parameter.numel() % self._step.multiple for parameter in trained):
+            return None
         # A state that is not there yet would be made here.
         if any(value is None for parameter in trained for value in state[parameter].values()):
             return None
@@ -215,7 +217,7 @@ class DeviceUpdates:
             twin.state[stand_in] = arrived.states[parameter]
         if self._clip is not None:
             self._clip(list(stand_ins.values()))
-        self._step(twin)
+        self._step.run(twin)
         for parameter in stand_ins:
             state = optimizer.state[parameter]
             on_device = dict(_tensors(state))
