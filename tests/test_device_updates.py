@@ -106,6 +106,8 @@ def test_they_train_as_plain_lightning_does(optimizer: str) -> None:
     # The first steps measure, and updates are timed before they may outlast a step.
     assert all(report.swapped_in_bytes["optimizer"] > 0 for report in reports[2:])
     assert all(report.swapped_in_bytes["optimizer"] == report.swapped_out_bytes["optimizer"] for report in reports)
+    # What is on its way out between steps is not taken for what the next one finds taken, and has no room for.
+    assert all(report.predicted_seconds is not None for report in reports[3:])
 
 
 @pytest.mark.cpu

@@ -6,7 +6,8 @@ looks at them waits for that as for an update of the host's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,14 +31,14 @@ class _Arrived:
     """What an update of a pack needs, on the device or on its way there.
 
     Attributes:
-        buffer: all of it.
-        pairs: each tensor on the host, and where it is in the buffer.
-        parameters: the pack's, in the buffer.
-        states: of each parameter, the optimizer's state, its tensors in the buffer.
+        buffers: one for the parameters, which stay, and one for the optimizer's state.
+        pairs: each tensor on the host, and where it is in them.
+        parameters: the pack's, on the device.
+        states: of each parameter, the optimizer's state, its tensors on the device.
         ready: the end of the copy.
     """
 
-    buffer: Tensor
+    buffers: tuple[Tensor, Tensor]
     pairs: list[tuple[Tensor, Tensor]]
     parameters: dict[nn.Parameter, Tensor]
     states: dict[nn.Parameter, dict[str, Any]]
@@ -86,6 +87,7 @@ class DeviceUpdates:
         self._may_update = False
         self._arrived: dict[int, _Arrived] = {}
         self._stayed: dict[int, Stayed] = {}
+        self._storages: list[weakref.ref[torch.UntypedStorage]] = []
 
     # ---- the step ------------------------------------------------------------------------------------------------------
 
@@ -113,6 +115,12 @@ class DeviceUpdates:
         num_bytes = sum(value.nbytes for parameter in having for _, value in _tensors(state[parameter]))
         return num_bytes / max(sum(parameter.nbytes for parameter in having), 1)
 
+    def passing_bytes(self) -> int:
+        """What of updates is on the device between steps: it leaves under the next one, or is what that begins with."""
+        alive = [(reference, storage) for reference in self._storages if (storage := reference()) is not None]
+        self._storages = [reference for reference, _ in alive]
+        return sum(storage.nbytes() for _, storage in alive)
+
     # ---- what comes ----------------------------------------------------------------------------------------------------
 
     def needed_bytes(self, pack: SwappedPack) -> int | None:
@@ -128,40 +136,40 @@ class DeviceUpdates:
         # A state that is not there yet would be made here.
         if any(value is None for parameter in trained for value in state[parameter].values()):
             return None
-        tensors = [tensor for parameter in trained for tensor in self._on_host(parameter)]
-        return lay_out(tensors)[1]
-
-    def _on_host(self, parameter: nn.Parameter) -> list[Tensor]:
-        assert self._optimizer is not None
-        return [parameter.detach(), *(value for _, value in _tensors(self._optimizer.state[parameter]))]
+        values = [value for parameter in trained for _, value in _tensors(state[parameter])]
+        return lay_out(trained)[1] + lay_out(values)[1]
 
     def bring(self, pack: SwappedPack) -> None:
         """Start to copy what an update of a pack needs to the device. There is room for it."""
         assert self._optimizer is not None
-        parameters: dict[nn.Parameter, Tensor] = {}
-        states: dict[nn.Parameter, dict[str, Any]] = {}
+        state = self._optimizer.state
         trained = [parameter for parameter in pack.parameters if parameter.requires_grad]
         self._postponed.wait_for(trained)
         with torch.inference_mode(False), torch.no_grad():
             with self._device.on_host():
                 for parameter in trained:
-                    self._make_fast(self._optimizer.state[parameter])
-            hosts = [tensor for parameter in trained for tensor in self._on_host(parameter)]
-            slots, num_bytes = lay_out(hosts)
-            buffer = self._device.empty(num_bytes)
-            views = iter([slot.view(buffer) for slot in slots])
-            pairs: list[tuple[Tensor, Tensor]] = []
-            for parameter in trained:
-                state = self._optimizer.state[parameter]
-                parameters[parameter] = next(views)
-                states[parameter] = state | {name: next(views) for name, _ in _tensors(state)}
-                tensors = [parameters[parameter], *(states[parameter][name] for name, _ in _tensors(state))]
-                pairs += zip(self._on_host(parameter), tensors, strict=True)
-        # Not within the names above: a copy on the host refers to what it copies until it is done.
-        copy = partial(_copy_all, [(there, here) for here, there in pairs])
+                    self._make_fast(state[parameter])
+            values = [(parameter, name, value) for parameter in trained for name, value in _tensors(state[parameter])]
+            of_parameters, here = self._placed(trained)
+            of_state, values_here = self._placed([value for _, _, value in values])
+        states = {parameter: dict(state[parameter]) for parameter in trained}
+        for (parameter, name, _), value in zip(values, values_here, strict=True):
+            states[parameter][name] = value
+        hosts = [*(parameter.detach() for parameter in trained), *(value for _, _, value in values)]
+        pairs = list(zip(hosts, [*here, *values_here], strict=True))
+        num_bytes = of_parameters.numel() + of_state.numel()
+        copy = partial(_copy_all, [(there, host) for host, there in pairs])
         ready = self._device.start_copy(Errand.STATE_IN, "optimizer", num_bytes, copy, pack=pack.index)
         self._traffic.count_in("optimizer", num_bytes)
-        self._arrived[pack.index] = _Arrived(buffer, pairs, parameters, states, ready)
+        parameters = dict(zip(trained, here, strict=True))
+        self._arrived[pack.index] = _Arrived((of_parameters, of_state), pairs, parameters, states, ready)
+
+    def _placed(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """A buffer on the device for tensors, and where each of them is in it."""
+        slots, num_bytes = lay_out(tensors)
+        buffer = self._device.empty(num_bytes)
+        self._storages.append(weakref.ref(buffer.untyped_storage()))
+        return buffer, [slot.view(buffer) for slot in slots]
 
     def _make_fast(self, state: dict[str, Any]) -> None:
         """Let the optimizer have its state where this device copies from and to at full speed."""
@@ -193,10 +201,11 @@ class DeviceUpdates:
         arrived.ready.wait()
         self._run(arrived, accumulator)
         pack.accumulators = {}
-        updated, num_bytes = self._device.record(), arrived.buffer.numel()
+        updated, num_bytes = self._device.record(), sum(buffer.numel() for buffer in arrived.buffers)
         copy = partial(_copy_all, arrived.pairs)
         on_host = self._device.start_copy(Errand.STATE_OUT, "optimizer", num_bytes, copy, [updated], pack.index)
-        self._device.keep_past_step(on_host, arrived.buffer)
+        for buffer in arrived.buffers:
+            self._device.keep_past_step(on_host, buffer)
         self._traffic.count_out("optimizer", num_bytes)
         self._stayed[pack.index] = Stayed(arrived.parameters, updated, on_host)
         return on_host

@@ -139,7 +139,14 @@ class Executor:
         self._transfers = transfers = Transfers(
             devices, self.traffic, lambda to, size: residents[to].admit(size), observer.timing_transfer
         )
-        measured = Measurements(devices, self.store, profiler, observer.works[True], self.updater.speeds)
+        measured = Measurements(
+            devices,
+            self.store,
+            profiler,
+            observer.works[True],
+            self.updater.speeds,
+            lambda number: residents[number].swapper.updates.passing_bytes(),
+        )
         self._planner = planner = Planner(swapped.layers, devices, parallel, fingerprint, measured, plan, records)
         self._sums = sums = GradientSums(swapped, step, placement, transfers, self.updater, observer, profiler)
         self._visits = visits = Visits(step, placement, observer, profiler, self.traffic, self.recorder, compute_dtype)
