@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
+from lightning_harmony.engine.host_store import lay_out
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.observer import Observer
 from lightning_harmony.engine.pack import HostGradients, SwappedPack
@@ -90,12 +91,21 @@ class GradientSums:
             gradients = [(p, self._after_hooks(p, gradient, use)) for p, gradient in gradients]
         index = self._placement.pack_of[layer.index]
         residents = self._placement.residents_of(index)
+        home = self._placement.home_of(index) if self._step.current() is not None else None
+        # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
+        add_to_earlier = self._step.in_backward
         # Those of glue come in a lane's own work; all lanes' sums are made in one order.
         with residents.device.computing():
-            # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
-            residents.swapper.accumulate(
-                residents.packs[index], layer, use, gradients, add_to_earlier=self._step.in_backward
-            )
+            if home is None:
+                swapper, pack = residents.swapper, residents.packs[index]
+                swapper.accumulate(pack, layer, use, gradients, add_to_earlier=add_to_earlier)
+                return
+            pack = home.packs[index]
+            num_bytes = 0 if use in pack.accumulators else pack.gradient_layout()[1]
+            if home is not residents:
+                num_bytes += lay_out([gradient for _, gradient in gradients])[1]
+            home.admit(num_bytes)
+            home.swapper.gather(pack, layer, use, gradients, residents.device, add_to_earlier=add_to_earlier)
 
     def _after_hooks(self, parameter: nn.Parameter, gradient: Tensor, use: int) -> Tensor:
         """What the user's hooks of a parameter make of the gradient of one microbatch."""

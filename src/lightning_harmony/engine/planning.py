@@ -454,7 +454,8 @@ class Planner:
             return improved(foreseen(plan, costs, machine), self._names(self._calls), with_its_packs=True)
         # A step that differs from what a given plan foresees goes by its packs, but decides on graphs anew.
         if all(getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")):
-            plan = replace(plan, first_fused=given.first_fused, kept=given.kept, joined=given.joined)
+            decided = {name: getattr(given, name) for name in ("first_fused", "kept", "joined", "spread")}
+            plan = replace(plan, **decided)
         elif not plan.just_in_time:
             plan = replace(plan, first_fused=len(plan.visits), kept=frozenset())
         return foreseen(plan, costs, machine)

@@ -150,6 +150,7 @@ class Residents:
         self._due.clear()
         # The host may be far ahead of the copies that were asked for. What comes next is user's code, which may write weights.
         self.swapper.finish_reading()
+        self.swapper.finish_gathering()
         self.stash.drain()
         for pack in self.packs:
             pack.accumulators, pack.parked = {}, {}
