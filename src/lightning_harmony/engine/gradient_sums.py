@@ -28,7 +28,7 @@ class GradientSums:
         model: whose parameters they are of.
         step: the step that runs.
         placement: of its packs.
-        transfers: bring sums together that are on several devices.
+        transfers: bring together what several devices have summed.
         updater: takes them.
         observer: knows whether copies are timed.
         profiler: times them.
@@ -91,21 +91,28 @@ class GradientSums:
             gradients = [(p, self._after_hooks(p, gradient, use)) for p, gradient in gradients]
         index = self._placement.pack_of[layer.index]
         residents = self._placement.residents_of(index)
-        home = self._placement.home_of(index) if self._step.current() is not None else None
-        # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
-        add_to_earlier = self._step.in_backward
         # Those of glue come in a lane's own work; all lanes' sums are made in one order.
         with residents.device.computing():
-            if home is None:
-                swapper, pack = residents.swapper, residents.packs[index]
-                swapper.accumulate(pack, layer, use, gradients, add_to_earlier=add_to_earlier)
+            if index in self._placement.plan.spread and self._step.current() is not None:
+                self._gather(layer, use, gradients, residents)
                 return
-            pack = home.packs[index]
-            num_bytes = 0 if use in pack.accumulators else pack.gradient_layout()[1]
-            if home is not residents:
-                num_bytes += lay_out([gradient for _, gradient in gradients])[1]
-            home.admit(num_bytes)
-            home.swapper.gather(pack, layer, use, gradients, residents.device, add_to_earlier=add_to_earlier)
+            # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
+            residents.swapper.accumulate(
+                residents.packs[index], layer, use, gradients, add_to_earlier=self._step.in_backward
+            )
+
+    def _gather(
+        self, layer: SwappedLayer, use: int, gradients: Sequence[tuple[nn.Parameter, Tensor]], source: Residents
+    ) -> None:
+        """Add the gradients of a layer whose pack is spread to the sums at its home, wherever they were made."""
+        index = self._placement.pack_of[layer.index]
+        home = self._placement.home_of(index)
+        pack = home.packs[index]
+        num_bytes = 0 if use in pack.accumulators else pack.gradient_layout()[1]
+        if home is not source:
+            num_bytes += lay_out([gradient for _, gradient in gradients])[1]
+        home.admit(num_bytes)
+        home.swapper.gather(pack, layer, use, gradients, source.device, add_to_earlier=self._step.in_backward)
 
     def _after_hooks(self, parameter: nn.Parameter, gradient: Tensor, use: int) -> Tensor:
         """What the user's hooks of a parameter make of the gradient of one microbatch."""

@@ -90,6 +90,6 @@ class Placement:
         """Those of the device where a pack runs for the current lane."""
         return self.residents[self.device_of(pack)]
 
-    def home_of(self, pack: int) -> Residents | None:
-        """Those of the device where the gradients of lanes are gathered of a pack that is spread; None for any other pack."""
-        return self.residents[owner(self.plan, pack)] if pack in self.plan.spread else None
+    def home_of(self, pack: int) -> Residents:
+        """Those of the home of a pack that is spread, where the gradients of all lanes are gathered."""
+        return self.residents[owner(self.plan, pack)]

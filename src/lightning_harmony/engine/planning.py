@@ -448,14 +448,15 @@ class Planner:
         """A plan for a number of microbatches, with whose graphs are kept, and what is foreseen."""
         given, costs, machine = self._given, self._costs(), self._measured.machine()
         if given is not None:
-            plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead)
+            is_placed = (plan.packs, plan.visits) == (given.packs, given.visits)
+            spread: frozenset[int] = given.spread if is_placed else frozenset()
+            plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead, spread=spread)
         plan = with_graphs(plan, costs, num_microbatches, [machine.free_bytes] * len(self._devices))
         if given is None:
             return improved(foreseen(plan, costs, machine), self._names(self._calls), with_its_packs=True)
         # A step that differs from what a given plan foresees goes by its packs, but decides on graphs anew.
         if all(getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")):
-            decided = {name: getattr(given, name) for name in ("first_fused", "kept", "joined", "spread")}
-            plan = replace(plan, **decided)
+            plan = replace(plan, first_fused=given.first_fused, kept=given.kept, joined=given.joined)
         elif not plan.just_in_time:
             plan = replace(plan, first_fused=len(plan.visits), kept=frozenset())
         return foreseen(plan, costs, machine)

@@ -249,28 +249,28 @@ class Swapper:
             source: the device that has made them, in whose computing this is called.
             add_to_earlier: whether sums begin with the parameters' `grad`, as accumulation over batches does.
         """
-        device, after, num_bytes = self._device, [source.record()], 0
+        device, after = self._device, [source.record()]
+        arriving, num_bytes = gradients, 0
         with DisableTorchFunction(), no_dispatch(), device.scheduling():
-            come: list[tuple[Tensor, Tensor]] = []
             if source is not device:
                 slots, num_bytes = lay_out([gradient for _, gradient in gradients])
                 # In the pool of the stream: only what it does later finds this memory again.
                 buffer = device.empty(num_bytes, device.gather)
-                come = [(slot.view(buffer), gradient) for slot, (_, gradient) in zip(slots, gradients, strict=True)]
+                arriving = [(p, slot.view(buffer)) for (p, _), slot in zip(gradients, slots, strict=True)]
             accumulator = pack.accumulators.get(use)
             if accumulator is None:
                 accumulator = self._open(pack, use, add_to_earlier=add_to_earlier)
                 after.append(device.record())
-            here = [(p, copy) for (p, _), (copy, _) in zip(gradients, come, strict=True)] if come else gradients
-            add = accumulator.adding(layer, here)
+            add = accumulator.adding(layer, arriving)
 
-            def work() -> None:
-                with source.sending():
-                    for copy, gradient in come:
-                        _copy(copy, gradient)
+            def bring_and_add() -> None:
+                if source is not device:
+                    with source.sending():
+                        for (_, copy), (_, gradient) in zip(arriving, gradients, strict=True):
+                            _copy(copy, gradient)
                 add()
 
-            event = device.start_copy(Errand.GATHER, "gradients", num_bytes, work, after, pack.index)
+            event = device.start_copy(Errand.GATHER, "gradients", num_bytes, bring_and_add, after, pack.index)
         accumulator.gathered = event
         for _, gradient in gradients:
             source.keep_until(event, gradient)

@@ -217,8 +217,8 @@ class Visits:
         fused = self._is_fused(pack.index, phase)
         work = seen.bytes(layers, phase)
         if phase is Phase.BACKWARD:
-            is_summed = self._placement.home_of(pack.index) in (None, residents)
-            gradients = pack.gradient_layout()[1] if is_summed and not pack.accumulators else 0
+            sums_here = pack.index not in plan.spread or residents is self._placement.home_of(pack.index)
+            gradients = pack.gradient_layout()[1] if sums_here and not pack.accumulators else 0
             # What was measured made the graph anew.
             return gradients + (max(work - seen.graph_bytes(layers), 0) if residents.has_graphs(pack) else work)
         if fused or pack.index in plan.kept:
