@@ -78,8 +78,11 @@ def plans(draw: st.DrawFn, *, max_devices: int = 3, repeats: bool = True) -> tup
     joined: frozenset[int] = frozenset()
     if first > 1 and reuse == "just-in-time" and (num_devices == 1 or parallel == "data"):
         joined = frozenset(draw(st.sets(st.integers(1, first - 1))))
+    spread: frozenset[int] = frozenset()
+    if num_devices > 1 and parallel == "pipeline" and reuse == "just-in-time":
+        spread = frozenset(draw(st.sets(st.sampled_from(visits))))
     device_updated: frozenset[int] = frozenset()
-    once = [pack for pack in visits[:first] if visits.count(pack) == 1]
+    once = [pack for pack in visits[:first] if visits.count(pack) == 1 and pack not in spread]
     if once and reuse == "just-in-time" and (num_devices == 1 or parallel == "pipeline"):
         device_updated = frozenset(draw(st.sets(st.sampled_from(once))))
     plan = Plan(
@@ -89,6 +92,7 @@ def plans(draw: st.DrawFn, *, max_devices: int = 3, repeats: bool = True) -> tup
         kept,
         joined,
         device_updated,
+        spread,
         num_microbatches=draw(st.integers(1, 4)),
         num_devices=num_devices,
         parallel=parallel,
@@ -133,7 +137,8 @@ def compute(plan: Plan, packs: Sequence[Cost], schedule: Schedule) -> dict[int, 
                 tasks.pop(0)
         if sum(map(len, todo)) == before:
             raise CannotRun(str([tasks[0] for tasks in todo if tasks]))
-    if run.updated.keys() != run.gradients.keys() or any(run.sums.values()) or any(run.parked.values()):
+    unused = (run.made, run.sums, run.parked)
+    if run.updated.keys() != run.gradients.keys() or any(any(each.values()) for each in unused):
         raise CannotRun("gradients that nobody uses")
     return run.updated
 
@@ -149,6 +154,7 @@ class _Symbols:
         self.lanes: dict[int, Any] = {}
         self.saved: dict[Any, list[Any]] = defaultdict(list)
         self.on_host: dict[Any, list[Any]] = defaultdict(list)
+        self.made: dict[tuple[int, int], list[Any]] = defaultdict(list)
         self.sums: dict[tuple[int, int], list[Any]] = defaultdict(list)
         self.parked: dict[tuple[int, int], list[Any]] = defaultdict(list)
         self.gradients: dict[int, Any] = {}
@@ -192,7 +198,8 @@ class _Symbols:
             if any(part[0] == position for part in self.parked[device, pack]):
                 return False
             if pack in self.trained:
-                self.sums[device, pack].append((position, number, value))
+                sums = self.made[pack, number] if pack in self.plan.spread else self.sums[device, pack]
+                sums.append((position, number, value))
         self.lanes[number] = device, done + 1, (kind, pack, value)
         return True
 
@@ -222,7 +229,11 @@ class _Symbols:
 
     def _hands_over_gradients(self, device: int, pack: int, kind: Any, number: Any) -> bool:
         sums, gradients, updated = self.sums, self.gradients, self.updated
-        if kind is Errand.REDUCE:
+        if kind is Errand.GATHER:
+            if not self.made[pack, number]:
+                return False
+            sums[device, pack].append(self.made[pack, number].pop(0))
+        elif kind is Errand.REDUCE:
             if number == device or not self._is_complete(number, pack):
                 return False
             sums[device, pack] += sums.pop((number, pack))

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import lightning_harmony.strategy
-from lightning_harmony.engine import cuda_device, executor, hollow_graph, stash, visits
+from lightning_harmony.engine import cuda_device, executor, hollow_graph, stash, swap, visits
 from lightning_harmony.engine import stream as stream_module
 from lightning_harmony.engine.cuda_device import CudaDevice
 from lightning_harmony.engine.device import Device
@@ -794,7 +794,7 @@ def detecting(monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: It
     monkeypatch.setattr(cuda_device, "flat_buffer", flat)
     monkeypatch.setattr(stream_module, "torch", FakeTorch())
     monkeypatch.setattr(stash, "_keep_until_computed", _keep_until_computed)
-    for module in (executor, hollow_graph, visits):
+    for module in (executor, hollow_graph, swap, visits):
         # What the engine does is to be seen, too.
         monkeypatch.setattr(module, "no_dispatch", nullcontext)
     try:

@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelPruning
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from spreading import spread_packs
 from test_lightning import NUM_STEPS, Manual, Model, assert_same, harmony, loader, trainer_for, values
 from torch import Tensor
 
@@ -218,16 +219,21 @@ def test_no_step_is_refused(step: Any) -> None:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize(
-    "options",
+    ("options", "spread"),
     [
-        {},
-        {"devices": 2},
-        {"devices": 2, "strategy": harmony(parallel="data")},
-        {"strategy": harmony(device_memory=None)},
+        ({}, "none"),
+        ({"devices": 2}, "none"),
+        ({"devices": 3}, "some"),
+        ({"devices": 2, "strategy": harmony(parallel="data")}, "none"),
+        ({"strategy": harmony(device_memory=None)}, "none"),
     ],
-    ids=["one", "pipeline", "data", "no capacity"],
+    ids=["one", "pipeline", "spread", "data", "no capacity"],
 )
-def test_a_recorded_step_is_what_the_plan_and_the_report_say(tmp_path: Path, options: Any) -> None:
+def test_a_recorded_step_is_what_the_plan_and_the_report_say(
+    tmp_path: Path, options: Any, spread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if spread != "none":
+        spread_packs(monkeypatch, spread)
     # Not what stands there after the fit: a step that updates faster than those before it is planned from anew.
     used: list[Plan] = []
     watch = LambdaCallback(on_train_batch_start=lambda trainer, *_: used.append(trainer.strategy.plan))
@@ -236,7 +242,7 @@ def test_a_recorded_step_is_what_the_plan_and_the_report_say(tmp_path: Path, opt
     assert plan == used[-1]
     predicted = predict(plan)
     for measured, foreseen in zip(recording.measured.devices, predicted.devices, strict=True):
-        for kinds in (set(Phase), {Errand.SWAP_OUT, Errand.REDUCE}, {Errand.UPDATE}):
+        for kinds in (set(Phase), {Errand.SWAP_OUT, Errand.GATHER, Errand.REDUCE}, {Errand.UPDATE}):
             # On several devices the code between layers, which has a parameter here, is not seen to compute.
             unseen = plan.packs.index(("scale",)) if plan.num_devices > 1 and kinds == set(Phase) else None
             ours, theirs = (

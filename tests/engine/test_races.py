@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from traceback import extract_stack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from same_training import SEED, Gradients, Net, trainer_for
-from streams import FakeCudaDevice, detecting, on_root
+from spreading import spread_packs
+from streams import Detector, FakeCudaDevice, detecting, on_root
 from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
 from test_lane_attributes import ReadsWhatLayersSet, SetsWhatLayersRead
 from test_lane_attributes import samples as pairs
@@ -221,6 +223,13 @@ def test_hooks_may_write_weights(monkeypatch: pytest.MonkeyPatch, net: str, hook
     assert find_races(monkeypatch, net, devices, **options) == []
 
 
+class ScalesTheLoss(pl.Callback):
+    """The gradient of the loss is not the one that was predicted: sums are multiplied before they are handed over."""
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        loss.register_hook(lambda gradient: gradient * 2)
+
+
 class ByHand(OnGpu):
     """Changes weights in the step itself, between calls of layers."""
 
@@ -309,6 +318,54 @@ def test_nothing_races_in_updates_on_devices(
     assert any(stayed)
 
 
+@pytest.mark.parametrize("which", ["last", "all"])
+@pytest.mark.parametrize("device_memory", [None, "22KiB"])
+@pytest.mark.parametrize("net", ALL)
+def test_nothing_races_where_packs_are_spread(
+    monkeypatch: pytest.MonkeyPatch, net: str, device_memory: str | None, which: str
+) -> None:
+    made = spread_packs(monkeypatch, which)
+    assert find_races(monkeypatch, net, 3 if which == "last" else 2, device_memory=device_memory) == []
+    assert made
+    assert all(plan.spread for plan in made)
+
+
+@pytest.mark.parametrize("device_memory", [None, "22KiB"])
+def test_what_is_gathered_is_ordered_with_all_that_is_done_to_sums(
+    monkeypatch: pytest.MonkeyPatch, device_memory: str | None
+) -> None:
+    spread_packs(monkeypatch, "all")
+    accumulated = {"accumulate_grad_batches": 2, "max_epochs": 2}
+    assert find_races(monkeypatch, "dropout", device_memory=device_memory, trainer=accumulated) == []
+    assert find_races(monkeypatch, "dropout", device_memory=device_memory, callbacks=(ScalesTheLoss(),)) == []
+
+
+def test_gradients_cross_over_beside_all_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy runs on a stream of the device that they come from, and that waits for the stream of the sums."""
+    spread_packs(monkeypatch, "last")
+    on_compute: list[bool] = []
+    copy_between = Detector._copy_between
+
+    def noting(detector: Detector, target: Tensor, source: Tensor, name: str) -> None:
+        block = detector.block(source)
+        if block is not None and "gather" in {frame.name for frame in extract_stack()}:
+            stream = detector.here.current_stream(block.pool.device)
+            on_compute.append(stream is detector.default_stream(block.pool.device.number))
+        copy_between(detector, target, source, name)
+
+    monkeypatch.setattr(Detector, "_copy_between", noting)
+    assert find_races(monkeypatch, "plain", 3) == []
+    assert on_compute
+    assert not any(on_compute)
+
+
+@pytest.mark.parametrize("function", ["gather", "swap_out_gradients"])
+def test_gradients_that_are_not_waited_for_are_found(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    spread_packs(monkeypatch, "last")
+    races = find_races(monkeypatch, "plain", 3, left_out=(function,))
+    assert any(function in race for race in races)
+
+
 @pytest.mark.parametrize(
     "function",
     ["catch_up", "computing", "bring", "free", "hand_out", "swap_out_gradients", "join_lanes", "_keep_until_computed"],
@@ -329,3 +386,10 @@ def test_nothing_races_where_everything_makes_way(monkeypatch: pytest.MonkeyPatc
     """Devices are always full: each visit starts with everything else on its way out."""
     monkeypatch.setattr(FakeCudaDevice, "room_for", lambda device, num_bytes: False)
     assert find_races(monkeypatch, net, device_memory="22KiB", parallel=parallel) == []
+
+
+@pytest.mark.parametrize("net", ["skip-connections", "own-parameters", "used-twice", "regularized"])
+def test_nothing_races_where_sums_make_way_for_what_is_gathered(monkeypatch: pytest.MonkeyPatch, net: str) -> None:
+    spread_packs(monkeypatch, "all")
+    monkeypatch.setattr(FakeCudaDevice, "room_for", lambda device, num_bytes: False)
+    assert find_races(monkeypatch, net, 3, device_memory="22KiB") == []

@@ -335,3 +335,17 @@ class TestLessReuse:
         (gradients,) = model.residents.swapper.swap_out_gradients(place.pack)
         gradients.event.synchronize()
         assert all(bool((total == 3).all()) for total in gradients.sums.values())
+
+
+def test_sums_stay_until_nothing_is_added_to_them_any_more(model: Model) -> None:
+    """As when a step fails while gradients come from other devices."""
+    release = threading.Event()
+    added: list[bool] = []
+
+    def add() -> None:
+        added.append(release.wait(10))
+
+    model.device.gather.submit(add)
+    threading.Timer(0.05, release.set).start()
+    model.residents.reset()
+    assert added == [True]

@@ -29,7 +29,7 @@ def lanes(requests: Sequence[Asked], **state: Any) -> list[LaneProgress]:
 
 def turns(running: list[LaneProgress], devices: int = 1, parallel: Parallel = "pipeline", **options: Any) -> Turns:
     plan = Plan((("a",), ("b",), ("c",), ("d",)), (0, 1, 2, 3), 3, num_devices=devices, parallel=parallel)
-    plan = replace(plan, reuse=options.pop("reuse", "just-in-time"))
+    plan = replace(plan, reuse=options.pop("reuse", "just-in-time"), spread=options.pop("spread", frozenset()))
     return Turns(running, plan, options.pop("having_buffers", ()), fuses=options.pop("fuses", False))
 
 
@@ -116,6 +116,18 @@ class TestSeveralDevices:
         assert chosen(turns(running, 2), previous=running[1]) == 1
         running = lanes([(FORWARD, 0, 0), (FORWARD, 2, 2)])
         assert chosen(turns(running, 2), previous=running[1]) == 0
+
+    def test_lanes_come_to_a_spread_pack_side_by_side_and_in_their_order(self) -> None:
+        running = lanes([(FORWARD, 3, 3), (FORWARD, 3, 3), (FORWARD, 2, 2)])
+        of = turns(running, 2, fuses=True, spread=frozenset({3}))
+        assert [of.device_of(progress) for progress in running] == [1, 0, 0]
+        # The second one's device is free sooner, but sums are made in the order of microbatches.
+        of.take(running[0], 1)
+        assert chosen(of) == 2
+        running[2].lane.finished = True
+        assert chosen(of) == 0
+        running[0].lane.finished = True
+        assert chosen(of) == 1
 
     def test_no_lane_goes_on_alone_before_all_have_begun(self) -> None:
         """Lanes that share the microbatches begin together: what one brings to its device is for all of them there."""

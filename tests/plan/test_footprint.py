@@ -54,6 +54,20 @@ def test_behind_a_graph_the_next_one_stashes_its_input() -> None:
     assert second.graph_bytes == 40
 
 
+def test_gradients_that_are_gathered_are_there_when_the_backward_has_ended() -> None:
+    """As narrow as the weights, and in addition to what it was seen to take only where that is less."""
+    plan = replace(PLAN, num_devices=2, spread=frozenset({2, 3}))
+    wide, narrow, frozen = (replace(LAYER, weight_bytes=w, gradient_bytes=g) for w, g in ((60, 60), (30, 60), (60, 0)))
+    _, alone, spread, _ = footprints(plan, [wide] * 4)
+    assert (alone.is_gathered, alone.gathered_bytes) == (False, 0)
+    assert (spread.is_gathered, spread.gathered_bytes) == (True, 60)
+    # They take the place of the gradient that came, and of the stash, beside the one that goes.
+    assert spread.backward_bytes == 60 + 10 - 10 - 10
+    assert footprints(plan, [narrow] * 4)[2].gathered_bytes == 30
+    assert footprints(plan, [narrow] * 4)[2].backward_bytes == alone.backward_bytes
+    assert not footprints(plan, [frozen] * 4)[2].is_gathered
+
+
 def test_what_else_a_microbatch_has_goes_along() -> None:
     arriving = [10, 10, 14, 14]
     packs = [replace(LAYER, arriving_bytes=num_bytes, returning_bytes=num_bytes) for num_bytes in arriving]

@@ -59,6 +59,26 @@ def test_lanes_go_round_the_devices_of_a_pipeline() -> None:
     ]
 
 
+def test_microbatches_of_a_pack_that_is_spread_go_round_and_their_gradients_are_gathered_at_its_home() -> None:
+    plan = plan_of(2, 1, num_microbatches=3, num_devices=2, spread=frozenset({1}))
+    first, second = (" ".join(map(str, tasks)) for tasks in lower(plan, [PACK] * 2, None).devices)
+    assert "1F1 1B1 0TRANSFER_B0" in first
+    assert second == (
+        "1SWAP_IN 1TRANSFER_F0 1F0 1B0 1GATHER0 1GATHER1 1TRANSFER_F2 1F2 1B2 1GATHER2 1SWAP_OUT 1U 1EVICT"
+    )
+    # Each device brings its weights, and lets them go.
+    assert first.count("1SWAP_IN") == first.count("1EVICT") == 1
+
+
+def test_what_is_gathered_has_room_at_home() -> None:
+    """Weights of two packs, the sums, and the gradients of one microbatch, for which the other pack makes way."""
+    plan = plan_of(3, 2, num_microbatches=2, num_devices=2, spread=frozenset({2}))
+    packs = [Cost("pack", 10, 10)] * 3
+    for capacity, evicted in ((40, False), (39, True)):
+        tasks = [str(task) for task in lower(plan, packs, capacity).devices[0]]
+        assert ("0EVICT" in tasks[: tasks.index("2GATHER1")]) == evicted
+
+
 def test_devices_with_microbatches_of_their_own_add_their_gradients() -> None:
     plan = plan_of(2, 1, num_microbatches=3, num_devices=2, parallel="data")
     first, second = ([str(task) for task in tasks] for tasks in lower(plan, [PACK] * 2, None).devices)

@@ -50,6 +50,10 @@ visits: 0 1 2 0 [3]"""
         expected = ["data on 2 devices", "microbatches: 8", "predicted: 1.23 s, at most 1 GiB, 512 MiB"]
         assert str(plan).splitlines()[-3:] == expected
 
+    def test_it_names_the_packs_that_are_spread(self) -> None:
+        plan = Plan((("one",), ("two",)), (0, 1), 1, spread=frozenset({1, 0}), num_devices=2)
+        assert str(plan).splitlines()[-2:] == ["pipeline on 2 devices", "spread over all devices: 0 1"]
+
     def test_it_says_what_it_does_without(self) -> None:
         plan = Plan((("one",),), (0,), 1, reuse="visit", lookahead=0)
         assert str(plan).splitlines()[1:] == ["visits: 0 []", "reuse: visit", "packs fetched ahead: 0"]
@@ -126,6 +130,17 @@ class TestPlacement:
     ) -> None:
         plan = Plan((), (), 0, num_devices=3, parallel=parallel)
         assert [plan.device_of(pack, 4) for pack in range(5)] == expected
+
+    def test_microbatches_of_a_pack_that_is_spread_go_round_from_its_home(self) -> None:
+        plan = replace(plan_of((0, 1, 2, 3)), num_devices=3, spread=frozenset({1}))
+        assert [[plan.device_of(pack, microbatch) for microbatch in range(4)] for pack in (1, 2)] == [
+            [1, 2, 0, 1],
+            [2, 2, 2, 2],
+        ]
+        assert [[plan.runs_on(pack, device) for device in range(3)] for pack in (1, 2)] == [
+            [True, True, True],
+            [False, False, True],
+        ]
 
     def test_graphs_are_kept_by_fused_and_kept_packs(self) -> None:
         assert [FULL.keeps_graph(position) for position in range(2)] == [True, True]

@@ -199,6 +199,35 @@ class TestTimes:
         assert two.seconds == 8 * 3
         assert [device.compute_seconds for device in two.devices] == [24, 16]
 
+    def test_a_heavy_pack_that_is_spread_bounds_no_device(self) -> None:
+        packs = [PACK, replace(PACK, forward_seconds=4.0, backward_seconds=8.0, recompute_seconds=0.0)]
+        alone = chain(2, 1, 8, num_devices=2)
+        spread = replace(alone, spread=frozenset({1}))
+        one, other = (replay(plan, lower(plan, packs, None), packs, FREE) for plan in (alone, spread))
+        assert [device.compute_seconds for device in one.devices] == [8 * 3, 8 * 12]
+        assert [device.compute_seconds for device in other.devices] == [8 * 3 + 4 * 12, 4 * 12]
+        # It waits for the first microbatch, and that for its way back.
+        assert (one.seconds, other.seconds) == (1 + 8 * 12 + 2, 8 * 3 + 4 * 12)
+
+    def test_gradients_are_gathered_beside_all_else(self) -> None:
+        """Those of another device cross over, 8 s each; the sum of one waits for that of the one before."""
+        plan = chain(2, 1, 4, num_devices=2, spread=frozenset({1}))
+        machine = MachineLimits(None, None, None, 1.0)
+        devices = replay(plan, lower(plan, [PACK] * 2, None), [PACK] * 2, machine).devices
+        times = {str(s.task): (s.start_seconds, s.end_seconds) for device in devices for s in device.spans}
+        assert {name: times[name] for name in times if "1B" in name or "GATHER" in name or name == "1SWAP_OUT"} == {
+            "1B0": (4, 5),
+            "1GATHER0": (5, 5),
+            "1B1": (5, 6),
+            "1GATHER1": (6, 14),
+            # Neither waits for what is gathered.
+            "1B2": (7, 8),
+            "1B3": (7, 8),
+            "1GATHER2": (14, 14),
+            "1GATHER3": (14, 22),
+            "1SWAP_OUT": (22, 22),
+        }
+
     def test_microbatches_on_devices_of_their_own_take_a_share_of_the_time(self) -> None:
         plan = chain(2, 1, 8, num_devices=4, parallel="data")
         assert replay(plan, lower(plan, [PACK] * 2, None), [PACK] * 2, FREE).seconds == 2 * (3 + 2)
@@ -227,6 +256,28 @@ class TestBytes:
         assert {device.swapped_in_bytes["weights"] for device in swapped.devices} == {10 * (24 - 1)}
         assert sum(device.swapped_out_bytes["gradients"] for device in swapped.devices) == 120
         assert sum(device.transferred_bytes for device in swapped.devices) == 120 * (num_devices - 1)
+
+    @pytest.mark.parametrize("num_devices", [2, 4])
+    def test_a_pack_that_is_spread_swaps_weights_for_each_device_and_its_gradients_once(self, num_devices: int) -> None:
+        # Narrow weights, whose gradients are as narrow until they are summed.
+        pack = Cost("pack", 5, 10, copied_bytes=10)
+        plan = chain(1, 0, 8, num_devices=num_devices, spread=frozenset({0}))
+        home, *others = replay(plan, lower(plan, [pack], None), [pack], FREE).devices
+        assert [device.swapped_in_bytes["weights"] for device in (home, *others)] == [10] * num_devices
+        assert (home.swapped_out_bytes, home.transferred_bytes) == ({"gradients": 10}, 5 * (8 - 8 // num_devices))
+        assert all(not device.swapped_out_bytes and not device.transferred_bytes for device in others)
+
+    def test_gradients_take_room_until_they_are_gathered(self) -> None:
+        """At home the sums and what comes, elsewhere gradients until they have come; weights leave room for neither."""
+        pack = Cost("pack", 10, 8, forward_seconds=1.0, backward_seconds=1.0)
+        plan = chain(1, 0, 2, num_devices=2, spread=frozenset({0}))
+        machine = MachineLimits(None, None, None, 1.0)
+        home, other = replay(plan, lower(plan, [pack], None), [pack], machine).devices
+        assert home.memory == ((0.0, 10), (1.0, 18), (2.0, 16), (10.0, 0))
+        assert other.memory == ((0.0, 10), (1.0, 18), (2.0, 8), (10.0, 0))
+        replay(plan, lower(plan, [pack], 26), [pack], replace(machine, capacity_bytes=26))
+        with pytest.raises(PlanError, match="0GATHER0 on device 0: it takes 8 B, for which the capacity is 1 B short"):
+            replay(plan, lower(plan, [pack], None), [pack], replace(machine, capacity_bytes=25))
 
     def test_what_crosses_the_bus_may_be_more_than_what_arrives(self) -> None:
         (device,) = replay(TWO, grid(TWO_TASKS), [PACK] * 2, FREE).devices
@@ -317,6 +368,33 @@ class TestRules:
         ):
             changed = grid(first.replace("0REDUCE1 0REDUCE2", after), *others)
             assert problem in problem_of(plan, changed, [PACK])
+
+    @pytest.mark.parametrize(
+        ("before", "after", "problem"),
+        [
+            ("0GATHER0 0GATHER1", "0GATHER1 0GATHER0", "gradients of microbatch 0 are to be summed first"),
+            ("0GATHER1 ", "", "0GATHER2 on device 0: gradients of microbatch 1 are to be summed first"),
+            ("0GATHER2 ", "", "1 backwards of pack 0 have not run or been added"),
+            ("0GATHER1", "0GATHER1 0GATHER1", "there are no gradients of pack 0 for microbatch 1 to be added"),
+            ("0GATHER2 0SWAP_OUT 0U", "", "the gradients of pack 0 for microbatch 2 are never added"),
+            ("0GATHER0", "0GATHER0 0PARK", "0GATHER1 on device 0: its gradients are parked on the host"),
+            ("0GATHER1 0F2 0B2", "0F2 0B2 0GATHER1", ""),
+            ("0GATHER0 0GATHER1 0F2 0B2", "0F2 0B2 0GATHER0 0GATHER1", "that it has made before are still to be added"),
+        ],
+    )
+    def test_gradients_of_a_pack_that_is_spread_are_added_one_by_one_at_its_home(
+        self, before: str, after: str, problem: str
+    ) -> None:
+        plan = chain(1, 0, 3, num_devices=2, spread=frozenset({0}))
+        home, other = (" ".join(map(str, tasks)) for tasks in lower(plan, [PACK], None).devices)
+        assert before in home
+        changed = grid(home.replace(before, after, 1), other)
+        if problem:
+            assert problem in problem_of(plan, changed, [PACK])
+        else:
+            replay(plan, changed, [PACK], FREE)
+        elsewhere = grid(home.replace("0GATHER2 0SWAP_OUT 0U ", ""), f"{other} 0GATHER2")
+        assert "the gradients of pack 0 leave from device 0" in problem_of(plan, elsewhere, [PACK])
 
     @pytest.mark.parametrize(
         ("before", "after", "problem"),

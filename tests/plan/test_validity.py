@@ -29,6 +29,16 @@ from lightning_harmony.plan.validity import refuse_invalid
             Plan((("a",), ("b",)), (0, 1), 2, joined=frozenset({1}), reuse="visit"),
             "it joins forwards, but with reuse=",
         ),
+        (Plan((("a",),), (0,), 1, spread=frozenset({0})), "it spreads packs, but not in a pipeline of several devices"),
+        (
+            Plan((("a",),), (0,), 1, spread=frozenset({0}), num_devices=2, parallel="data"),
+            "it spreads packs, but not in",
+        ),
+        (
+            Plan((("a",),), (0,), 1, spread=frozenset({0}), num_devices=2, reuse="visit", lookahead=0),
+            "it spreads packs, but not in",
+        ),
+        (Plan((("a",), ("b",)), (0,), 1, spread=frozenset({1}), num_devices=2), "it spreads pack 1, which it doesn't"),
         (Plan((("a",),), (0,), 0, num_microbatches=0), "it is for 0 microbatches"),
         (Plan((("a",),), (0,), 0, num_devices=0), "it is for 0 devices"),
         (Plan((("a",),), (0,), 0, reuse="visit", lookahead=0), "it keeps graphs, but with reuse='visit'"),

@@ -51,6 +51,7 @@ class CudaDevice(Device):
         self.swap_in = CudaStream(torch_device)
         self.swap_out = CudaStream(torch_device)
         self.stash_in = CudaStream(torch_device)
+        self.gather = CudaStream(torch_device)
         self._peak_bytes = 0
 
     @property
@@ -169,6 +170,11 @@ class CudaDevice(Device):
         """Let the compute stream wait for all lanes."""
         for stream in self._lane_streams.values():
             self._compute.wait_stream(stream)
+
+    def sending(self) -> AbstractContextManager[None]:
+        """Torch makes such a copy on the current stream of the device that it comes from, as a barrier between both."""
+        assert isinstance(self.gather, CudaStream)
+        return self.gather.selected()
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """A registered buffer of exact size: torch's pinned allocator rounds up to powers of two."""

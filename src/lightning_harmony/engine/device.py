@@ -45,6 +45,8 @@ class Device(ABC):
         swap_in: the stream of host-to-device copies. Separate, so that a copy runs under compute.
         swap_out: the stream of device-to-host copies: both directions of the bus work at once.
         stash_in: the stream on which the stash comes back, which a lane needs at once: it is not to queue behind a pack.
+        gather: the stream on which gradients of packs that are spread are added, where they come from other devices: whatever
+            computes here does not wait for these.
         uncounted_bytes: what is allocated in a step besides all that is counted: for libraries, and by rounding up.
         recorder: keeps when this device works, while somebody wants to know.
     """
@@ -54,6 +56,7 @@ class Device(ABC):
     swap_in: Stream
     swap_out: Stream
     stash_in: Stream
+    gather: Stream
     uncounted_bytes: int = 0
 
     def __init__(self, torch_device: torch.device, capacity_bytes: int | None) -> None:
@@ -143,6 +146,10 @@ class Device(ABC):
     def join_lanes(self) -> None:
         """Order what the caller computes next after all that lanes have launched."""
 
+    def sending(self) -> AbstractContextManager[None]:
+        """The context of a copy to another device, in the work of a stream of that one: beside all that computes here."""
+        return nullcontext()
+
     def on_host(self) -> AbstractContextManager[None]:
         """The context of host work in the middle of code that computes on this device."""
         return nullcontext()
@@ -172,7 +179,7 @@ class Device(ABC):
         after: Sequence[Event] = (),
         pack: int | None = None,
     ) -> Event:
-        """Start a copy between host and device, and let it be known when it runs, if somebody records that.
+        """Start a copy that has a stream of its own, and let it be known when it runs, if somebody records that.
 
         Args:
             kind: the kind of its task, which has a stream.
@@ -189,8 +196,14 @@ class Device(ABC):
         return submit(copy, after)
 
     def stream_of(self, kind: Errand) -> Stream:
-        """Where a kind of copy between host and device runs."""
-        return {"swap-in": self.swap_in, "stash-in": self.stash_in, "swap-out": self.swap_out}[STREAM_OF[kind]]
+        """Where a kind of copy runs."""
+        streams = {
+            "swap-in": self.swap_in,
+            "stash-in": self.stash_in,
+            "swap-out": self.swap_out,
+            "gather": self.gather,
+        }
+        return streams[STREAM_OF[kind]]
 
     def receiving(self, source: Device, num_bytes: int, task: Task | None) -> AbstractContextManager[None]:
         """The context of a copy from another device; the task is None for what belongs to the running lane."""
@@ -228,7 +241,7 @@ class Device(ABC):
 
     def close(self) -> None:
         """Finish all copies and release the streams."""
-        for stream in (self.swap_in, self.swap_out, self.stash_in):
+        for stream in (self.swap_in, self.swap_out, self.stash_in, self.gather):
             stream.close()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
+from lightning_harmony.engine.host_store import lay_out
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.observer import Observer
 from lightning_harmony.engine.pack import HostGradients, SwappedPack
@@ -27,7 +28,7 @@ class GradientSums:
         model: whose parameters they are of.
         step: the step that runs.
         placement: of its packs.
-        transfers: bring sums together that are on several devices.
+        transfers: bring together what several devices have summed.
         updater: takes them.
         observer: knows whether copies are timed.
         profiler: times them.
@@ -92,10 +93,26 @@ class GradientSums:
         residents = self._placement.residents_of(index)
         # Those of glue come in a lane's own work; all lanes' sums are made in one order.
         with residents.device.computing():
+            if index in self._placement.plan.spread and self._step.current() is not None:
+                self._gather(layer, use, gradients, residents)
+                return
             # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
             residents.swapper.accumulate(
                 residents.packs[index], layer, use, gradients, add_to_earlier=self._step.in_backward
             )
+
+    def _gather(
+        self, layer: SwappedLayer, use: int, gradients: Sequence[tuple[nn.Parameter, Tensor]], source: Residents
+    ) -> None:
+        """Add the gradients of a layer whose pack is spread to the sums at its home, wherever they were made."""
+        index = self._placement.pack_of[layer.index]
+        home = self._placement.home_of(index)
+        pack = home.packs[index]
+        num_bytes = 0 if use in pack.accumulators else pack.gradient_layout()[1]
+        if home is not source:
+            num_bytes += lay_out([gradient for _, gradient in gradients])[1]
+        home.admit(num_bytes)
+        home.swapper.gather(pack, layer, use, gradients, source.device, add_to_earlier=self._step.in_backward)
 
     def _after_hooks(self, parameter: nn.Parameter, gradient: Tensor, use: int) -> Tensor:
         """What the user's hooks of a parameter make of the gradient of one microbatch."""

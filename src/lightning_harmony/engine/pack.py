@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -131,12 +131,30 @@ class Accumulator:
         sums: a place for each, as views of the buffer.
         touched: those that exist.
         includes_earlier: the parameters whose earlier `grad` is part of the sum.
+        gathered: the end of the last addition that was made beside what computes; None if there was none.
     """
 
     buffer: Tensor
     sums: dict[GradientKey, Tensor]
     touched: set[GradientKey] = field(default_factory=set)
     includes_earlier: set[nn.Parameter] = field(default_factory=set)
+    gathered: Event | None = None
+
+    def adding(self, layer: SwappedLayer, gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> Callable[[], None]:
+        """Note that gradients of a layer are added. What adds them."""
+        sums, touched = self.sums, self.touched
+        first = [(sums[layer, p], gradient) for p, gradient in gradients if (layer, p) not in touched]
+        further = [(sums[layer, p], gradient) for p, gradient in gradients if (layer, p) in touched]
+        touched.update((layer, p) for p, _ in gradients)
+
+        def add() -> None:
+            if first:
+                # Copied, not added to zeros: nothing to clear, and the sign of a zero survives.
+                torch._foreach_copy_([total for total, _ in first], [gradient for _, gradient in first])
+            if further:
+                torch._foreach_add_([total for total, _ in further], [gradient for _, gradient in further])
+
+        return add
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from lightning_harmony.engine.lane import current_lane
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.residents import Residents
-from lightning_harmony.plan.lowering import weight_moves
+from lightning_harmony.plan.lowering import owner, weight_moves
 from lightning_harmony.plan.plan import Plan
 
 
@@ -90,3 +90,7 @@ class Placement:
     def residents_of(self, pack: int) -> Residents:
         """Those of the device where a pack runs for the current lane."""
         return self.residents[self.device_of(pack)]
+
+    def home_of(self, pack: int) -> Residents:
+        """Those of the home of a pack that is spread, where the gradients of all lanes are gathered."""
+        return self.residents[owner(self.plan, pack)]

@@ -451,7 +451,9 @@ class Planner:
         """A plan for a number of microbatches, with whose graphs are kept, and what is foreseen."""
         given, costs, machine = self._given, self._costs(), self._measured.machine()
         if given is not None:
-            plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead)
+            is_placed = (plan.packs, plan.visits) == (given.packs, given.visits)
+            spread: frozenset[int] = given.spread if is_placed else frozenset()
+            plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead, spread=spread)
         plan = with_graphs(plan, costs, num_microbatches, [machine.free_bytes] * len(self._devices))
         if given is None:
             return improved(foreseen(plan, costs, machine), self._names(self._calls), with_its_packs=True)

@@ -153,6 +153,7 @@ class Residents:
         # The host may be far ahead of the copies that were asked for. What comes next is user's code, which may write weights.
         self.swapper.finish_reading()
         self.swapper.updates.end()
+        self.swapper.finish_gathering()
         self.stash.drain()
         for pack in self.packs:
             pack.accumulators, pack.parked = {}, {}

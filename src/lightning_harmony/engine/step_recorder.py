@@ -277,7 +277,7 @@ class StepRecorder:
         if step is None or not step.in_full:
             return work
         task = Task(step.task.pack if pack is None else pack, kind)
-        if pack is None or kind is Errand.UNPARK:
+        if pack is None or kind in (Errand.UNPARK, Errand.GATHER):
             # For the running lane: others share what comes and goes of a pack.
             task = task._replace(microbatch=step.task.microbatch)
         number = self._devices.index(device)

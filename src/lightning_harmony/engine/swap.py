@@ -7,6 +7,8 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction
+from torch.utils._mode_utils import no_dispatch
 
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.device_update import DeviceUpdates, Stayed
@@ -236,15 +238,60 @@ class Swapper:
             add_to_earlier: whether sums begin with the parameters' `grad`, as accumulation over batches does.
         """
         accumulator = pack.accumulators.get(use) or self._open(pack, use, add_to_earlier=add_to_earlier)
-        sums, touched = accumulator.sums, accumulator.touched
-        first = [(sums[layer, p], gradient) for p, gradient in gradients if (layer, p) not in touched]
-        further = [(sums[layer, p], gradient) for p, gradient in gradients if (layer, p) in touched]
-        if first:
-            # Copied, not added to zeros: nothing to clear, and the sign of a zero survives.
-            torch._foreach_copy_([total for total, _ in first], [gradient for _, gradient in first])
-        if further:
-            torch._foreach_add_([total for total, _ in further], [gradient for _, gradient in further])
-        touched.update((layer, p) for p, _ in gradients)
+        accumulator.adding(layer, gradients)()
+
+    def gather(
+        self,
+        pack: SwappedPack,
+        layer: SwappedLayer,
+        use: int,
+        gradients: Sequence[tuple[nn.Parameter, Tensor]],
+        source: Device,
+        *,
+        add_to_earlier: bool,
+    ) -> None:
+        """Start to add the gradients of one microbatch, as `accumulate` does, from whichever device has them.
+
+        They are added in the order of these calls, beside all that computes.
+
+        Args:
+            pack: the pack, as it is on this device.
+            layer: the layer of the pack that the gradients are of.
+            use: which call of the layer they are of.
+            gradients: of each parameter that has one.
+            source: the device that has made them, in whose computing this is called.
+            add_to_earlier: whether sums begin with the parameters' `grad`, as accumulation over batches does.
+        """
+        device, after = self._device, [source.record()]
+        arriving, num_bytes = gradients, 0
+        with DisableTorchFunction(), no_dispatch(), device.scheduling():
+            if source is not device:
+                slots, num_bytes = lay_out([gradient for _, gradient in gradients])
+                # In the pool of the stream: only what it does later finds this memory again.
+                buffer = device.empty(num_bytes, device.gather)
+                arriving = [(p, slot.view(buffer)) for (p, _), slot in zip(gradients, slots, strict=True)]
+            accumulator = pack.accumulators.get(use)
+            if accumulator is None:
+                accumulator = self._open(pack, use, add_to_earlier=add_to_earlier)
+                after.append(device.record())
+            add = accumulator.adding(layer, arriving)
+
+            def bring_and_add() -> None:
+                if source is not device:
+                    with source.sending():
+                        for (_, copy), (_, gradient) in zip(arriving, gradients, strict=True):
+                            _copy(copy, gradient)
+                add()
+
+            event = device.start_copy(Errand.GATHER, "gradients", num_bytes, bring_and_add, after, pack.index)
+        accumulator.gathered = event
+        for _, gradient in gradients:
+            source.keep_until(event, gradient)
+        self._traffic.transferred += num_bytes
+
+    def finish_gathering(self) -> None:
+        """Wait until all that was to be added here has been: sums may go, and so may what is added to them."""
+        self._device.gather.submit_brief(lambda: None).synchronize()
 
     def _open(self, pack: SwappedPack, use: int, *, add_to_earlier: bool) -> Accumulator:
         """A new accumulator. It begins with what the host has: parked sums, or the `grad` of earlier batches."""
@@ -331,6 +378,8 @@ class Swapper:
                 sums = {key: slots[key].view(host) for key in slots if key in accumulator.touched}
             copy = partial(_copy, host, accumulator.buffer)
             after = [self._device.record(), *free]
+            if accumulator.gathered is not None:
+                after.append(accumulator.gathered)
             event = self._device.start_copy(kind, "gradients", num_bytes, copy, after, pack.index)
             self._device.keep_until(event, accumulator.buffer)
             self._traffic.count_out("gradients", num_bytes)
@@ -345,6 +394,8 @@ class Swapper:
     def scale_gradients(self, pack: SwappedPack, factor: float) -> None:
         """Multiply the sums that a pack has."""
         for accumulator in pack.accumulators.values():
+            if accumulator.gathered is not None:
+                accumulator.gathered.wait()
             torch._foreach_mul_([accumulator.sums[key] for key in accumulator.touched], factor)
         for parked in pack.parked.values():
             parked.event.synchronize()

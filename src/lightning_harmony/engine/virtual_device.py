@@ -36,6 +36,7 @@ class VirtualDevice(Device):
         self.swap_in = HostStream("swap-in")
         self.swap_out = HostStream("swap-out")
         self.stash_in = HostStream("stash-in")
+        self.gather = HostStream("gather")
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._allocated_bytes = 0
         self._peak_bytes = 0

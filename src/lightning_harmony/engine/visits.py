@@ -95,7 +95,7 @@ class Visits:
             # Between the layers of a pack, what the last one left to be swapped out may still be there.
             place = Place(pack, phase, progress.position[phase])
             with residents.device.scheduling():
-                residents.ensure_room(self._needed_bytes(pack, phase, [layer]), place)
+                residents.ensure_room(self._needed_bytes(residents, pack, phase, [layer]), place)
         if phase is Phase.FORWARD and pack.layout.casts and not self._casts_as_known(pack):
             self._widen(residents, Place(pack, phase, progress.position[phase]))
         residency = pack.residency
@@ -145,7 +145,7 @@ class Visits:
             residents.evict(place.pack)
             for pack in self._placement.copies(place.pack.index):
                 pack.widen()
-            work_bytes = self._needed_bytes(place.pack, place.phase)
+            work_bytes = self._needed_bytes(residents, place.pack, place.phase)
             residents.begin_visit(place, work_bytes, alone=self._observer.is_measuring)
 
     # ---- coming to a pack ----------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Visits:
         placement, is_profiling = self._placement, self._observer.is_profiling
         residents = placement.residents[placement.plan.device_of(place.pack.index, progress.lane.microbatch)]
         residents.pinned = self._pinned(place)
-        work_bytes = self._needed_bytes(place.pack, place.phase)
+        work_bytes = self._needed_bytes(residents, place.pack, place.phase)
         sharing = placement.others_with_buffers_of(place.pack)
         for others, pack in sharing:
             # A microbatch finds buffers as the one before it left them, wherever that was.
@@ -209,14 +209,16 @@ class Visits:
         """Whether a lane that comes to a pack goes on to its loss and comes back through it, all in one turn."""
         return self._step.fuses and phase is Phase.FORWARD and pack in self._placement.plan.fused
 
-    def _needed_bytes(self, pack: SwappedPack, phase: Phase, layers: Sequence[SwappedLayer] | None = None) -> int:
+    def _needed_bytes(
+        self, residents: Residents, pack: SwappedPack, phase: Phase, layers: Sequence[SwappedLayer] | None = None
+    ) -> int:
         """What a pack will allocate in a phase: work, kept graphs, and sums of gradients; of the former, for some layers."""
         layers, plan, seen = layers or pack.layers, self._placement.plan, self._observer.work
         fused = self._is_fused(pack.index, phase)
         work = seen.bytes(layers, phase)
         if phase is Phase.BACKWARD:
-            residents = self._placement.residents_of(pack.index)
-            gradients = 0 if pack.accumulators else pack.gradient_layout()[1]
+            sums_here = pack.index not in plan.spread or residents is self._placement.home_of(pack.index)
+            gradients = pack.gradient_layout()[1] if sums_here and not pack.accumulators else 0
             # What was measured made the graph anew.
             return gradients + (max(work - seen.graph_bytes(layers), 0) if residents.has_graphs(pack) else work)
         if fused or pack.index in plan.kept:

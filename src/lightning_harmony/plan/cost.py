@@ -61,6 +61,11 @@ class Cost:
         return self.weight_bytes + self.gradient_bytes
 
     @property
+    def gathered_bytes(self) -> int:
+        """At most what gradients of one microbatch take before they are summed: they are as narrow as the weights."""
+        return min(self.weight_bytes, self.gradient_bytes)
+
+    @property
     def kept_bytes(self) -> int:
         """What stays for one microbatch where its graph is kept: that, and what the code behind it would stash."""
         return self.graph_bytes + max(self.stash_bytes - self.input_bytes, 0)

@@ -63,5 +63,5 @@ def _predicted(plan: Plan) -> Plan | None:
 
 
 def _may_be(plan: Plan, pack: int) -> bool:
-    """Whether a pack is visited once, before the fused ones."""
-    return plan.visits.count(pack) == 1 and pack not in plan.fused
+    """Whether a pack is visited once, before the fused ones, and on one device."""
+    return plan.visits.count(pack) == 1 and pack not in plan.fused | plan.spread

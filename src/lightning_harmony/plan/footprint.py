@@ -30,6 +30,8 @@ class Footprint:
         loaded_bytes: what comes back at once. Each layer of a pack loads its own.
         graph_bytes: what it leaves where graphs are kept, and goes when the backward has run.
         gradient_bytes: the sums of gradients, which are made for the first backward.
+        is_gathered: whether the gradients of each microbatch are still to be added to the sums when its backward has ended.
+        gathered_bytes: what they take until then.
         forward_seconds: of the forward.
         backward_seconds: of the backward, with the recompute where no graph is kept.
     """
@@ -47,6 +49,8 @@ class Footprint:
     loaded_bytes: int
     graph_bytes: int
     gradient_bytes: int
+    is_gathered: bool
+    gathered_bytes: int
     forward_seconds: float
     backward_seconds: float
 
@@ -83,6 +87,8 @@ def footprints(plan: Plan, packs: Sequence[Cost]) -> list[Footprint]:
             counted = loaded = min(stash, cost.backward_work_bytes)
         beside = [*arriving, returning[-1]][position + 1]
         there, left = entering + arriving[position], graph + stash + leaving
+        is_gathered = plan.visits[position] in plan.spread and cost.gradient_bytes > 0
+        gathered = cost.gathered_bytes if is_gathered else 0
         back = entering + (returning[position - 1] if position else 0)
         found.append(
             Footprint(
@@ -90,7 +96,12 @@ def footprints(plan: Plan, packs: Sequence[Cost]) -> list[Footprint]:
                 forward_bytes=max(left + beside - there + work, cost.forward_work_bytes),
                 forward_left_bytes=left + beside,
                 returning_bytes=leaving + returning[position],
-                backward_bytes=max(cost.backward_work_bytes - counted, entering, back - returning[position]),
+                backward_bytes=max(
+                    cost.backward_work_bytes - counted,
+                    entering,
+                    back - returning[position],
+                    back + gathered - leaving - returning[position] - loaded - graph,
+                ),
                 backward_left_bytes=back,
                 input_bytes=entering,
                 output_bytes=leaving,
@@ -99,6 +110,8 @@ def footprints(plan: Plan, packs: Sequence[Cost]) -> list[Footprint]:
                 loaded_bytes=loaded,
                 graph_bytes=graph,
                 gradient_bytes=cost.gradient_bytes,
+                is_gathered=is_gathered,
+                gathered_bytes=gathered,
                 forward_seconds=cost.forward_seconds,
                 backward_seconds=cost.spared_backward_seconds if keeps else cost.backward_seconds,
             )

@@ -7,7 +7,7 @@ does as told here: what it finds on a device in the middle of a step depends on 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, product, takewhile
+from itertools import chain, product
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
@@ -88,7 +88,7 @@ def weight_moves(plan: Plan) -> tuple[Moves, ...]:
 
 
 def owner(plan: Plan, pack: int) -> int:
-    """The device that sends a pack's gradients to the host."""
+    """The device that sends a pack's gradients to the host: of one that is spread, its home."""
     if plan.parallel == "pipeline":
         return plan.device_of(pack, 0)
     return pack % min(plan.num_devices, _num_microbatches(plan))
@@ -176,6 +176,7 @@ class _Lowering:
         self._plan, self._packs, self._footprint, self._capacity_bytes = plan, packs, footprint, capacity_bytes
         self._device = device
         self._stays = [Stay(stay.phase, stay.place, runs) for stay in order if (runs := self._here(stay.runs))]
+        self._wanted = [self._packs_of(stay) for stay in self._stays]
         # Each visit that is computed here, and whether it is the last backward of its pack.
         self._last = {run_pack: number for number, stay in enumerate(self._stays) for run_pack in self._summed(stay)}
         self._first_visit = {pack: place for place, pack in reversed(list(enumerate(plan.visits)))}
@@ -194,10 +195,19 @@ class _Lowering:
         self._lower()
 
     def _here(self, runs: Sequence[Run]) -> tuple[Run, ...]:
-        plan = self._plan
-        if plan.num_devices == 1:
+        """The runs that compute here, and those whose gradients are gathered here."""
+        if self._plan.num_devices == 1:
             return tuple(runs)
-        return tuple(run for run in runs if plan.device_of(plan.visits[run.position], run.microbatch) == self._device)
+        return tuple(run for run in runs if self._computes(run) or self._gathers(run))
+
+    def _computes(self, run: Run) -> bool:
+        return self._plan.device_of(self._plan.visits[run.position], run.microbatch) == self._device
+
+    def _gathers(self, run: Run) -> bool:
+        """Whether the gradients of a run are added here, one microbatch after the other."""
+        if run.phase is Phase.FORWARD or not self._footprint[run.position].is_gathered:
+            return False
+        return owner(self._plan, self._plan.visits[run.position]) == self._device
 
     def _state_arrivals(self) -> dict[int, list[int]]:
         """The packs that are updated here, by the stay before which their optimizer's state comes.
@@ -277,15 +287,23 @@ class _Lowering:
         held = _Held(before.num_bytes, before.num_bytes, 0, set(before.sums), dict(before.outputs))
         for pack in self._arriving.get(self._now, ()):
             held.take(self._state_bytes[pack], self._state_bytes[pack])
+        # Else all of them compute here.
+        has_spread = bool(self._plan.spread)
         for run in stay.runs:
-            pack = self._plan.visits[run.position]
-            if self._comes_from_elsewhere(run):
-                self._transfer(run, tasks, held)
-            if run.phase is Phase.FORWARD:
-                self._forward(run, pack, tasks, held)
-            else:
-                self._backward(run, pack, tasks, held)
+            if not has_spread or self._computes(run):
+                self._run(run, tasks, held)
+            if has_spread and self._gathers(run):
+                self._gather(run, tasks, held)
         return tasks, held
+
+    def _run(self, run: Run, tasks: list[Task], held: _Held) -> None:
+        pack = self._plan.visits[run.position]
+        if self._comes_from_elsewhere(run):
+            self._transfer(run, tasks, held)
+        if run.phase is Phase.FORWARD:
+            self._forward(run, pack, tasks, held)
+        else:
+            self._backward(run, pack, tasks, held)
 
     def _comes_from_elsewhere(self, run: Run) -> bool:
         plan = self._plan
@@ -316,24 +334,41 @@ class _Lowering:
 
     def _backward(self, run: Run, pack: int, tasks: list[Task], held: _Held) -> None:
         footprint = self._footprint[run.position]
-        if (pack, run.position) not in held.sums:
-            held.sums.add((pack, run.position))
-            held.take(footprint.gradient_bytes, footprint.gradient_bytes)
-            if (pack, run.position) in self._parked:
-                tasks.append(Task(pack, Errand.UNPARK, run.microbatch))
+        if not footprint.is_gathered:
+            self._begin_sum(run, held)
+        if (pack, run.position) in self._parked:
+            self._parked.discard((pack, run.position))
+            tasks.append(Task(pack, Errand.UNPARK, run.microbatch))
         if footprint.stash_bytes:
             tasks.append(Task(pack, Errand.STASH_IN, run.microbatch))
             held.take(footprint.loaded_bytes, footprint.loaded_bytes)
         gone = footprint.returning_bytes + footprint.loaded_bytes + footprint.graph_bytes
         held.take(footprint.backward_bytes, footprint.backward_left_bytes - gone)
         held.outputs[run.microbatch] = footprint.backward_left_bytes
+        held.leaving_bytes += footprint.gathered_bytes
         tasks.append(Task(pack, Phase.BACKWARD, run.microbatch))
+
+    def _begin_sum(self, run: Run, held: _Held) -> None:
+        """Where a sum of gradients is not there yet, it comes to be."""
+        key = self._plan.visits[run.position], run.position
+        if key not in held.sums:
+            held.sums.add(key)
+            num_bytes = self._footprint[run.position].gradient_bytes
+            held.take(num_bytes, num_bytes)
+
+    def _gather(self, run: Run, tasks: list[Task], held: _Held) -> None:
+        """Add the gradients of a microbatch, which may come from another device."""
+        self._begin_sum(run, held)
+        if not self._computes(run):
+            num_bytes = self._footprint[run.position].gathered_bytes
+            held.take(num_bytes, 0)
+            held.leaving_bytes += num_bytes
+        tasks.append(Task(self._plan.visits[run.position], Errand.GATHER, run.microbatch))
 
     def _drop(self, stay: Stay, held: _Held) -> None:
         """Evict packs that aren't needed any more, before anything waits for what is on its way out."""
         needed = held.most_bytes + held.leaving_bytes + self._held.leaving_bytes
-        wanted = {self._plan.visits[run.position] for run in stay.runs}
-        for pack in sorted(self._resident.keys() - wanted):
+        for pack in sorted(self._resident.keys() - set(self._wanted[self._now])):
             if self._capacity_bytes is None or self._resident_bytes + needed <= self._capacity_bytes:
                 return
             if self._plan.is_over(pack, stay.phase, stay.place):
@@ -341,8 +376,7 @@ class _Lowering:
 
     def _bring(self, stay: Stay, work_bytes: int) -> None:
         """Swap in the packs of a stay, with room for its work."""
-        # In the order of their first use.
-        wanted = self._wanted(stay)
+        wanted = self._wanted[self._now]
         missing = [pack for pack in wanted if pack not in self._resident]
         missing_bytes = sum(self._packs[pack].weight_bytes for pack in missing)
         missing_bytes += max((self._packs[pack].staging_bytes for pack in missing), default=0)
@@ -352,18 +386,16 @@ class _Lowering:
         for pack in wanted:
             self._resident[pack].last = self._now
 
-    def _wanted(self, stay: Stay) -> list[int]:
-        """The packs of a stay, in the order of their first use. All microbatches run through the same ones."""
-        first = stay.runs[0].microbatch
-        runs = takewhile(lambda run: run.microbatch == first, stay.runs)
-        return list(dict.fromkeys(self._plan.visits[run.position] for run in runs))
+    def _packs_of(self, stay: Stay) -> list[int]:
+        """The packs of a stay, in the order of their first use."""
+        return list(dict.fromkeys(self._plan.visits[run.position] for run in stay.runs))
 
     def _following(self, number: int) -> list[int]:
         """The next packs that this device needs after a stay."""
         following: list[int] = []
-        wanted = self._wanted(self._stays[number])
-        for stay in self._stays[number + 1 :]:
-            for pack in self._wanted(stay):
+        wanted = self._wanted[number]
+        for later in self._wanted[number + 1 :]:
+            for pack in later:
                 if len(following) == self._plan.lookahead:
                     return following
                 if pack not in following and pack not in wanted:

@@ -58,6 +58,8 @@ class Plan:
             the forward goes by packs of its own: each is a run of those that are swapped, and that the backward goes by.
         device_updated: the packs that are updated on their device, and whose weights stay there for the next forward. They are
             the first ones that a forward comes to, and the last in the backward: so it need not wait for the host's update.
+        spread: the packs of a pipeline whose microbatches go round the devices, so that one that computes for long bounds no
+            device. They begin with its home, the one that it would have alone: there their gradients are summed one by one.
         num_devices: how many devices share the work.
         parallel: "pipeline", where each pack has its device, or "data", where each microbatch has.
         num_microbatches: how many the step is planned for; None before it was seen.
@@ -77,6 +79,7 @@ class Plan:
     kept: frozenset[int] = frozenset()
     joined: frozenset[int] = frozenset()
     device_updated: frozenset[int] = frozenset()
+    spread: frozenset[int] = frozenset()
     num_devices: int = 1
     parallel: Parallel = "pipeline"
     num_microbatches: int | None = None
@@ -89,18 +92,19 @@ class Plan:
     def device_of(self, pack: int, microbatch: int) -> int:
         """The device where a pack runs for a microbatch.
 
-        In a pipeline, packs go round the devices. Where each microbatch goes through all of them by itself, that would have
-        every device swap whenever a lane comes round: there, each device has a stage of consecutive ones.
+        In a pipeline, packs go round the devices, and so do the microbatches of those that are spread. Where each microbatch
+        goes through all packs by itself, that would have every device swap whenever a lane comes round: there, each device has
+        a stage of consecutive ones.
         """
         if self.parallel == "data":
             return microbatch % self.num_devices
         if self.groups:
-            return pack % self.num_devices
+            return (pack + microbatch if pack in self.spread else pack) % self.num_devices
         return min(pack * self.num_devices // max(len(self.packs), 1), self.num_devices - 1)
 
     def runs_on(self, pack: int, device: int) -> bool:
         """Whether a pack runs on a device, for any microbatch."""
-        return self.parallel == "data" or self.device_of(pack, 0) == device
+        return self.parallel == "data" or pack in self.spread or self.device_of(pack, 0) == device
 
     @property
     def groups(self) -> bool:
@@ -120,13 +124,14 @@ class Plan:
         there = (
             [f"updated on the device: {' '.join(map(str, sorted(self.device_updated)))}"] if self.device_updated else []
         )
+        spread = [f"spread over all devices: {' '.join(map(str, sorted(self.spread)))}"] if self.spread else []
         number = [f"microbatches: {self.num_microbatches}"] if self.num_microbatches is not None else []
         devices = [f"{self.parallel} on {self.num_devices} devices"] if self.num_devices > 1 else []
         reuse = [] if self.just_in_time else [f"reuse: {self.reuse}"]
         lookahead = [] if self.lookahead == LOOKAHEAD else [f"packs fetched ahead: {self.lookahead}"]
         predicted = [f"predicted: {_text(self.predicted)}"] if self.predicted is not None else []
         visits = f"visits: {before} [{fused}]".replace("  ", " ")
-        return "\n".join([*lines, visits, *kept, *there, *devices, *number, *reuse, *lookahead, *predicted])
+        return "\n".join([*lines, visits, *kept, *there, *devices, *spread, *number, *reuse, *lookahead, *predicted])
 
     def to_json(self) -> str:
         """The plan as JSON, which `from_json` reads."""

@@ -9,7 +9,8 @@ The rules:
 4. A lane's tensors are on the device: what comes from another one was transferred, once.
 5. A visit that keeps no graph stashes what its backward needs. It goes to the host at most once, and comes back before the
    backward. Where the graph is kept, there is no stash.
-6. Gradients are summed in the order of the microbatches: then the sums do not depend on the plan.
+6. Gradients are summed in the order of the microbatches: then the sums do not depend on the plan. Those of a pack that is
+   spread are gathered one by one at its home, from whichever device has made them; that makes no more of them before.
 7. The gradients of a pack go to the host once, after its last backward, and after those of other devices were added, in
    the order of the devices. The update follows, once. Where nothing is done just in time, each device sends its own, and no
    update begins before the whole backward has ended. Sums that are not final may make way: they are parked on the host, and
@@ -120,6 +121,21 @@ class _Stashed:
 
 
 @dataclass
+class _Made:
+    """Gradients of a microbatch that are to be gathered.
+
+    Attributes:
+        position: the visit that they are of.
+        device: where they are.
+        ready: when they are there.
+    """
+
+    position: int
+    device: _Device
+    ready: float
+
+
+@dataclass
 class _Device:
     """A device in the middle of its tasks."""
 
@@ -178,6 +194,8 @@ class _Replay:
             for pack, number in self._num_visits.items()
             for device in summing_devices(plan, pack)
         }
+        # By pack and microbatch.
+        self._made: dict[tuple[int, int], _Made] = {}
         self._sent: dict[int, dict[int, float]] = {}
         self._leave_from_last_step()
         ranks = {pack: rank for rank, pack in enumerate(dict.fromkeys(plan.visits))}
@@ -198,6 +216,7 @@ class _Replay:
             Errand.STASH_IN: self._stash_in,
             Errand.TRANSFER_FORWARD: self._transfer_forward,
             Errand.TRANSFER_BACKWARD: self._transfer_backward,
+            Errand.GATHER: self._gather,
             Errand.REDUCE: self._reduce,
         }
 
@@ -266,6 +285,9 @@ class _Replay:
             return
         if not 0 <= task.microbatch < self._num_microbatches:
             raise _BrokenError(f"there is no microbatch {task.microbatch}")
+        if task.kind is Errand.GATHER:
+            self._refuse_other_owner(device, task.pack)
+            return
         where = self._plan.device_of(task.pack, task.microbatch)
         if where != device.number:
             raise _BrokenError(f"the plan places pack {task.pack} for microbatch {task.microbatch} on device {where}")
@@ -287,6 +309,9 @@ class _Replay:
                 pack = plan.visits[lane.position]
                 if plan.device_of(pack, number) == device.number:
                     return f"microbatch {number} never runs {Task(pack, lane.phase, number)}"
+        for pack, number in self._made:
+            if owner(plan, pack) == device.number:
+                return f"the gradients of pack {pack} for microbatch {number} are never added"
         if device.weights:
             return f"the weights of pack {min(device.weights)} are still there"
         if device.sums:
@@ -417,11 +442,13 @@ class _Replay:
             raise _BrokenError("its stash is on the host")
         if position in device.parked:
             raise _BrokenError("its gradients are parked on the host")
-        summed = device.next_sum.get(position, 0)
-        of_device = self._of_device[device.number]
-        if footprint.gradient_bytes and of_device[summed] != microbatch:
-            raise _BrokenError(f"gradients of microbatch {of_device[summed]} are to be summed first")
-        num_bytes = footprint.backward_bytes + (0 if summed else footprint.gradient_bytes)
+        if any(each.device is device for (other, _), each in self._made.items() if other == pack):
+            return f"gradients of pack {pack} that it has made before are still to be added"
+        adds = footprint.gradient_bytes > 0 and not footprint.is_gathered
+        if adds:
+            self._refuse_other_order(device, position, microbatch)
+        sum_bytes = footprint.gradient_bytes if adds and position not in device.next_sum else 0
+        num_bytes = footprint.backward_bytes + sum_bytes
         after = max(lane.ready, device.weights[pack], 0.0 if stashed is None else stashed.ready)
         run = self._begin(device, num_bytes, after, footprint.backward_seconds)
         if run is None:
@@ -430,18 +457,31 @@ class _Replay:
         gone = footprint.returning_bytes + footprint.graph_bytes
         if stashed is not None:
             gone += footprint.stash_bytes if stashed.where == "on the device" else footprint.loaded_bytes
-        device.memory.give(footprint.backward_bytes - footprint.backward_left_bytes + gone, end)
+        left = footprint.backward_left_bytes + footprint.gathered_bytes
+        device.memory.give(footprint.backward_bytes - left + gone, end)
         if keeps:
             device.num_graphs[pack] -= 1
         else:
             device.stash[pack, microbatch].pop()
-        if footprint.gradient_bytes:
-            device.next_sum[position] = summed + 1
-            device.sums[pack] = device.sums.get(pack, 0) + (0 if summed else footprint.gradient_bytes)
-            device.summed_at[pack] = end
-        self._left[pack, device.number] -= 1
+        if adds:
+            self._add(device, position, sum_bytes, end)
+        elif footprint.is_gathered:
+            self._made[pack, microbatch] = _Made(position, device, end)
         lane.position -= 1
         return ""
+
+    def _refuse_other_order(self, device: _Device, position: int, microbatch: int) -> None:
+        of_device, summed = self._of_device[device.number], device.next_sum.get(position, 0)
+        if of_device[summed] != microbatch:
+            raise _BrokenError(f"gradients of microbatch {of_device[summed]} are to be summed first")
+
+    def _add(self, device: _Device, position: int, sum_bytes: int, end: float) -> None:
+        """Gradients of one microbatch have been added, to sums that took some bytes if these are the first."""
+        pack = self._plan.visits[position]
+        device.next_sum[position] = device.next_sum.get(position, 0) + 1
+        device.sums[pack] = device.sums.get(pack, 0) + sum_bytes
+        device.summed_at[pack] = end
+        self._left[pack, device.number] -= 1
 
     def _not_next(self, lane: _Lane, phase: Phase, pack: int, microbatch: int) -> str:
         """Why a lane does not run this now; "" if it does."""
@@ -515,6 +555,29 @@ class _Replay:
         device.transferred_bytes += num_bytes
         return ""
 
+    def _gather(self, device: _Device, pack: int, microbatch: int) -> str:
+        made = self._made.get((pack, microbatch))
+        if made is None:
+            return f"there are no gradients of pack {pack} for microbatch {microbatch} to be added"
+        position, source = made.position, made.device
+        if position in device.parked:
+            raise _BrokenError("its gradients are parked on the host")
+        self._refuse_other_order(device, position, microbatch)
+        footprint = self._footprints[position]
+        sum_bytes = 0 if position in device.next_sum else footprint.gradient_bytes
+        come_bytes = 0 if source is device else footprint.gathered_bytes
+        seconds = self._seconds(come_bytes, self._machine.transfer_bytes_per_second)
+        run = self._begin(device, sum_bytes + come_bytes, max(made.ready, device.summed_at.get(pack, 0.0)), seconds)
+        if run is None:
+            return self._no_room(device, sum_bytes + come_bytes)
+        del self._made[pack, microbatch]
+        # What came is added, and then gone on both devices.
+        device.memory.give(come_bytes, run[1], lingers=True)
+        source.memory.give(footprint.gathered_bytes, run[1], lingers=True)
+        self._add(device, position, sum_bytes, run[1])
+        device.transferred_bytes += come_bytes
+        return ""
+
     def _reduce(self, device: _Device, pack: int, other: int) -> str:
         self._refuse_other_owner(device, pack)
         others = [number for number in summing_devices(self._plan, pack) if number != device.number]
@@ -570,7 +633,7 @@ class _Replay:
 
     def _refuse_unfinished_sums(self, device: _Device, pack: int) -> None:
         if self._left.get((pack, device.number)):
-            raise _BrokenError(f"{self._left[pack, device.number]} backwards of pack {pack} have not run")
+            raise _BrokenError(f"{self._left[pack, device.number]} backwards of pack {pack} have not run or been added")
         if pack not in device.sums:
             raise _BrokenError(f"pack {pack} has no gradients")
 

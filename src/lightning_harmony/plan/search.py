@@ -6,12 +6,15 @@ What is searched, all within the capacity:
 - the visit from which packs are fused: none, or each of `graphs.fusable_from`. Where each pack has its device, none or the
   last one.
 - how many of the packs before keep the graphs of all microbatches: the last ones, on each device, as far as there is room.
+- in a pipeline, which layers that are packs are spread: none, or the longest one of the device that computes for longest, and
+  so on while one computes clearly longer than they do on average. Of two plans, the one that spreads more has to be faster by
+  `SPREAD_SHARE`.
 
 Then, for the plan that was found, the packs of its forward: runs of packs that a microbatch goes through in one turn. They
 are of one length, counted from the fused packs: what is left over is the first one, whose way in nothing hides.
 
-A larger capacity only adds to this. So it makes the best no slower, but for a rarity of a single plan: with more room a
-prefetch may come so early that it takes what another task waits for.
+A larger capacity only adds to this. So it makes the best no slower, but for one that spreads nothing in the place of one that
+does, and for a rarity of a single plan: with more room a prefetch may come so early that it takes what another task waits for.
 
 Up to `ALL_LAYERS` layers all of it is searched; beyond, the packs of four packers at a ladder of counts, and a ladder of
 numbers of packs that are fused or keep their graphs. Replays judge: the plans are replayed in the order of the least that
@@ -44,6 +47,9 @@ FORWARD_SHARE = 0.1
 # measured for each layer, but a pack has it once.
 CLEAR_SHARE = 0.1
 TURN_SECONDS = 3.5e-4
+# Packs are spread where that saves so much of a step: its copies take part of the memory, and of the way between devices. What
+# is wrong in a prediction is about the same in both.
+SPREAD_SHARE = 0.05
 # Turns of a shorter step are so short that their times are mostly noise, and there is little to gain.
 SHORT_SECONDS = 0.5
 # A prediction of what is on a device may be wrong by so much.
@@ -90,7 +96,8 @@ def search_better(
     """A plan that is predicted to be clearly faster than one, or that one if there is none.
 
     Clearly: by more than `CLEAR_SHARE` of its seconds and `TURN_SECONDS` for each turn of a lane, within the capacity less
-    `SPARE_SHARE`. A step of less than `SHORT_SECONDS` is left as it is.
+    `SPARE_SHARE`; the same plan with packs spread, by more than `SPREAD_SHARE`. A step of less than `SHORT_SECONDS` is left as
+    it is.
 
     Args:
         plan: the plan, with its profile and number of microbatches, and with its prediction. One that breaks a rule has none
@@ -114,8 +121,9 @@ def search_better(
         machine = replace(machine, capacity_bytes=int(machine.capacity_bytes * (1 - SPARE_SHARE)))
     profile, packs = replace(plan.profile, machine=machine), plan.packs if with_its_packs else None
     space = _Space(profile, calls, plan.num_microbatches, plan.num_devices, plan.parallel, packs)
-    found = space.best(most_tasks, plan.predicted.seconds * (1 - CLEAR_SHARE), TURN_SECONDS)
-    return plan if found is None else replace(found, fingerprint=plan.fingerprint, profile=plan.profile)
+    spread = space.spread(plan)
+    found = space.best(most_tasks, _seconds_of(spread) * (1 - CLEAR_SHARE), TURN_SECONDS) or spread
+    return plan if found is plan else replace(found, fingerprint=plan.fingerprint, profile=plan.profile)
 
 
 def least_seconds(plan: Plan, packs: Sequence[Cost], machine: MachineLimits) -> float:
@@ -129,12 +137,7 @@ def least_seconds(plan: Plan, packs: Sequence[Cost], machine: MachineLimits) -> 
     if not plan.visits:
         return 0.0
     visited = [packs[pack] for pack in plan.visits]
-    keeps = [plan.keeps_graph(place) for place in range(len(visited))]
-    forward = [cost.forward_seconds for cost in visited]
-    backward = [
-        cost.spared_backward_seconds if kept else cost.backward_seconds
-        for cost, kept in zip(visited, keeps, strict=True)
-    ]
+    forward, backward = _seconds_of_visits(plan, packs)
     stay = plan.device_updated
     first = visited[0]
     way_in = _seconds(first.copied_bytes, machine.swap_in_bytes_per_second)
@@ -144,20 +147,22 @@ def least_seconds(plan: Plan, packs: Sequence[Cost], machine: MachineLimits) -> 
         way_in = way_out = 0.0
     updated = sum(packs[pack].gradient_bytes for pack in set(plan.visits) - stay)
     bounds = [_seconds(updated, machine.update_bytes_per_second)]
-    for device, places in enumerate(_places(plan)):
-        number = _num_microbatches_of(plan, device)
-        if not places or not number:
+    for runs in _runs(plan):
+        if not runs:
             continue
+        places = list(runs)
         # A microbatch comes to a device through what is before it, and goes back through that at the end.
         around = sum(forward[: places[0]]) + sum(backward[: places[0]])
-        computing = sum(forward[place] + backward[place] for place in places)
+        computing = sum(number * (forward[place] + backward[place]) for place, number in runs.items())
         here = [packs[pack] for pack in {plan.visits[place] for place in places} - stay]
-        stashed = number * sum(visited[place].stash_bytes for place in places if not keeps[place])
+        stashed = sum(
+            number * visited[place].stash_bytes for place, number in runs.items() if not plan.keeps_graph(place)
+        )
         # Gradients of packs that several devices have leave from any of these.
-        alone = plan.parallel == "pipeline" or plan.num_devices == 1
-        sent = sum(cost.gradient_bytes for cost in here) if alone else 0
+        alone = {plan.visits[place] for place in places if plan.parallel == "pipeline" or plan.num_devices == 1}
+        sent = sum(packs[pack].gradient_bytes for pack in alone - plan.spread - stay)
         bounds += [
-            way_in + around + number * computing + way_out,
+            way_in + around + computing + way_out,
             _seconds(_swapped_in_bytes(here, machine), machine.swap_in_bytes_per_second),
             _seconds(stashed, machine.swap_in_bytes_per_second),
             _seconds(stashed + sent, machine.swap_out_bytes_per_second),
@@ -165,21 +170,25 @@ def least_seconds(plan: Plan, packs: Sequence[Cost], machine: MachineLimits) -> 
     return max(bounds)
 
 
-def _places(plan: Plan) -> list[list[int]]:
-    """The visits of each device, as places in the order of visits."""
-    if plan.parallel == "data":
-        # The first one has as many microbatches as any.
-        return [list(range(len(plan.visits)))]
-    places: list[list[int]] = [[] for _ in range(plan.num_devices)]
+def _seconds_of_visits(plan: Plan, packs: Sequence[Cost]) -> tuple[list[float], list[float]]:
+    """How long each forward and each backward of a microbatch computes."""
+    visited = [packs[pack] for pack in plan.visits]
+    backward = [
+        cost.spared_backward_seconds if plan.keeps_graph(place) else cost.backward_seconds
+        for place, cost in enumerate(visited)
+    ]
+    return [cost.forward_seconds for cost in visited], backward
+
+
+def _runs(plan: Plan) -> list[dict[int, int]]:
+    """How many microbatches each device runs in each visit that it has, as a place in the order of visits."""
+    runs: list[dict[int, int]] = [{} for _ in range(plan.num_devices)]
     for place, pack in enumerate(plan.visits):
-        places[plan.device_of(pack, 0)].append(place)
-    return places
-
-
-def _num_microbatches_of(plan: Plan, device: int) -> int:
-    """How many microbatches a device runs."""
-    number = plan.num_microbatches or 0
-    return number if plan.parallel == "pipeline" else len(range(device, number, plan.num_devices))
+        goes_round = plan.parallel == "data" or pack in plan.spread
+        for microbatch in range(min(plan.num_devices, plan.num_microbatches or 0) if goes_round else 1):
+            number = len(range(microbatch, plan.num_microbatches or 0, plan.num_devices if goes_round else 1))
+            runs[plan.device_of(pack, microbatch)][place] = number
+    return runs
 
 
 def _swapped_in_bytes(packs: Sequence[Cost], machine: MachineLimits) -> float:
@@ -200,15 +209,22 @@ def _num_tasks(plan: Plan) -> int:
     """About as many tasks as a schedule has: what it takes to replay it."""
     number = plan.num_microbatches or 0
     transfers = 2 if plan.num_devices > 1 and plan.parallel == "pipeline" else 0
+    gathered = sum(pack in plan.spread for pack in plan.visits)
     stashes = sum(2 for place in range(len(plan.visits)) if not plan.keeps_graph(place))
-    return number * ((2 + transfers) * len(plan.visits) + stashes)
+    return number * ((2 + transfers) * len(plan.visits) + gathered + stashes)
 
 
 def _num_turns(plan: Plan) -> int:
     """How often a lane has to wait for its turn in a step, on the busiest device."""
     around = plan.num_devices if plan.parallel == "pipeline" else 1
     forward, backward = (-(-number // around) for number in (len(plan.forward_turns), plan.first_fused))
-    return _num_microbatches_of(plan, 0) * (forward + backward + 1)
+    number = plan.num_microbatches or 0
+    return (number if plan.parallel == "pipeline" else -(-number // plan.num_devices)) * (forward + backward + 1)
+
+
+def _weighed(plan: Plan, seconds: float) -> float:
+    """By what plans are compared that take so long."""
+    return seconds / (1 - SPREAD_SHARE) ** len(plan.spread)
 
 
 def _seconds_of(plan: Plan) -> float:
@@ -225,7 +241,7 @@ class _Candidate:
     """A plan that may be the best: the one that could take least comes first, of several the one with fewest visits.
 
     Attributes:
-        least_seconds: what it takes at least.
+        least_seconds: what it takes at least, weighed.
         num_visits: how many it has.
         number: tells those apart that are alike.
     """
@@ -271,14 +287,14 @@ class _Space:
         for plan, packs in self._plans(most_tasks):
             least = least_seconds(plan, packs, machine) * (1 - _ROUNDING)
             if least < below - turn_seconds * _num_turns(plan):
-                candidates.append(_Candidate(least, len(plan.visits), len(plans)))
+                candidates.append(_Candidate(_weighed(plan, least), len(plan.visits), len(plans)))
                 plans.append(plan)
         candidates.sort()
         found: Plan | None = None
         left: list[Plan] = []
         for candidate in candidates:
             plan = plans[candidate.number]
-            if found is not None and candidate.least_seconds >= _seconds_of(found):
+            if found is not None and candidate.least_seconds >= _weighed(found, _seconds_of(found)):
                 break
             if _num_tasks(plan) > most_tasks:
                 left.append(plan)
@@ -289,6 +305,13 @@ class _Space:
             for plan in sorted(left, key=_num_tasks):
                 found = found or self._better(None, plan, inf)
         return None if found is None else self._joined(found, tasks_of_forward, turn_seconds)
+
+    def spread(self, plan: Plan) -> Plan:
+        """The plan with those of its packs spread with which it takes clearly less time; the plan itself if there are none."""
+        best = plan
+        for other in self._spread(plan, self._profile.pack_costs(plan.packs)):
+            best = self._better(best, replace(other, profile=self._profile), inf) or best
+        return best
 
     def _joined(self, plan: Plan, most_tasks: float, turn_seconds: float) -> Plan:
         """The plan with those packs of the forward with which it takes the least time."""
@@ -311,7 +334,8 @@ class _Space:
             prediction = predict(plan)
         except PlanError:
             return found
-        if prediction.seconds >= (below if found is None else min(below, _seconds_of(found))):
+        most = inf if found is None else _weighed(found, _seconds_of(found))
+        if prediction.seconds >= below or _weighed(plan, prediction.seconds) >= most:
             return found
         return replace(plan, predicted=Predicted(prediction.seconds, prediction.peak_bytes))
 
@@ -359,7 +383,10 @@ class _Space:
         for starts in replayable or [min(cuts, key=len)]:
             base, packs = self._packed(starts)
             for first_fused, keeping in self._graphs(base.visits, packs):
-                yield replace(base, first_fused=first_fused, kept=keeping), packs
+                plan = replace(base, first_fused=first_fused, kept=keeping)
+                yield plan, packs
+                for other in self._spread(plan, packs):
+                    yield other, packs
 
     def _cuts(self) -> Iterator[Sequence[int]]:
         """Where packs begin, once for each way to cut that has room."""
@@ -434,6 +461,26 @@ class _Space:
             rounds = [[pack for pack in each if pack is not None] for each in zip_longest(*kept_of)]
             for number in self._rungs(len(rounds)):
                 yield first, frozenset(chain.from_iterable(rounds[:number]))
+
+    def _spread(self, plan: Plan, packs: Sequence[Cost]) -> Iterator[Plan]:
+        """The plan with more and more packs spread, as long as a device computes clearly longer than the average."""
+        if self._num_devices == 1 or self._parallel == "data":
+            return
+        visits = plan.visits
+        seconds = [sum(both) for both in zip(*_seconds_of_visits(plan, packs), strict=True)]
+        average = self._num_microbatches * sum(seconds) / self._num_devices
+        while True:
+            runs = _runs(plan)
+            loads = [sum(number * seconds[place] for place, number in each.items()) for each in runs]
+            busiest = max(range(self._num_devices), key=loads.__getitem__)
+            # One of several layers is better cut.
+            alone = [p for p in runs[busiest] if visits[p] not in plan.spread and len(plan.packs[visits[p]]) == 1]
+            if loads[busiest] <= (1 + SPREAD_SHARE) * average or not alone:
+                return
+            # Of several, the last one: it is there for the shortest time.
+            longest = max(alone, key=lambda place: (seconds[place], place))
+            plan = replace(plan, spread=plan.spread | {visits[longest]})
+            yield plan
 
     def _firsts(self, visits: Sequence[int], packs: Sequence[Cost]) -> list[int]:
         if self._num_devices > 1 and self._parallel == "pipeline":

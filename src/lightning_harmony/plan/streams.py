@@ -3,7 +3,7 @@
 from lightning_harmony.plan.task import Errand, Phase
 
 COMPUTE, UPDATE = "compute", "update"
-STREAMS = ("swap-in", "stash-in", "transfer", COMPUTE, "swap-out", UPDATE)
+STREAMS = ("swap-in", "stash-in", "transfer", "gather", COMPUTE, "swap-out", UPDATE)
 STREAM_OF: dict[Phase | Errand, str] = {
     Phase.FORWARD: COMPUTE,
     Phase.BACKWARD: COMPUTE,
@@ -12,6 +12,7 @@ STREAM_OF: dict[Phase | Errand, str] = {
     Errand.STASH_IN: "stash-in",
     Errand.TRANSFER_FORWARD: "transfer",
     Errand.TRANSFER_BACKWARD: "transfer",
+    Errand.GATHER: "gather",
     Errand.REDUCE: "transfer",
     Errand.STASH_OUT: "swap-out",
     Errand.SWAP_OUT: "swap-out",

@@ -29,6 +29,7 @@ class Errand(Enum):
         STASH_IN: it comes back.
         TRANSFER_FORWARD: the input of a forward comes from the device where the lane was.
         TRANSFER_BACKWARD: the gradient that a backward starts from does.
+        GATHER: the gradients of a microbatch come to the home of a pack that is spread, if they are elsewhere, and are added.
         REDUCE: the gradients that another device has summed come, and are added. Its number is that of the device.
     """
 
@@ -45,6 +46,7 @@ class Errand(Enum):
     STASH_IN = "STASH_IN"
     TRANSFER_FORWARD = "TRANSFER_F"
     TRANSFER_BACKWARD = "TRANSFER_B"
+    GATHER = "GATHER"
     REDUCE = "REDUCE"
 
 

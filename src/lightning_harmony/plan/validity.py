@@ -29,8 +29,8 @@ def refuse_invalid(plan: Plan) -> None:
         ]
         once = {pack for pack in before if plan.visits.count(pack) == 1}
         problems += [
-            f"pack {pack} is updated on the device, but isn't visited once, before the fused ones"
-            for pack in sorted(plan.device_updated - once)
+            f"pack {pack} is updated on the device, but isn't visited once, before the fused ones, or is spread"
+            for pack in sorted(plan.device_updated - (once - plan.spread))
         ]
         if plan.device_updated and not plan.just_in_time:
             problems.append(
@@ -44,6 +44,9 @@ def refuse_invalid(plan: Plan) -> None:
             problems.append(f"it joins forwards, but with reuse={plan.reuse!r} no weights stay for them")
         if not plan.just_in_time and (plan.first_fused < len(plan.visits) or plan.kept):
             problems.append(f"it keeps graphs, but with reuse={plan.reuse!r} no weights stay for them")
+    if plan.spread and (plan.num_devices == 1 or plan.parallel == "data" or not plan.just_in_time):
+        problems.append("it spreads packs, but not in a pipeline of several devices whose sums of gradients stay")
+    problems += [f"it spreads pack {pack}, which it doesn't visit" for pack in sorted(plan.spread - set(plan.visits))]
     if plan.lookahead < 0 or (plan.lookahead and not plan.just_in_time):
         problems.append(f"it fetches {plan.lookahead} packs ahead, but with reuse={plan.reuse!r} none would stay")
     for name, number in (("microbatches", plan.num_microbatches), ("devices", plan.num_devices)):
