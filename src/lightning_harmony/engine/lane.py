@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
 
 from lightning_harmony.engine.cores import keep_to, start_computing_threads
+from lightning_harmony.engine.lock_wait import LockWatch
+from lightning_harmony.errors import UnsupportedModelError
 
 # Of a lane: an evaluation before the fit, steps that are measured, and the first one by the plan.
 NUM_FIRST_JOBS = 4
+# How often the lane that has the baton is looked at, and how often it must have been seen to wait for a lock: in a step, and
+# where lanes are unwound.
+_GLANCE_SECONDS = 0.5
+_PATIENCE, _LITTLE_PATIENCE = 60, 2
 
 _local = threading.local()
 
@@ -84,11 +92,19 @@ class Lane:
         """From now on, unwind the job wherever it parks or is parked."""
         self._aborted = True
 
+    def look(self, watch: LockWatch) -> None:
+        """Let what watches for locks look at the thread."""
+        watch.look(self._thread)
+
     def close(self) -> None:
         """Join the thread. The job must have ended."""
+        self.leave()
+        self._thread.join()
+
+    def leave(self) -> None:
+        """Let the thread end by itself when the job has ended."""
         self._closing = True
         self.go.release()
-        self._thread.join()
 
     def _loop(self) -> None:
         if self._pool.computes:
@@ -98,7 +114,7 @@ class Lane:
             if self._closing:
                 return
             # Apart: who handles an error is to have it alone, with what its frames hold, however long this thread takes.
-            self._pool.note(self._run_job())
+            self._pool.note(self, self._run_job())
             self._pool.end(self)
 
     def _run_job(self) -> BaseException | None:
@@ -169,13 +185,18 @@ class LanePool:
 
         Raises:
             BaseException: what a job or ``choose`` raised, with its own traceback.
+            UnsupportedModelError: if a lane waits for a lock, as it seems for one that another lane holds.
         """
         self._choose = choose
         state = ProcessState.capture()
         try:
             first = choose(None)
-            if first is not None:
-                self._run_until_back(first)
+            where = None if first is None else self._run_until_back(first, _PATIENCE)
+            if where is not None:
+                raise UnsupportedModelError(
+                    f"a microbatch waits for a lock ({where}) that another one seems to hold while it waits for its turn in a "
+                    "layer: hold no lock around calls of layers, or use HarmonyStrategy(num_microbatches=1)"
+                )
         finally:
             # Ctrl-C can end this anywhere: the lane that has the baton must give it back.
             self._choose = None
@@ -195,13 +216,16 @@ class LanePool:
         for each in reversed(go_on):
             each()
 
-    def note(self, error: BaseException | None) -> None:
+    def note(self, lane: Lane, error: BaseException | None) -> None:
         """Called by the lane whose job has ended, with what it raised."""
-        self._error = self._error or error
+        if lane is self._holder:
+            self._error = self._error or error
 
     def end(self, lane: Lane) -> None:
         """Called by the lane whose job has ended, after `note`."""
-        self._give(self._following(lane))
+        # A lane that waited for a lock while others were unwound has no baton to give.
+        if lane is self._holder:
+            self._give(self._following(lane))
 
     def abort(self) -> None:
         """Unwind all lanes; they can be used again."""
@@ -209,10 +233,14 @@ class LanePool:
             lane.abort()
         # Whatever a lane is within, it leaves, and sets what it found there.
         state = ProcessState.capture()
-        self._wait()
+        waits_for_lock = self._wait(_LITTLE_PATIENCE) is not None
+        # Who holds the lock is among those that are unwound now.
+        waiting, self._holder = self._holder if waits_for_lock else None, None
         for lane in self._lanes:
-            while not lane.finished:
+            while lane is not waiting and not lane.finished:
                 self._run_until_back(lane)
+        if waiting is not None:
+            self._end(waiting)
         state.restore()
         self._error = None
 
@@ -237,15 +265,30 @@ class LanePool:
         self._holder = to
         (self._back if to is None else to.go).release()
 
-    def _run_until_back(self, lane: Lane) -> None:
+    def _run_until_back(self, lane: Lane, patience: float = inf) -> str | None:
         # What came back when nobody waited any more.
         self._back.acquire(blocking=False)
         self._give(lane)
-        self._wait()
+        return self._wait(patience)
 
-    def _wait(self) -> None:
-        while self._holder is not None:
-            self._back.acquire()
+    def _wait(self, patience: float) -> str | None:
+        """Wait until the baton is back, or until who has it was seen to wait for a lock so often; then where."""
+        watch = LockWatch()
+        while (holder := self._holder) is not None:
+            if not self._back.acquire(timeout=_GLANCE_SECONDS):
+                holder.look(watch)
+                if watch.times >= patience and any(lane is not holder and not lane.finished for lane in self._lanes):
+                    return watch.where
+        return None
+
+    def _end(self, waiting: Lane) -> None:
+        """Let a lane end that waited for a lock. One that still waits, as its holder has not released it, is given up."""
+        for _ in range(_LITTLE_PATIENCE):
+            if waiting.finished:
+                return
+            time.sleep(_GLANCE_SECONDS)
+        waiting.leave()
+        self._lanes[waiting.microbatch] = Lane(waiting.microbatch, self)
 
 
 class ThreadState:
