@@ -117,6 +117,8 @@ class _Step:
         with_norms: whether to compute the norm of each gradient as it is collected.
         reuses: whether the buffers of gradients that are used up are for those to come.
         may_outlast: whether updates just in time may go on when the step has ended.
+        separable: whether each parameter can be updated by itself, so that nobody sees the optimizer do it. Of others, who
+            insists on an update just in time has the optimizer itself step.
     """
 
     optimizer: Optimizer | None = None
@@ -124,6 +126,7 @@ class _Step:
     with_norms: bool = False
     reuses: bool = True
     may_outlast: bool = False
+    separable: bool = False
 
 
 class Updater:
@@ -161,7 +164,7 @@ class Updater:
         self.postponed = PostponedUpdate(self._stream, devices, self.overlap)
         self._step = _Step()
         self._known: frozenset[Tensor] = frozenset()
-        self._held_back: list[tuple[Callable[[], None], list[Event]]] | None = None
+        self._held_back: list[tuple[list[nn.Parameter], list[list[_Part]], list[Event]]] | None = None
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._ranks: dict[nn.Parameter, int] = {}
         self._num_owners: dict[nn.Parameter, int] = defaultdict(int)
@@ -198,7 +201,8 @@ class Updater:
         self.drain()
         self._submitted, self._updated = [], {}
         self._held_back = [] if hold_back else None
-        self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back)
+        separable = optimizer is not None and why_not_separable(optimizer) is None
+        self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back, separable)
         self.speeds.outlast = may_outlast or bool(self.speeds.outlast)
         self._known = frozenset[Tensor]() if optimizer is None else frozenset(optimizer.state)
         self.norms.clear()
@@ -236,18 +240,21 @@ class Updater:
         parts = [self._parts.pop(parameter) for parameter in ready]
         if not ready:
             return
-        work = partial(self._take, self._step, self._share(ready), ready, parts)
         after = list({id(part.source): part.source.event for several in parts for part in several}.values())
         if self._held_back is not None:
-            self._held_back.append((work, after))
+            self._held_back.append((ready, parts, after))
             return
-        event = self._stream.submit(work, after, min(self._ranks[parameter] for parameter in ready))
+        event = self._stream.submit(self._work(ready, parts), after, min(self._ranks[p] for p in ready))
         self._submitted.append(event)
         self._updated.update(dict.fromkeys(ready, event))
 
+    def _work(self, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]]) -> Callable[[], None]:
+        """What there is to do for some parameters, with the gradients that are there, as the optimizer is now."""
+        return partial(self._take, self._step, self._share(parameters), parameters, parts)
+
     def _share(self, parameters: Sequence[nn.Parameter]) -> Share | None:
-        """What is updated by itself, beside whatever Lightning does when the step has ended."""
-        if self._step.optimizer is None or not self._step.may_outlast:
+        """What is updated by itself, and not by the optimizer, which somebody may look at meanwhile."""
+        if self._step.optimizer is None or not self._step.separable:
             return None
         share = Share(self._step.optimizer, {p: self._places[p][0] for p in parameters if p in self._places})
         for parameter in parameters:
@@ -269,7 +276,7 @@ class Updater:
         What the first of those that it waits for raised is raised here.
         """
         held_back, self._held_back = self._held_back or [], None
-        self._submitted += [self._stream.submit(work, after) for work, after in held_back]
+        self._submitted += [self._stream.submit(self._work(ready, parts), after) for ready, parts, after in held_back]
         held_back.clear()
         submitted, self._submitted = self._submitted, []
         updated, self._updated = self._updated, {}
@@ -386,7 +393,7 @@ def _places(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
 def _only(
     optimizer: Optimizer, places: dict[nn.Parameter, tuple[int, int]], parameters: Iterable[nn.Parameter]
 ) -> Iterator[None]:
-    """Let an optimizer have only these parameters for a moment."""
+    """Let an optimizer have only these parameters for a moment, in which nobody else may look at it."""
     groups = optimizer.param_groups
     full = [group["params"] for group in groups]
     chosen = _by_group(places, parameters)
