@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_harmony.engine.awaited import await_updates, settle
 from lightning_harmony.engine.cores import run_anywhere
 from lightning_harmony.engine.stream import Event, HostEvent, HostStream
 
@@ -217,6 +218,8 @@ class Share:
 class PostponedUpdate:
     """The update of parameters that goes on when a step has ended, in shares, on a stream of its own.
 
+    Who reads one of them meanwhile, wherever that may be, waits for its share.
+
     Args:
         stream: runs it.
         devices: what runs meanwhile.
@@ -271,6 +274,7 @@ class PostponedUpdate:
         if not events:
             return
         self._optimizer, self._known, self._events = optimizer, known, events
+        await_updates(events)
         # Its state is complete for whoever asks for it, by whatever way.
         self._handles = [
             optimizer.register_state_dict_pre_hook(lambda _: self.finish()),
@@ -281,7 +285,7 @@ class PostponedUpdate:
         """Whether some of these parameters are not updated yet."""
         return bool(self._events) and not all(event.done() for event in self._of(parameters))
 
-    def wait_for(self, parameters: Iterable[nn.Parameter], meanwhile: Callable[[], bool] = lambda: False) -> None:
+    def wait_for(self, parameters: Collection[nn.Parameter], meanwhile: Callable[[], bool] = lambda: False) -> None:
         """Wait until these parameters are updated.
 
         Args:
@@ -290,6 +294,7 @@ class PostponedUpdate:
         """
         if self._events and (events := self._of(parameters)):
             self._overlap.wait_for(events, self._devices, meanwhile)
+            settle(parameters)
 
     def _of(self, parameters: Iterable[nn.Parameter]) -> list[HostEvent]:
         return list(dict.fromkeys(self._events[p] for p in parameters if p in self._events))
@@ -315,6 +320,7 @@ class PostponedUpdate:
             self.finish()
 
     def _forget(self) -> None:
+        settle(self._events)
         self._events = {}
         for handle in self._handles:
             handle.remove()
