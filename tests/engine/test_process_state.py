@@ -56,7 +56,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], Callable[[], Any], Any]] = {
         lambda: backends.cudnn.benchmark,
         True,
     ),
-    "oneDNN": (backends.mkldnn.set_flags, lambda: torch._C._get_mkldnn_enabled(), False),
+    "oneDNN": (backends.mkldnn.set_flags, torch._C._get_mkldnn_enabled, False),
     "reduced sums": (
         lambda value: setattr(backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", value),
         lambda: backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
