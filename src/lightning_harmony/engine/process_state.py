@@ -46,7 +46,7 @@ def _settings() -> Iterator[_Setting]:
     matmul = torch.backends.cuda.matmul
     for name in ("fp16", "bf16"):
         attribute = f"allow_{name}_reduced_precision_reduction"
-        yield _Setting(getattr(_core, f"_get_cublas_{attribute}"), lambda to, of=attribute: setattr(matmul, of, to))
+        yield _Setting(getattr(_core, f"_get_cublas_{attribute}"), partial(setattr, matmul, attribute))
     yield from _precisions()
 
 
