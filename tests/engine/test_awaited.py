@@ -36,7 +36,7 @@ def parameter() -> nn.Parameter:
 @pytest.fixture
 def update(parameter: nn.Parameter) -> Iterator[Update]:
     update = Update(parameter)
-    await_updates({parameter: update})
+    await_updates({parameter: update.synchronize})
     yield update
     settle([parameter])
 
@@ -102,7 +102,7 @@ def test_who_asks_for_no_values_does_not_wait(
 
 def test_a_dictionary_finds_it_throughout(parameter: nn.Parameter) -> None:
     before = {parameter: "known"}
-    await_updates({parameter: Update(parameter)})
+    await_updates({parameter: Update(parameter).synchronize})
     meanwhile = {parameter: "known"}
     assert before[parameter] == "known"
     settle([parameter])
@@ -119,7 +119,7 @@ def test_parameters_of_other_classes_are_left_alone() -> None:
         pass
 
     own = Own(torch.zeros(4))
-    await_updates({own: Update(own)})
+    await_updates({own: Update(own).synchronize})
     assert type(own) is Own
 
 
@@ -135,12 +135,12 @@ def test_a_thread_that_has_waited_leaves_the_next_update_alone(parameter: nn.Par
             super().synchronize()
 
     first, second = Slow(parameter), Update(parameter)
-    await_updates({parameter: first})
+    await_updates({parameter: first.synchronize})
     reader = threading.Thread(target=parameter.sum)
     reader.start()
     assert first.is_waited_for.wait(60)
     settle([parameter])
-    await_updates({parameter: second})
+    await_updates({parameter: second.synchronize})
     first.is_over.set()
     # Once more, for it is being updated again.
     reader.join()

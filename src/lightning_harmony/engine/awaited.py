@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch._dynamo.eval_frame import skip_code
 from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.glue import ANSWERED
-from lightning_harmony.engine.stream import Event
 
-_events: dict[int, Event] = {}
+# How each of them is waited for.
+_waits: dict[int, Callable[[], None]] = {}
 # What says nothing of the values that an update changes, nor takes from it the gradient, which it has already.
 _NOT_READ = (
     ANSWERED
@@ -38,11 +38,11 @@ class AwaitedParameter(nn.Parameter):
 
     def wait(self) -> None:
         """Wait for the update; then it is an ordinary parameter again."""
-        event = _events.get(id(self))
-        if event is not None:
-            event.synchronize()
+        wait = _waits.get(id(self))
+        if wait is not None:
+            wait()
         # Another thread may have come to the next update meanwhile.
-        if _events.get(id(self)) is event:
+        if _waits.get(id(self)) is wait:
             settle([self])
 
     @classmethod
@@ -58,12 +58,12 @@ class AwaitedParameter(nn.Parameter):
         return func(*args, **kwargs)
 
 
-def await_updates(events: Mapping[nn.Parameter, Event]) -> None:
-    """Whoever reads one of these parameters waits for its event from now on, until it is settled."""
-    for parameter, event in events.items():
+def await_updates(waits: Mapping[nn.Parameter, Callable[[], None]]) -> None:
+    """From now on, whoever reads one of these parameters waits, each by its own function, until it is settled."""
+    for parameter, wait in waits.items():
         # What has a class of its own may not be taken for another.
-        if type(parameter) is nn.Parameter:
-            _events[id(parameter)] = event
+        if type(parameter) in (nn.Parameter, AwaitedParameter):
+            _waits[id(parameter)] = wait
             parameter.__class__ = AwaitedParameter
 
 
@@ -72,7 +72,7 @@ def settle(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if type(parameter) is AwaitedParameter:
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-            _events.pop(id(parameter), None)
+            _waits.pop(id(parameter), None)
 
 
 # Nothing may be traced through what waits for other threads: a switch for this code, where a wrapper would cost each call.
