@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,11 +42,16 @@ def update(parameter: nn.Parameter) -> Iterator[Update]:
     settle([parameter])
 
 
+class Parameters(list[Any]):
+    """A list of a class that torch alone takes for one."""
+
+
 READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "operation": lambda p: p * 1,
     "function": torch.clone,
     "keyword": lambda p: torch.mul(input=p, other=1),
     "several": lambda p: torch._foreach_mul([torch.ones(4), p], 1.0)[1],
+    "own list": lambda p: torch.stack(Parameters([p]))[0],
     "into": lambda p: torch.zeros(4).copy_(p),
     "detached": lambda p: p.detach(),
     "data": lambda p: p.data,
@@ -145,3 +151,13 @@ def test_a_thread_that_has_waited_leaves_the_next_update_alone(parameter: nn.Par
     # Once more, for it is being updated again.
     reader.join()
     assert second.num_waits == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
+def test_a_forked_process_waits_for_no_thread_that_it_has_not(parameter: nn.Parameter, update: Update) -> None:
+    child = os.fork()
+    if child == 0:
+        found = parameter.detach().tolist() == [0.0] * 4 and update.num_waits == 0
+        os._exit(0 if found else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(parameter, torch.ones(4))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
-from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.glue import ANSWERED
 
 # How each of them is waited for.
 _waits: dict[int, Callable[[], None]] = {}
+# A forked process has not the threads that update: there would be nothing to wait for.
+os.register_at_fork(after_in_child=_waits.clear)
 # What says nothing of the values that an update changes, nor takes from it the gradient, which it has already.
 _NOT_READ = (
     ANSWERED
@@ -49,13 +51,22 @@ class AwaitedParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Wait for what is read, and go on with ordinary parameters."""
         kwargs = kwargs or {}
-        if func in _NOT_READ:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        for leaf in tree_leaves((args, kwargs)):
-            if type(leaf) is cls:
-                leaf.wait()
-        return func(*args, **kwargs)
+        read = [] if func in _NOT_READ else list(_awaited_in((args, kwargs)))
+        for parameter in read:
+            parameter.wait()
+        if read:
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def _awaited_in(value: Any) -> Iterator[AwaitedParameter]:
+    """Those among arguments, also in lists of any class, as torch takes them."""
+    if type(value) is AwaitedParameter:
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _awaited_in(each)
 
 
 def await_updates(waits: Mapping[nn.Parameter, Callable[[], None]]) -> None:
