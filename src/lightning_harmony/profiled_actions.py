@@ -21,11 +21,13 @@ class ProfiledActions:
 
     def __init__(self) -> None:
         self._profiler: Any = None
+        self._before: dict[str, Any] = {}
 
     def begin(self, tree: LightningTree, profiler: Any) -> None:
         """Watch a Trainer's profiler, until `end`."""
         self.end()
         self._profiler = profiler
+        self._before = {name: vars(profiler)[name] for name in ("start", "stop") if name in vars(profiler)}
         start, stop = profiler.start, profiler.stop
         pause: Callable[[str], Callable[[], None]] = partial(_restarting, start, stop)
         if isinstance(profiler, tree.part("profilers").SimpleProfiler):
@@ -48,6 +50,7 @@ class ProfiledActions:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             del profiler.start, profiler.stop
+            vars(profiler).update(self._before)
 
 
 def _restarting(start: Callable[[str], None], stop: Callable[[str], None], action: str) -> Callable[[], None]:

@@ -497,7 +497,7 @@ class TestLocks:
         assert all(lane.finished for lane in lanes)
 
     def test_that_others_hold_for_a_while_are_waited_for(self, pool: LanePool) -> None:
-        """One of a thread of the user's, where no lane can be what holds it; a queue; a lock that the lane itself holds."""
+        """One of a thread of the user's, where no lane can be what holds it; a queue and a thread, with a lock of its own."""
         lock, told = threading.Lock(), queue.Queue[int]()
         lock.acquire()
         (lane,) = pool.lanes([lambda: Guarded(lock)("1")])
@@ -508,9 +508,13 @@ class TestLocks:
         def job() -> None:
             with lock:
                 told.get(timeout=60)
+                thread = threading.Thread(target=told.get)
+                thread.start()
+                thread.join()
 
         lanes = pool.lanes([lambda: parking().park(None), job])
-        threading.Timer(0.6, lambda: told.put(1)).start()
+        for seconds in (0.6, 1.2):
+            threading.Timer(seconds, lambda: told.put(1)).start()
         run(pool, *lanes)
         assert lanes[1].finished
 

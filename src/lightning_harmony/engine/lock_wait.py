@@ -20,7 +20,8 @@ class LockWatch:
     """Looks at a thread now and then, whether it waits for a lock.
 
     Nobody can ask a thread what it waits for. But one that computes nothing and stays in a line that names a lock that is
-    held waits for that. What waits to be told something, as at a queue, waits for no lock, nor does what is ours.
+    held waits for that. What waits to be told something, as at a queue or for the end of a thread, waits for no lock, nor does
+    what is ours.
 
     Attributes:
         times: how often in a row it was seen to wait for the same.
@@ -49,9 +50,10 @@ class LockWatch:
 
 
 def _waits_for_lock(frame: FrameType) -> bool:
-    is_told = frame.f_code is threading.Condition.wait.__code__
-    is_ours = str(frame.f_globals.get("__name__")).startswith("lightning_harmony.")
-    return not is_told and not is_ours and any(repr(lock).startswith("<locked") for lock in _locks_named(frame))
+    module = str(frame.f_globals.get("__name__"))
+    if module == "threading" or module.startswith("lightning_harmony."):
+        return False
+    return any(repr(lock).startswith("<locked") for lock in _locks_named(frame))
 
 
 def _locks_named(frame: FrameType) -> Iterator[Any]:
