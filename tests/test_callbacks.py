@@ -15,6 +15,7 @@ import nets
 import pytest
 import same_training
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
@@ -436,6 +437,61 @@ def test_profilers_record_the_same_actions(profiler: str, tmp_path: Path) -> Non
         names.append({action.replace(name, "Strategy") for action in actions})
     assert names[0] == names[1]
     assert {"[Strategy]Strategy.training_step", "run_training_epoch"} <= names[0]
+
+
+class Profiled(Model):
+    """Has a part of the step recorded, in which microbatches take turns, with another action within."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        profile = self.trainer.profiler.profile
+        with profile("net"):
+            hidden = self.net.embed(batch[:, :-1])
+            with profile("body"):
+                hidden = self.net.body(hidden)
+            logits = self.net.logits(hidden) * self.scale
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def profiled(kind: str, profiler: pl.profilers.Profiler) -> Any:
+    train = batches_for(kind)
+    given = harmony(loss_reduction="mean") if kind == "harmony" else "auto"
+    accumulate = NUM_MICROBATCHES if kind == "plain" else 1
+    trainer = trainer_for(given, profiler=profiler, accumulate_grad_batches=accumulate)
+    trainer.fit(Profiled(), train)
+    return trainer
+
+
+def test_what_a_step_has_recorded_counts_once_for_each_microbatch_whose_own_time_it_takes() -> None:
+    plain, swapped = pl.profilers.SimpleProfiler(), pl.profilers.SimpleProfiler()
+    trainer = profiled("harmony", swapped)
+    assert_same(profiled("plain", plain), trainer)
+    for action in ("net", "body"):
+        assert len(swapped.recorded_durations[action]) == len(plain.recorded_durations[action])
+    # Waiting for the turns of others, all of a batch's microbatches would have it open at a time.
+    (training,) = (d for name, d in swapped.recorded_durations.items() if name.endswith("Strategy.training_step"))
+    assert sum(swapped.recorded_durations["body"]) < sum(swapped.recorded_durations["net"]) < sum(training)
+    assert not {"start", "stop"} & vars(swapped).keys()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden")
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")
+@pytest.mark.parametrize("profiler", ["AdvancedProfiler", "PyTorchProfiler"])
+def test_what_a_step_has_recorded_is_in_the_reports_of_other_profilers(profiler: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {}
+    if profiler == "PyTorchProfiler":
+        # Of the thread alone that starts it, by default.
+        config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        options = {"export_to_chrome": False, "experimental_config": config, "row_limit": -1}
+    kind = getattr(pl.profilers, profiler)
+    trainer = profiled("harmony", kind(dirpath=tmp_path, filename="profile", **options))
+    assert_same(fit("plain"), trainer)
+    report = next(tmp_path.glob("*profile*")).read_text()
+    if profiler == "PyTorchProfiler":
+        assert {"[pl][profile]net", "[pl][profile]body"} <= set(report.split())
+    else:
+        # The profile of the outer one lasts until the inner one begins, as in plain Lightning.
+        (body,) = re.findall(r"Profile stats for: body\n(.*?)(?:Profile stats for|\Z)", report, re.S)
+        assert "(forward)" in body
 
 
 # --- The Trainer's flags.

@@ -32,6 +32,7 @@ from test_lightning import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_harmony import UnsupportedModelError
 from lightning_harmony.engine.postponed import PostponedUpdate, Share
 from lightning_harmony.engine.update import Updater
 
@@ -593,3 +594,89 @@ def test_an_update_that_all_wait_for_is_not_hidden(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(PostponedUpdate, "start", start_and_finish)
     monkeypatch.setattr(PostponedUpdate, "_update", slowly)
     assert fit("harmony", Model(), **CLIP).strategy.step_report.update_hidden < 0.5
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Each share of an update takes its time.
+
+    Returns:
+        For each update that was postponed, or left to outlast its step, that it was.
+    """
+    found: list[bool] = []
+    update, follow = Share.update, PostponedUpdate._follow
+
+    def slowly(self: Share, clip: Any) -> None:
+        time.sleep(0.02)
+        update(self, clip)
+
+    def following(self: PostponedUpdate, *args: Any) -> None:
+        follow(self, *args)
+        found.append(True)
+
+    monkeypatch.setattr(Share, "update", slowly)
+    monkeypatch.setattr(PostponedUpdate, "_follow", following)
+    return found
+
+
+class Averages(Model):
+    """Keeps the parameters where swapping does not see them, and reads them in its step, as an average of them would."""
+
+    def __init__(self) -> None:
+        super().__init__(OPTIMIZERS["AdamW"])
+        self.held = (tuple(self.parameters()),)
+        self.read: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.read.append(torch.stack([each.norm() for each in self.held[0]]))
+        return super().training_step(batch, batch_idx)
+
+
+@BOTH_WAYS
+def test_a_step_that_reads_parameters_past_their_modules_reads_updated_ones(
+    options: dict[str, Any], slow: list[bool]
+) -> None:
+    modules = Averages(), Averages()
+    assert_same(*(fit(kind, each, **options) for kind, each in zip(("plain", "harmony"), modules, strict=True)))
+    assert slow != []
+    assert_equal(torch.stack(modules[1].read), torch.stack(modules[0].read))
+    assert {type(each) for each in modules[1].parameters()} == {nn.Parameter}
+
+
+class ReadsInBackward(Averages):
+    """Reads the last layer's weight when the gradient has come to the first."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.net.embed(batch[:, :-1])
+        hidden.register_hook(lambda gradient: self.read.append(self.held[0][-1].detach().norm()))
+        logits = self.net.logits(self.net.body(hidden)) * self.scale
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def test_what_a_backward_has_updated_is_not_read_in_it() -> None:
+    with pytest.raises(UnsupportedModelError, match=r'has been updated already: read it .*update="deferred"'):
+        fit("harmony", ReadsInBackward())
+    plain, swapped = ReadsInBackward(), ReadsInBackward()
+    assert_same(fit("plain", plain), fit("harmony", swapped, strategy=harmony(update="deferred")))
+    assert_equal(torch.stack(swapped.read), torch.stack(plain.read))
+
+
+def by_norm_of_weights(parameters: Any) -> Any:
+    """A schedule that looks at the weights when a step has ended, of which nobody could know."""
+    ours = list(parameters)
+    optimizer = torch.optim.SGD(ours, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(1 / (1 + ours[1].detach().norm())))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@BOTH_WAYS
+def test_a_scheduler_that_reads_parameters_reads_updated_ones(options: dict[str, Any], slow: list[bool]) -> None:
+    trainers = [
+        trainer_for("auto", **options),
+        trainer_for(harmony(num_microbatches=1, device_memory=WHOLE), **options),
+    ]
+    for trainer in trainers:
+        trainer.fit(Model(by_norm_of_weights), loader())
+    assert_same(*trainers)
+    assert slow != []

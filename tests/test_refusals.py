@@ -752,3 +752,24 @@ def test_a_loss_of_several_elements() -> None:
     module = Net(Losses())
     words = ["only for scalar outputs", "shape (3,)", "mean"]
     assert_refused(module, RuntimeError, words, lambda: fit(module))
+
+
+class Locked(nets.Language):
+    """Holds a lock around layers, where the next microbatch waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def forward(self, batch: Tensor) -> Tensor:
+        with self.lock:
+            return super().forward(batch)
+
+
+@pytest.mark.cpu
+def test_a_lock_around_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_harmony.engine.lane._PATIENCE", 2)
+    module = Net(Locked())
+    words = ["waits for a lock (in forward, ", "hold no lock around calls of layers", "num_microbatches=1"]
+    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
+    assert_trains(module, lambda: fit(module, HarmonyStrategy(num_microbatches=1)))

@@ -2,6 +2,7 @@
 
 import contextvars
 import gc
+import queue
 import threading
 import traceback
 import weakref
@@ -13,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_harmony.engine import lane as lane_module
 from lightning_harmony.engine.lane import CastingState, Lane, LaneAborted, LanePool, current_lane
+from lightning_harmony.errors import UnsupportedModelError
 
 NUMBER = contextvars.ContextVar("number", default=0)
 
@@ -182,6 +185,57 @@ class TestChoosing:
         assert lane.finished
 
 
+class TestPauses:
+    """What a job has open, such as a profiler's action, and what it may not be while another job opens it."""
+
+    @staticmethod
+    def job(done: list[str], name: str, num_parks: int = 2) -> Callable[[], None]:
+        def run_job() -> None:
+            def pause(what: str) -> Callable[[], None]:
+                done.append(f"{name} pauses {what}")
+                return lambda: done.append(f"{name} goes on with {what}")
+
+            lane = parking()
+            for what in ("outer", "inner"):
+                lane.pauses[what] = lambda what=what: pause(what)
+            try:
+                for _ in range(num_parks):
+                    lane.park(None)
+            finally:
+                done.append(f"{name} ends")
+
+        return run_job
+
+    def test_the_newest_first_and_back_in_order_while_others_run(self, pool: LanePool) -> None:
+        done: list[str] = []
+        first, second = pool.lanes([self.job(done, "1"), self.job(done, "2", num_parks=0)])
+        run(pool, first, second, first)
+        assert done == [
+            "1 pauses inner", "1 pauses outer", "2 ends", "1 goes on with outer", "1 goes on with inner", "1 pauses inner",
+            "1 pauses outer",
+        ]  # fmt: skip
+
+    def test_not_where_the_lane_itself_goes_on(self, pool: LanePool) -> None:
+        done: list[str] = []
+        (lane,) = pool.lanes([self.job(done, "1", num_parks=3)])
+        run(pool, *[lane] * 4)
+        assert done == ["1 ends"]
+
+    def test_go_on_before_an_aborted_job_unwinds(self, pool: LanePool) -> None:
+        done: list[str] = []
+        (lane,) = pool.lanes([self.job(done, "1")])
+        run(pool, lane)
+        done.clear()
+        pool.abort()
+        assert done == ["1 goes on with outer", "1 goes on with inner", "1 ends"]
+
+    def test_of_a_job_end_with_it(self, pool: LanePool) -> None:
+        done: list[str] = []
+        (lane,) = pool.lanes([self.job(done, "1", num_parks=0)])
+        run(pool, lane)
+        assert in_lane(pool, lambda: dict(parking().pauses)) == {}
+
+
 class TestErrors:
     def test_an_error_is_raised_in_the_caller_with_its_own_traceback(self, pool: LanePool) -> None:
         def culprit() -> None:
@@ -314,7 +368,7 @@ class _Interrupted:
         self._after = after
         self._armed = True
 
-    def acquire(self, blocking: bool = True) -> bool:
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if not blocking or not self._armed:
             return self._lock.acquire(blocking)
         self._armed = False
@@ -371,6 +425,98 @@ class TestInterruption:
         pool.abort()
         assert lane.finished
         assert in_lane(pool, lambda: 7) == 7
+
+
+class Guarded:
+    """A job that holds a lock around where it parks."""
+
+    def __init__(self, lock: Any, *, releases: bool = True) -> None:
+        self.lock = lock
+        self.releases = releases
+        self.done: list[str] = []
+
+    def __call__(self, name: str) -> None:
+        if self.releases:
+            with self.lock:
+                self.done.append(f"{name} has the lock")
+                parking().park(None)
+        else:
+            self.lock.acquire()
+            parking().park(None)
+        self.done.append(f"{name} ends")
+
+
+class TestLocks:
+    """A lane that waits for a lock has the baton, for which the lock's holder waits."""
+
+    @pytest.fixture(autouse=True)
+    def impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lane_module, "_PATIENCE", 3)
+        monkeypatch.setattr(lane_module, "_GLANCE_SECONDS", 0.05)
+
+    @pytest.mark.parametrize("kind", [threading.Lock, threading.RLock])
+    def test_that_another_lane_holds_are_refused_and_lanes_can_be_used_again(
+        self, pool: LanePool, kind: Callable[[], Any]
+    ) -> None:
+        job = Guarded(kind())
+        first, second = pool.lanes([lambda: job("1"), lambda: job("2")])
+        with pytest.raises(UnsupportedModelError, match=r'waits for a lock \(in __call__, file ".*test_lane.py", line'):
+            run(pool, first, second, first)
+        pool.abort()
+        # The first one has unwound, and so released it.
+        assert job.done == ["1 has the lock", "2 has the lock"]
+        assert first.finished
+        assert second.finished
+        assert in_lane(pool, lambda: 7) == 7
+        with job.lock:
+            pass
+
+    def test_that_nobody_releases_cost_the_thread_that_waits(self, pool: LanePool) -> None:
+        job = Guarded(threading.Lock(), releases=False)
+        lanes = pool.lanes([lambda: job("1"), lambda: job("2")])
+        with pytest.raises(UnsupportedModelError, match="waits for a lock"):
+            run(pool, *lanes)
+        pool.abort()
+        others = pool.lanes([lambda: job.done.append("3"), lambda: job.done.append("4")])
+        run(pool, *others)
+        assert job.done == ["3", "4"]
+        # Whatever the lost one does when it may go on concerns nobody.
+        job.lock.release()
+        lanes[1]._thread.join(60)
+        assert not lanes[1]._thread.is_alive()
+        assert in_lane(pool, lambda: 7) == 7
+
+    def test_do_not_keep_ctrl_c_from_ending_a_step(self, pool: LanePool, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = Guarded(threading.Lock())
+        lanes = pool.lanes([lambda: job("1"), lambda: job("2")])
+        run(pool, lanes[0])
+        monkeypatch.setattr(pool, "_back", _Interrupted(pool._back, after=False))
+        with pytest.raises(KeyboardInterrupt):
+            run(pool, lanes[1])
+        pool.abort()
+        assert all(lane.finished for lane in lanes)
+
+    def test_that_others_hold_for_a_while_are_waited_for(self, pool: LanePool) -> None:
+        """One of a thread of the user's, where no lane can be what holds it; a queue and a thread, with a lock of its own."""
+        lock, told = threading.Lock(), queue.Queue[int]()
+        lock.acquire()
+        (lane,) = pool.lanes([lambda: Guarded(lock)("1")])
+        threading.Timer(0.6, lock.release).start()
+        run(pool, lane)
+        pool.abort()
+
+        def job() -> None:
+            with lock:
+                told.get(timeout=60)
+                thread = threading.Thread(target=told.get)
+                thread.start()
+                thread.join()
+
+        lanes = pool.lanes([lambda: parking().park(None), job])
+        for seconds in (0.6, 1.2):
+            threading.Timer(seconds, lambda: told.put(1)).start()
+        run(pool, *lanes)
+        assert lanes[1].finished
 
 
 class TestClose:

@@ -156,6 +156,67 @@ class TestJustInTime:
         )
         assert all(parameter.grad is None for parameter in parameters)
 
+    @pytest.mark.parametrize("may_outlast", [False, True])
+    def test_who_looks_at_the_optimizer_meanwhile_sees_all_parameters(
+        self, pool: HostPool, updater: Updater, may_outlast: bool
+    ) -> None:
+        """A callback that reads a learning rate in the backward, which the update runs under."""
+        parameters = some_parameters()
+        optimizer = AdamW(two_groups(parameters))
+        before = [parameter.detach().clone() for parameter in parameters]
+        seen: list[Groups] = []
+        updater.begin(
+            optimizer,
+            [[parameter] for parameter in parameters],
+            clip=lambda _: seen.append([dict(group) for group in optimizer.param_groups]),
+            may_outlast=may_outlast,
+        )
+        for index, parameter in enumerate(parameters):
+            updater.deliver([parameter], [on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})])
+        updater.finish()
+        updater.postponed.finish()
+        assert len(seen) == len(parameters)
+        assert all([group["params"] for group in groups] == [parameters[::2], parameters[1::2]] for groups in seen)
+        assert all([group["lr"] for group in groups] == [0.1, 0.01] for groups in seen)
+        assert not any(torch.equal(*each) for each in zip(parameters, before, strict=True))
+
+    def test_who_reads_a_parameter_meanwhile_waits_for_its_update(self, pool: HostPool, updater: Updater) -> None:
+        """A thread of the user's. A lane, which should see it as it was before, is refused."""
+        parameter, _ = parameters = some_parameters(2)
+        before = parameter.detach().clone()
+        gate = Gate()
+        read: list[Tensor] = []
+        updater.begin(SGD(parameters, lr=1.0), [[parameter] for parameter in parameters])
+        gradients = {parameter: torch.ones_like(parameter)}
+        updater.deliver([parameter], [on_host(pool, layer_of(0), gradients, event=gate)])
+        reader = threading.Thread(target=lambda: read.append(parameter.detach().clone()))
+        reader.start()
+        reader.join(0.1)
+        assert read == []
+        gate.open()
+        reader.join()
+        assert torch.equal(read[0], before - 1)
+        updater.finish()
+        assert {type(each) for each in parameters} == {nn.Parameter}
+
+    def test_an_optimizer_of_another_kind_steps_itself_for_who_insists(self, pool: HostPool, updater: Updater) -> None:
+        class Counting(SGD):
+            num_steps = 0
+
+            def step(self, closure: Any = None) -> Any:
+                self.num_steps += 1
+                return super().step(closure)
+
+        parameters = some_parameters(2)
+        before = [parameter.detach().clone() for parameter in parameters]
+        optimizer = Counting(parameters, lr=1.0)
+        updater.begin(optimizer, [[parameter] for parameter in parameters])
+        for index, parameter in enumerate(parameters):
+            updater.deliver([parameter], [on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})])
+        updater.finish()
+        assert optimizer.num_steps == 2
+        assert all(torch.equal(p, q - 1) for p, q in zip(parameters, before, strict=True))
+
     def test_a_parameter_without_gradient_is_not_stepped(self, pool: HostPool, updater: Updater) -> None:
         used, unused = some_parameters(2)
         before = unused.detach().clone()

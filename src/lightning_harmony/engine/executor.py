@@ -384,7 +384,7 @@ class Executor:
             may_outlast=may_outlast and not self.recorder.is_recording,
         )
         for residents in self._residents:
-            residents.swapper.updates.begin(optimizer, clip, may_update=self.has_succeeded)
+            residents.swapper.updates.begin(self.updater.steps_alone, clip, may_update=self.has_succeeded)
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
             self._sums.deliver_final(range(len(self._placement.packs)))
             self._drive(Phase.BACKWARD)

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from math import inf
+from typing import Any
 
 import torch
 
 from lightning_harmony.engine.cores import keep_to, start_computing_threads
+from lightning_harmony.engine.lock_wait import LockWatch
+from lightning_harmony.engine.process_state import ProcessState
+from lightning_harmony.errors import UnsupportedModelError
 
 # Of a lane: an evaluation before the fit, steps that are measured, and the first one by the plan.
 NUM_FIRST_JOBS = 4
+# How often the lane that has the baton is looked at, and how often it must have been seen to wait for a lock: in a step, and
+# where lanes are unwound.
+_GLANCE_SECONDS = 0.5
+_PATIENCE, _LITTLE_PATIENCE = 60, 2
 
 _local = threading.local()
 
@@ -29,12 +38,15 @@ class Lane:
         microbatch: which microbatch it runs; its number in the pool.
         request: what the parked job asks for; None before it began and after it ended.
         finished: whether there is no job, or it has ended.
+        pauses: what the job has open that is not to go on while others run. Each is called, the newest first, before
+            another lane runs; what it returns then is called before the job goes on.
     """
 
     def __init__(self, microbatch: int, pool: LanePool) -> None:
         self.microbatch = microbatch
         self.request: Any = None
         self.finished = True
+        self.pauses: dict[Any, Callable[[], Callable[[], None]]] = {}
         self._pool = pool
         self._aborted = False
         self._closing = False
@@ -58,6 +70,7 @@ class Lane:
         """
         assert self.finished
         self._job, self._aborted, self.finished = job, False, False
+        self.pauses.clear()
         self._context = contextvars.copy_context()
         self._thread_state = ThreadState.capture()
         if core is not None and self._num_jobs >= NUM_FIRST_JOBS:
@@ -80,11 +93,19 @@ class Lane:
         """From now on, unwind the job wherever it parks or is parked."""
         self._aborted = True
 
+    def look(self, watch: LockWatch) -> None:
+        """Let what watches for locks look at the thread."""
+        watch.look(self._thread)
+
     def close(self) -> None:
         """Join the thread. The job must have ended."""
+        self.leave()
+        self._thread.join()
+
+    def leave(self) -> None:
+        """Let the thread end by itself when the job has ended."""
         self._closing = True
         self.go.release()
-        self._thread.join()
 
     def _loop(self) -> None:
         if self._pool.computes:
@@ -94,7 +115,7 @@ class Lane:
             if self._closing:
                 return
             # Apart: who handles an error is to have it alone, with what its frames hold, however long this thread takes.
-            self._pool.note(self._run_job())
+            self._pool.note(self, self._run_job())
             self._pool.end(self)
 
     def _run_job(self) -> BaseException | None:
@@ -165,13 +186,18 @@ class LanePool:
 
         Raises:
             BaseException: what a job or ``choose`` raised, with its own traceback.
+            UnsupportedModelError: if a lane waits for a lock, as it seems for one that another lane holds.
         """
         self._choose = choose
         state = ProcessState.capture()
         try:
             first = choose(None)
-            if first is not None:
-                self._run_until_back(first)
+            where = None if first is None else self._run_until_back(first, _PATIENCE)
+            if where is not None:
+                raise UnsupportedModelError(
+                    f"a microbatch waits for a lock ({where}) that another one seems to hold while it waits for its turn in a "
+                    "layer: hold no lock around calls of layers, or use HarmonyStrategy(num_microbatches=1)"
+                )
         finally:
             # Ctrl-C can end this anywhere: the lane that has the baton must give it back.
             self._choose = None
@@ -183,17 +209,24 @@ class LanePool:
     def hand_on(self, lane: Lane) -> None:
         """Called by the lane that has the baton: choose who goes on, and wait for the baton unless it is the lane."""
         following = self._following(lane)
-        if following is not lane:
-            self._give(following)
-            lane.go.acquire()
+        if following is lane:
+            return
+        go_on = [pause() for pause in reversed(lane.pauses.values())]
+        self._give(following)
+        lane.go.acquire()
+        for each in reversed(go_on):
+            each()
 
-    def note(self, error: BaseException | None) -> None:
+    def note(self, lane: Lane, error: BaseException | None) -> None:
         """Called by the lane whose job has ended, with what it raised."""
-        self._error = self._error or error
+        if lane is self._holder:
+            self._error = self._error or error
 
     def end(self, lane: Lane) -> None:
         """Called by the lane whose job has ended, after `note`."""
-        self._give(self._following(lane))
+        # A lane that waited for a lock while others were unwound has no baton to give.
+        if lane is self._holder:
+            self._give(self._following(lane))
 
     def abort(self) -> None:
         """Unwind all lanes; they can be used again."""
@@ -201,10 +234,14 @@ class LanePool:
             lane.abort()
         # Whatever a lane is within, it leaves, and sets what it found there.
         state = ProcessState.capture()
-        self._wait()
+        waits_for_lock = self._wait(_LITTLE_PATIENCE) is not None
+        # Who holds the lock is among those that are unwound now.
+        waiting, self._holder = self._holder if waits_for_lock else None, None
         for lane in self._lanes:
-            while not lane.finished:
+            while lane is not waiting and not lane.finished:
                 self._run_until_back(lane)
+        if waiting is not None:
+            self._end(waiting)
         state.restore()
         self._error = None
 
@@ -229,15 +266,30 @@ class LanePool:
         self._holder = to
         (self._back if to is None else to.go).release()
 
-    def _run_until_back(self, lane: Lane) -> None:
+    def _run_until_back(self, lane: Lane, patience: float = inf) -> str | None:
         # What came back when nobody waited any more.
         self._back.acquire(blocking=False)
         self._give(lane)
-        self._wait()
+        return self._wait(patience)
 
-    def _wait(self) -> None:
-        while self._holder is not None:
-            self._back.acquire()
+    def _wait(self, patience: float) -> str | None:
+        """Wait until the baton is back, or until who has it was seen to wait for a lock so often; then where."""
+        watch = LockWatch()
+        while (holder := self._holder) is not None:
+            if not self._back.acquire(timeout=_GLANCE_SECONDS):
+                holder.look(watch)
+                if watch.times >= patience and any(lane is not holder and not lane.finished for lane in self._lanes):
+                    return watch.where
+        return None
+
+    def _end(self, waiting: Lane) -> None:
+        """Let a lane end that waited for a lock. One that still waits, as its holder has not released it, is given up."""
+        for _ in range(_LITTLE_PATIENCE):
+            if waiting.finished:
+                return
+            time.sleep(_GLANCE_SECONDS)
+        waiting.leave()
+        self._lanes[waiting.microbatch] = Lane(waiting.microbatch, self)
 
 
 class ThreadState:
@@ -269,51 +321,6 @@ class ThreadState:
             # The engine then runs every node of a backward in this thread, which can park in it.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
-
-
-class ProcessState(NamedTuple):
-    """What PyTorch keeps for the process, and user code sets for a while: each lane finds its own.
-
-    The default dtype, as Lightning's 64-true sets it; which kernels there are for attention, as
-    `torch.nn.attention.sdpa_kernel` says; and cuDNN's flags, as `torch.backends.cudnn.flags` sets them.
-    """
-
-    default_dtype: torch.dtype
-    attention: tuple[bool, ...]
-    cudnn: tuple[bool, ...]
-
-    @classmethod
-    def capture(cls) -> ProcessState:
-        """The state now."""
-        # What the public functions call: it is read several times a turn.
-        torch_c = torch._C
-        return cls(
-            torch.get_default_dtype(),
-            (
-                torch_c._get_flash_sdp_enabled(),
-                torch_c._get_mem_efficient_sdp_enabled(),
-                torch_c._get_math_sdp_enabled(),
-                torch_c._get_cudnn_sdp_enabled(),
-            ),
-            (torch_c._get_cudnn_enabled(), torch_c._get_cudnn_benchmark(), torch_c._get_cudnn_deterministic()),
-        )
-
-    def restore(self) -> None:
-        """Make it so again."""
-        now = ProcessState.capture()
-        if now == self:
-            return
-        # Setting the dtype takes longer than handing over does.
-        if now.default_dtype is not self.default_dtype:
-            torch.set_default_dtype(self.default_dtype)
-        kernels = torch.backends.cuda
-        flash, memory_efficient, plain, of_cudnn = self.attention
-        kernels.enable_flash_sdp(flash)
-        kernels.enable_mem_efficient_sdp(memory_efficient)
-        kernels.enable_math_sdp(plain)
-        kernels.enable_cudnn_sdp(of_cudnn)
-        enabled, benchmark, deterministic = self.cudnn
-        torch.backends.cudnn.set_flags(_enabled=enabled, _benchmark=benchmark, _deterministic=deterministic)
 
 
 class CastingState:

@@ -106,7 +106,8 @@ class Swapper:
         def copy() -> None:
             if stayed is not None:
                 for parameter, slot in layout.slots.items():
-                    slot.view(weights).copy_(stayed.parameters.get(parameter, parameter.detach()), non_blocking=True)
+                    source = stayed.parameters[parameter] if parameter in stayed.parameters else parameter.detach()
+                    slot.view(weights).copy_(source, non_blocking=True)
             else:
                 for run in layout.runs:
                     source = arena[run.arena_offset : run.arena_offset + run.num_bytes]

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from lightning_harmony.engine.awaited import await_updates, settle
 from lightning_harmony.engine.host_store import HostPool, lies_in, num_users
+from lightning_harmony.engine.lane import current_lane
 from lightning_harmony.engine.pack import HostGradients
 from lightning_harmony.engine.postponed import (
     Clip,
@@ -30,6 +32,7 @@ from lightning_harmony.engine.postponed import (
 )
 from lightning_harmony.engine.profile import Speed, UpdateSpeeds
 from lightning_harmony.engine.stream import Event, HostEvent, HostStream, wait_for_one
+from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.host_gradients import RING
 
 # Optimizers that update each parameter from its own gradient and state alone, so that a step pack by pack is the same
@@ -117,6 +120,8 @@ class _Step:
         with_norms: whether to compute the norm of each gradient as it is collected.
         reuses: whether the buffers of gradients that are used up are for those to come.
         may_outlast: whether updates just in time may go on when the step has ended.
+        separable: whether each parameter can be updated by itself, so that nobody sees the optimizer do it. Of others, who
+            insists on an update just in time has the optimizer itself step.
     """
 
     optimizer: Optimizer | None = None
@@ -124,6 +129,7 @@ class _Step:
     with_norms: bool = False
     reuses: bool = True
     may_outlast: bool = False
+    separable: bool = False
 
 
 class Updater:
@@ -161,7 +167,7 @@ class Updater:
         self.postponed = PostponedUpdate(self._stream, devices, self.overlap)
         self._step = _Step()
         self._known: frozenset[Tensor] = frozenset()
-        self._held_back: list[tuple[Callable[[], None], list[Event]]] | None = None
+        self._held_back: list[tuple[list[nn.Parameter], list[list[_Part]], list[Event]]] | None = None
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._ranks: dict[nn.Parameter, int] = {}
         self._num_owners: dict[nn.Parameter, int] = defaultdict(int)
@@ -197,9 +203,10 @@ class Updater:
         """
         # A step that failed never came to its end: what it left must not run into this one.
         self.drain()
-        self._submitted, self._updated = [], {}
+        self._submitted = []
         self._held_back = [] if hold_back else None
-        self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back)
+        separable = optimizer is not None and why_not_separable(optimizer) is None
+        self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back, separable)
         self.speeds.outlast = may_outlast or bool(self.speeds.outlast)
         self._known = frozenset[Tensor]() if optimizer is None else frozenset(optimizer.state)
         self.norms.clear()
@@ -211,6 +218,11 @@ class Updater:
                 self._num_owners[parameter] += 1
                 self._ranks.setdefault(parameter, rank)
         self._places = {} if optimizer is None else _places(optimizer)
+
+    @property
+    def steps_alone(self) -> Optimizer | None:
+        """The optimizer whose step may be made for some parameters by themselves; None if there is none."""
+        return self._step.optimizer if self._step.separable else None
 
     @property
     def is_just_in_time(self) -> bool:
@@ -237,14 +249,19 @@ class Updater:
         parts = [self._parts.pop(parameter) for parameter in ready]
         if not ready:
             return
-        work = partial(self._take, self._step, self._share(ready), ready, parts)
         after = list({id(part.source): part.source.event for several in parts for part in several}.values())
         if self._held_back is not None:
-            self._held_back.append((work, after))
+            self._held_back.append((ready, parts, after))
             return
-        event = self._stream.submit(work, after, min(self._ranks[parameter] for parameter in ready))
+        event = self._stream.submit(self._work(ready, parts), after, min(self._ranks[p] for p in ready))
         self._submitted.append(event)
         self._updated.update(dict.fromkeys(ready, event))
+        if self._step.separable:
+            await_updates(dict.fromkeys(ready, partial(_refuse_in_backward, event)))
+
+    def _work(self, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]]) -> Callable[[], None]:
+        """What there is to do for some parameters, with the gradients that are there, as the optimizer is now."""
+        return partial(self._take, self._step, self._share(parameters), parameters, parts)
 
     def note_device_update(self, parameters: Sequence[nn.Parameter], on_host: Event) -> None:
         """A device has updated a pack of these parameters, for which `deliver` is not called.
@@ -257,10 +274,11 @@ class Updater:
             self._num_owners[parameter] -= 1
         self._on_devices.append(on_host)
         self._updated.update(dict.fromkeys(parameters, on_host))
+        await_updates(dict.fromkeys(parameters, partial(_refuse_in_backward, on_host)))
 
     def _share(self, parameters: Sequence[nn.Parameter]) -> Share | None:
-        """What is updated by itself, beside whatever Lightning does when the step has ended."""
-        if self._step.optimizer is None or not self._step.may_outlast:
+        """What is updated by itself, and not by the optimizer, which somebody may look at meanwhile."""
+        if self._step.optimizer is None or not self._step.separable:
             return None
         share = Share(self._step.optimizer, {p: self._places[p][0] for p in parameters if p in self._places})
         for parameter in parameters:
@@ -282,13 +300,13 @@ class Updater:
         What the first of those that it waits for raised is raised here.
         """
         held_back, self._held_back = self._held_back or [], None
-        self._submitted += [self._stream.submit(work, after) for work, after in held_back]
+        self._submitted += [self._stream.submit(self._work(ready, parts), after) for ready, parts, after in held_back]
         held_back.clear()
         submitted, self._submitted = self._submitted, []
-        updated, self._updated = self._updated, {}
         optimizer = self._step.optimizer
         # Before anybody plans with what updates take, some have to be timed.
         if optimizer is not None and self._step.may_outlast and self.speeds.fastest.bytes_per_second is not None:
+            updated, self._updated = self._updated, {}
             self.postponed.follow(optimizer, updated, self._known)
         else:
             self._wait_for(submitted)
@@ -307,6 +325,8 @@ class Updater:
         on_devices, self._on_devices = self._on_devices, []
         for event in on_devices:
             event.synchronize()
+        settle(self._updated)
+        self._updated = {}
         # Nobody times any more.
         self.speeds.note(self._speed_of_step)
         self._speed_of_step = Speed()
@@ -375,6 +395,16 @@ class Updater:
         self.norms.close()
 
 
+def _refuse_in_backward(event: Event) -> None:
+    """Wait for an update just in time, which a step must not see: what it reads in its backward is from before."""
+    if current_lane() is not None:
+        raise UnsupportedModelError(
+            "a parameter is read past its module, such as from a tuple or an object, within the backward of a step, in which "
+            'it has been updated already: read it in the forward, outside of layers, or use HarmonyStrategy(update="deferred")'
+        )
+    event.synchronize()
+
+
 def _set_gradient(target: nn.Parameter, parameter: nn.Parameter, parts: list[_Part]) -> None:
     """Give a parameter, or what stands in for it, its gradient."""
     parts.sort(key=lambda part: part.order)
@@ -402,7 +432,7 @@ def _places(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
 def _only(
     optimizer: Optimizer, places: dict[nn.Parameter, tuple[int, int]], parameters: Iterable[nn.Parameter]
 ) -> Iterator[None]:
-    """Let an optimizer have only these parameters for a moment."""
+    """Let an optimizer have only these parameters for a moment, in which nobody else may look at it."""
     groups = optimizer.param_groups
     full = [group["params"] for group in groups]
     chosen = _by_group(places, parameters)
