@@ -32,7 +32,6 @@ from test_lightning import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_harmony import UnsupportedModelError
 from lightning_harmony.engine.postponed import PostponedUpdate, Share
 from lightning_harmony.engine.update import Updater
 
@@ -642,24 +641,6 @@ def test_a_step_that_reads_parameters_past_their_modules_reads_updated_ones(
     assert slow != []
     assert_equal(torch.stack(modules[1].read), torch.stack(modules[0].read))
     assert {type(each) for each in modules[1].parameters()} == {nn.Parameter}
-
-
-class ReadsInBackward(Averages):
-    """Reads the last layer's weight when the gradient has come to the first."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        hidden = self.net.embed(batch[:, :-1])
-        hidden.register_hook(lambda gradient: self.read.append(self.held[0][-1].detach().norm()))
-        logits = self.net.logits(self.net.body(hidden)) * self.scale
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-
-
-def test_what_a_backward_has_updated_is_not_read_in_it() -> None:
-    with pytest.raises(UnsupportedModelError, match=r'has been updated already: read it .*update="deferred"'):
-        fit("harmony", ReadsInBackward())
-    plain, swapped = ReadsInBackward(), ReadsInBackward()
-    assert_same(fit("plain", plain), fit("harmony", swapped, strategy=harmony(update="deferred")))
-    assert_equal(torch.stack(swapped.read), torch.stack(plain.read))
 
 
 def by_norm_of_weights(parameters: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,13 +36,9 @@ def parameter() -> nn.Parameter:
 @pytest.fixture
 def update(parameter: nn.Parameter) -> Iterator[Update]:
     update = Update(parameter)
-    await_updates({parameter: update.synchronize})
+    await_updates({parameter: update})
     yield update
     settle([parameter])
-
-
-class Parameters(list[Any]):
-    """A list of a class that torch alone takes for one."""
 
 
 READS: dict[str, Callable[[nn.Parameter], Any]] = {
@@ -51,7 +46,6 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "function": torch.clone,
     "keyword": lambda p: torch.mul(input=p, other=1),
     "several": lambda p: torch._foreach_mul([torch.ones(4), p], 1.0)[1],
-    "own list": lambda p: torch.stack(Parameters([p]))[0],
     "into": lambda p: torch.zeros(4).copy_(p),
     "detached": lambda p: p.detach(),
     "data": lambda p: p.data,
@@ -108,7 +102,7 @@ def test_who_asks_for_no_values_does_not_wait(
 
 def test_a_dictionary_finds_it_throughout(parameter: nn.Parameter) -> None:
     before = {parameter: "known"}
-    await_updates({parameter: Update(parameter).synchronize})
+    await_updates({parameter: Update(parameter)})
     meanwhile = {parameter: "known"}
     assert before[parameter] == "known"
     settle([parameter])
@@ -125,7 +119,7 @@ def test_parameters_of_other_classes_are_left_alone() -> None:
         pass
 
     own = Own(torch.zeros(4))
-    await_updates({own: Update(own).synchronize})
+    await_updates({own: Update(own)})
     assert type(own) is Own
 
 
@@ -141,23 +135,13 @@ def test_a_thread_that_has_waited_leaves_the_next_update_alone(parameter: nn.Par
             super().synchronize()
 
     first, second = Slow(parameter), Update(parameter)
-    await_updates({parameter: first.synchronize})
+    await_updates({parameter: first})
     reader = threading.Thread(target=parameter.sum)
     reader.start()
     assert first.is_waited_for.wait(60)
     settle([parameter])
-    await_updates({parameter: second.synchronize})
+    await_updates({parameter: second})
     first.is_over.set()
     # Once more, for it is being updated again.
     reader.join()
     assert second.num_waits == 1
-
-
-@pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
-def test_a_forked_process_waits_for_no_thread_that_it_has_not(parameter: nn.Parameter, update: Update) -> None:
-    child = os.fork()
-    if child == 0:
-        found = parameter.detach().tolist() == [0.0] * 4 and update.num_waits == 0
-        os._exit(0 if found else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert torch.equal(parameter, torch.ones(4))

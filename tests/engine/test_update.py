@@ -180,25 +180,6 @@ class TestJustInTime:
         assert all([group["lr"] for group in groups] == [0.1, 0.01] for groups in seen)
         assert not any(torch.equal(*each) for each in zip(parameters, before, strict=True))
 
-    def test_who_reads_a_parameter_meanwhile_waits_for_its_update(self, pool: HostPool, updater: Updater) -> None:
-        """A thread of the user's. A lane, which should see it as it was before, is refused."""
-        parameter, _ = parameters = some_parameters(2)
-        before = parameter.detach().clone()
-        gate = Gate()
-        read: list[Tensor] = []
-        updater.begin(SGD(parameters, lr=1.0), [[parameter] for parameter in parameters])
-        gradients = {parameter: torch.ones_like(parameter)}
-        updater.deliver([parameter], [on_host(pool, layer_of(0), gradients, event=gate)])
-        reader = threading.Thread(target=lambda: read.append(parameter.detach().clone()))
-        reader.start()
-        reader.join(0.1)
-        assert read == []
-        gate.open()
-        reader.join()
-        assert torch.equal(read[0], before - 1)
-        updater.finish()
-        assert {type(each) for each in parameters} == {nn.Parameter}
-
     def test_an_optimizer_of_another_kind_steps_itself_for_who_insists(self, pool: HostPool, updater: Updater) -> None:
         class Counting(SGD):
             num_steps = 0

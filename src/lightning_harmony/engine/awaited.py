@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
+from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.glue import ANSWERED
+from lightning_harmony.engine.stream import Event
 
-# How each of them is waited for.
-_waits: dict[int, Callable[[], None]] = {}
-# A forked process has not the threads that update: there would be nothing to wait for.
-os.register_at_fork(after_in_child=_waits.clear)
+_events: dict[int, Event] = {}
 # What says nothing of the values that an update changes, nor takes from it the gradient, which it has already.
 _NOT_READ = (
     ANSWERED
@@ -40,41 +38,32 @@ class AwaitedParameter(nn.Parameter):
 
     def wait(self) -> None:
         """Wait for the update; then it is an ordinary parameter again."""
-        wait = _waits.get(id(self))
-        if wait is not None:
-            wait()
+        event = _events.get(id(self))
+        if event is not None:
+            event.synchronize()
         # Another thread may have come to the next update meanwhile.
-        if _waits.get(id(self)) is wait:
+        if _events.get(id(self)) is event:
             settle([self])
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Wait for what is read, and go on with ordinary parameters."""
         kwargs = kwargs or {}
-        read = [] if func in _NOT_READ else list(_awaited_in((args, kwargs)))
-        for parameter in read:
-            parameter.wait()
-        if read:
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        if func in _NOT_READ:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for leaf in tree_leaves((args, kwargs)):
+            if type(leaf) is cls:
+                leaf.wait()
+        return func(*args, **kwargs)
 
 
-def _awaited_in(value: Any) -> Iterator[AwaitedParameter]:
-    """Those among arguments, also in lists of any class, as torch takes them."""
-    if type(value) is AwaitedParameter:
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _awaited_in(each)
-
-
-def await_updates(waits: Mapping[nn.Parameter, Callable[[], None]]) -> None:
-    """From now on, whoever reads one of these parameters waits, each by its own function, until it is settled."""
-    for parameter, wait in waits.items():
+def await_updates(events: Mapping[nn.Parameter, Event]) -> None:
+    """Whoever reads one of these parameters waits for its event from now on, until it is settled."""
+    for parameter, event in events.items():
         # What has a class of its own may not be taken for another.
-        if type(parameter) in (nn.Parameter, AwaitedParameter):
-            _waits[id(parameter)] = wait
+        if type(parameter) is nn.Parameter:
+            _events[id(parameter)] = event
             parameter.__class__ = AwaitedParameter
 
 
@@ -83,7 +72,7 @@ def settle(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if type(parameter) is AwaitedParameter:
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-            _waits.pop(id(parameter), None)
+            _events.pop(id(parameter), None)
 
 
 # Nothing may be traced through what waits for other threads: a switch for this code, where a wrapper would cost each call.

@@ -276,7 +276,7 @@ class PostponedUpdate:
         if not events:
             return
         self._optimizer, self._known, self._events = optimizer, known, events
-        await_updates({parameter: event.synchronize for parameter, event in events.items()})
+        await_updates(events)
         # Its state is complete for whoever asks for it, by whatever way.
         self._handles = [
             optimizer.register_state_dict_pre_hook(lambda _: self.finish()),

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lightning_harmony.engine.awaited import await_updates, settle
 from lightning_harmony.engine.host_store import HostPool, lies_in, num_users
-from lightning_harmony.engine.lane import current_lane
 from lightning_harmony.engine.pack import HostGradients
 from lightning_harmony.engine.postponed import (
     Clip,
@@ -32,7 +30,6 @@ from lightning_harmony.engine.postponed import (
 )
 from lightning_harmony.engine.profile import Speed, UpdateSpeeds
 from lightning_harmony.engine.stream import Event, HostEvent, HostStream, wait_for_one
-from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.host_gradients import RING
 
 # Optimizers that update each parameter from its own gradient and state alone, so that a step pack by pack is the same
@@ -203,7 +200,7 @@ class Updater:
         """
         # A step that failed never came to its end: what it left must not run into this one.
         self.drain()
-        self._submitted = []
+        self._submitted, self._updated = [], {}
         self._held_back = [] if hold_back else None
         separable = optimizer is not None and why_not_separable(optimizer) is None
         self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back, separable)
@@ -256,8 +253,6 @@ class Updater:
         event = self._stream.submit(self._work(ready, parts), after, min(self._ranks[p] for p in ready))
         self._submitted.append(event)
         self._updated.update(dict.fromkeys(ready, event))
-        if self._step.separable:
-            await_updates(dict.fromkeys(ready, partial(_refuse_in_backward, event)))
 
     def _work(self, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]]) -> Callable[[], None]:
         """What there is to do for some parameters, with the gradients that are there, as the optimizer is now."""
@@ -274,7 +269,6 @@ class Updater:
             self._num_owners[parameter] -= 1
         self._on_devices.append(on_host)
         self._updated.update(dict.fromkeys(parameters, on_host))
-        await_updates(dict.fromkeys(parameters, partial(_refuse_in_backward, on_host)))
 
     def _share(self, parameters: Sequence[nn.Parameter]) -> Share | None:
         """What is updated by itself, and not by the optimizer, which somebody may look at meanwhile."""
@@ -303,10 +297,10 @@ class Updater:
         self._submitted += [self._stream.submit(self._work(ready, parts), after) for ready, parts, after in held_back]
         held_back.clear()
         submitted, self._submitted = self._submitted, []
+        updated, self._updated = self._updated, {}
         optimizer = self._step.optimizer
         # Before anybody plans with what updates take, some have to be timed.
         if optimizer is not None and self._step.may_outlast and self.speeds.fastest.bytes_per_second is not None:
-            updated, self._updated = self._updated, {}
             self.postponed.follow(optimizer, updated, self._known)
         else:
             self._wait_for(submitted)
@@ -325,8 +319,6 @@ class Updater:
         on_devices, self._on_devices = self._on_devices, []
         for event in on_devices:
             event.synchronize()
-        settle(self._updated)
-        self._updated = {}
         # Nobody times any more.
         self.speeds.note(self._speed_of_step)
         self._speed_of_step = Speed()
@@ -393,16 +385,6 @@ class Updater:
         self.postponed.drain()
         self._stream.close()
         self.norms.close()
-
-
-def _refuse_in_backward(event: Event) -> None:
-    """Wait for an update just in time, which a step must not see: what it reads in its backward is from before."""
-    if current_lane() is not None:
-        raise UnsupportedModelError(
-            "a parameter is read past its module, such as from a tuple or an object, within the backward of a step, in which "
-            'it has been updated already: read it in the forward, outside of layers, or use HarmonyStrategy(update="deferred")'
-        )
-    event.synchronize()
 
 
 def _set_gradient(target: nn.Parameter, parameter: nn.Parameter, parts: list[_Part]) -> None:
