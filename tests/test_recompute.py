@@ -273,35 +273,6 @@ def test_kernels_that_a_step_chooses_for_a_while(devices: int, memory: Any) -> N
     assert before == (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())
 
 
-class Precise(nets.Block):
-    """Its numbers are those of the precision that is set when it runs, as some are on some processors."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = {"highest": 1.0, "high": 0.5, "medium": 0.25}[torch.get_float32_matmul_precision()]
-        return super().forward(x) * scale * (1 + torch.are_deterministic_algorithms_enabled())
-
-
-class ChoosesPrecision(Blocks):
-    def __init__(self) -> None:
-        super().__init__(Precise)
-
-    def run(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            torch.set_float32_matmul_precision(("highest", "high", "medium", "highest")[number])
-            torch.use_deterministic_algorithms(number == 2)
-            x = block(x)
-        torch.use_deterministic_algorithms(False)
-        return x
-
-
-@pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "40KiB"), (2, "40KiB")])
-def test_a_precision_that_a_step_chooses_for_a_while(devices: int, memory: Any) -> None:
-    torch.manual_seed(0)
-    module = Net(ChoosesPrecision())
-    assert_same_training(module, samples(), num_microbatches=2, batch_size=4, devices=devices, device_memory=memory)
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
 BLOCKS = [Counts, BeginsOnce, Collects, CountsInATensor, Measures, TorchGenerator, OtherGenerators]
 
 

@@ -96,7 +96,7 @@ class StandIn(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what needs no element, and swap the parameter in for the rest."""
         kwargs = kwargs or {}
-        if func in ANSWERED:
+        if func in _ANSWERED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _DETACHING:
@@ -139,8 +139,7 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
 
 
-# What can be told of a parameter without its elements.
-ANSWERED = _getters(
+_ANSWERED = _getters(
     "device", "dtype", "shape", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse",
     "is_quantized", "is_nested", "is_mkldnn", "names", "grad", "grad_fn", "itemsize", "nbytes", "_version",
     "is_mps", "is_xpu", "is_sparse_csr", "is_vulkan", "is_xla", "retains_grad", "_base", "output_nr",
@@ -321,9 +320,7 @@ class Glue:
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
         """Stand-ins take the parameters' places within the context."""
-        # Parameters that are being updated answer what they need for that, too, but not as fast.
-        with torch._C.DisableTorchFunctionSubclass():
-            shown = [(place, self._stand_in(place.parameter)) for place in self._places]
+        shown = [(place, self._stand_in(place.parameter)) for place in self._places]
         for place, stand_in in shown:
             place.container[place.key] = stand_in
         left: list[Any] = []

@@ -78,9 +78,7 @@ def lay_out(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = No
     """
     slots, offset = [], 0
     for tensor, dtype in zip(tensors, dtypes or [tensor.dtype for tensor in tensors], strict=True):
-        # How it lies, and not what it is: for that, no update needs to be over.
-        with torch._C.DisableTorchFunctionSubclass():
-            stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+        stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
         slot = Slot(offset, tensor.shape, stride, dtype)
         slots.append(slot)
         offset += -(-slot.num_bytes // ALIGNMENT) * ALIGNMENT
@@ -158,13 +156,9 @@ class HostStore:
         misfits = []
         for parameter in parameters:
             slot = self._slots[parameter]
-            # Where it lies, and not what it is: for that, no update needs to be over.
-            with torch._C.DisableTorchFunctionSubclass():
-                fits = parameter.dtype is slot.dtype and parameter.shape == slot.shape
-                lies_in_slot = fits and self._lies_in_slot(parameter, slot)
-            if not fits:
+            if parameter.dtype is not slot.dtype or parameter.shape != slot.shape:
                 misfits.append(parameter)
-            elif lies_in_slot:
+            elif self._lies_in_slot(parameter, slot):
                 self.elsewhere.discard(parameter)
             elif self._storages[parameter]() is None and num_users(parameter) <= _ALONE:
                 self._adopt(parameter)

@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_harmony.engine.cores import keep_to, start_computing_threads
 from lightning_harmony.engine.lock_wait import LockWatch
-from lightning_harmony.engine.process_state import ProcessState
 from lightning_harmony.errors import UnsupportedModelError
 
 # Of a lane: an evaluation before the fit, steps that are measured, and the first one by the plan.
@@ -321,6 +320,51 @@ class ThreadState:
             # The engine then runs every node of a backward in this thread, which can park in it.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
+
+
+class ProcessState(NamedTuple):
+    """What PyTorch keeps for the process, and user code sets for a while: each lane finds its own.
+
+    The default dtype, as Lightning's 64-true sets it; which kernels there are for attention, as
+    `torch.nn.attention.sdpa_kernel` says; and cuDNN's flags, as `torch.backends.cudnn.flags` sets them.
+    """
+
+    default_dtype: torch.dtype
+    attention: tuple[bool, ...]
+    cudnn: tuple[bool, ...]
+
+    @classmethod
+    def capture(cls) -> ProcessState:
+        """The state now."""
+        # What the public functions call: it is read several times a turn.
+        torch_c = torch._C
+        return cls(
+            torch.get_default_dtype(),
+            (
+                torch_c._get_flash_sdp_enabled(),
+                torch_c._get_mem_efficient_sdp_enabled(),
+                torch_c._get_math_sdp_enabled(),
+                torch_c._get_cudnn_sdp_enabled(),
+            ),
+            (torch_c._get_cudnn_enabled(), torch_c._get_cudnn_benchmark(), torch_c._get_cudnn_deterministic()),
+        )
+
+    def restore(self) -> None:
+        """Make it so again."""
+        now = ProcessState.capture()
+        if now == self:
+            return
+        # Setting the dtype takes longer than handing over does.
+        if now.default_dtype is not self.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
+        kernels = torch.backends.cuda
+        flash, memory_efficient, plain, of_cudnn = self.attention
+        kernels.enable_flash_sdp(flash)
+        kernels.enable_mem_efficient_sdp(memory_efficient)
+        kernels.enable_math_sdp(plain)
+        kernels.enable_cudnn_sdp(of_cudnn)
+        enabled, benchmark, deterministic = self.cudnn
+        torch.backends.cudnn.set_flags(_enabled=enabled, _benchmark=benchmark, _deterministic=deterministic)
 
 
 class CastingState:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_harmony.engine.awaited import await_updates, settle
 from lightning_harmony.engine.cores import run_anywhere
 from lightning_harmony.engine.stream import Event, HostEvent, HostStream
 
@@ -220,8 +219,6 @@ class Share:
 class PostponedUpdate:
     """The update of parameters that goes on when a step has ended, in shares, on a stream of its own.
 
-    Who reads one of them meanwhile, wherever that may be, waits for its share.
-
     Args:
         stream: runs it.
         devices: what runs meanwhile.
@@ -276,7 +273,6 @@ class PostponedUpdate:
         if not events:
             return
         self._optimizer, self._known, self._events = optimizer, known, events
-        await_updates(events)
         # Its state is complete for whoever asks for it, by whatever way.
         self._handles = [
             optimizer.register_state_dict_pre_hook(lambda _: self.finish()),
@@ -291,7 +287,7 @@ class PostponedUpdate:
         """Whether the update of all of these ends with an event, and nobody has waited for all updates since."""
         return all(self._events.get(parameter) is event for parameter in parameters)
 
-    def wait_for(self, parameters: Collection[nn.Parameter], meanwhile: Callable[[], bool] = lambda: False) -> None:
+    def wait_for(self, parameters: Iterable[nn.Parameter], meanwhile: Callable[[], bool] = lambda: False) -> None:
         """Wait until these parameters are updated.
 
         Args:
@@ -300,7 +296,6 @@ class PostponedUpdate:
         """
         if self._events and (events := self._of(parameters)):
             self._overlap.wait_for(events, self._devices, meanwhile)
-            settle(parameters)
 
     def _of(self, parameters: Iterable[nn.Parameter]) -> list[Event]:
         return list(dict.fromkeys(self._events[p] for p in parameters if p in self._events))
@@ -326,7 +321,6 @@ class PostponedUpdate:
             self.finish()
 
     def _forget(self) -> None:
-        settle(self._events)
         self._events = {}
         for handle in self._handles:
             handle.remove()

@@ -92,14 +92,12 @@ class SwappedModel:
             UnsupportedModelError: if one has another type or shape.
         """
         self.follow(self.names)
-        # Those that are being updated answer that, too, but not as fast.
-        with torch._C.DisableTorchFunctionSubclass():
-            hooked = [name for parameter, name in self.names.items() if parameter._post_accumulate_grad_hooks]
-        if hooked:
-            raise UnsupportedModelError(
-                f"parameter {hooked[0]!r} has a hook that waits for its gradient (register_post_accumulate_grad_hook), but "
-                "gradients are summed elsewhere: use on_after_backward, or leave the update just in time to the strategy"
-            )
+        for parameter, name in self.names.items():
+            if parameter._post_accumulate_grad_hooks:
+                raise UnsupportedModelError(
+                    f"parameter {name!r} has a hook that waits for its gradient (register_post_accumulate_grad_hook), but "
+                    "gradients are summed elsewhere: use on_after_backward, or leave the update just in time to the strategy"
+                )
         if self.derived:
             self._postponed.finish()
             for weight in self.derived.values():
