@@ -20,8 +20,7 @@ def with_device_updates(plan: Plan) -> Plan:
 
     The last packs of a backward are the first ones of the next forward. If the host updates them, that waits until their
     gradients have gone there, been used, and the weights have come back: the turn of the step. But what the update takes has
-    to cross the bus, beside all else: by a few hundredths predictions promised more than steps then gained (5.09 B parameters
-    on one H200 under 16 GiB took 1.03 times as long with three packs, 2.68 B the same with two).
+    to cross the bus beside all else, each way: what that is predicted to gain has to be more than predictions may be wrong by.
 
     Args:
         plan: the plan, with its profile, and with its prediction. It stays as it is where it has none, or where devices cannot
