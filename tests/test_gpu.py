@@ -459,7 +459,7 @@ def test_packs_that_the_gpu_updates_have_the_bits_of_the_hosts_update(
     slowed: str | None, precision: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA's own kernels round otherwise: then it would show in the weights which packs had room to be updated there."""
-    import test_device_updates as updates
+    import test_updates_on_devices as updates
 
     module = updates.build("AdamW", nets.Language(dropout=0.3))
     options = {"accelerator": "gpu", "precision": precision}

@@ -71,7 +71,8 @@ def test_its_state_comes_one_visit_ahead_and_goes_under_the_next_step() -> None:
 def test_where_something_looks_at_weights_between_steps_what_goes_is_waited_for() -> None:
     plan = with_device_updates(plan_of())
     seconds = predict(plan, replace(MACHINE, updates_outlast=False)).seconds
-    assert seconds == pytest.approx(19)
+    # Out, and in again.
+    assert seconds == pytest.approx(20)
 
 
 @pytest.mark.parametrize(
@@ -88,15 +89,6 @@ def test_where_something_looks_at_weights_between_steps_what_goes_is_waited_for(
 def test_else_the_host_updates(machine: MachineLimits) -> None:
     plan = plan_of(machine=machine)
     assert with_device_updates(plan) == plan
-
-
-def test_what_was_chosen_is_judged_anew() -> None:
-    chosen = with_device_updates(plan_of())
-    assert with_device_updates(chosen) == chosen
-    profile = chosen.profile
-    assert profile is not None
-    slow = replace(chosen, profile=replace(profile, machine=replace(MACHINE, state_copies=200.0)))
-    assert with_device_updates(slow).device_updated == frozenset()
 
 
 def test_short_steps_are_left_as_they_are() -> None:

@@ -249,7 +249,11 @@ class Planner:
             self._measured.profiler.keep_faster_visits()
         elif not sees_faster_updates:
             return None
-        plan = foreseen(self._plan, self._costs(), self._measured.machine())
+        known = self._plan
+        if self._given is None:
+            # Who updates which packs is decided last, for whatever packs these are.
+            known = replace(known, device_updated=frozenset())
+        plan = foreseen(known, self._costs(), self._measured.machine())
         if self._given is None:
             if sees_faster_updates or _is_clearly_faster(plan, self._plan):
                 plan = improved(plan, self._names(self._calls))

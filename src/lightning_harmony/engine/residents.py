@@ -285,7 +285,8 @@ class Residents:
             if num_bytes is None:
                 continue
             needed = num_bytes + work_bytes
-            while not self.device.room_for(needed) and self._make_room_at_once(place):
+            # A plan has room for it, once all has left that it sends away; no other pack makes way.
+            while not self.device.room_for(needed) and (self._make_room_at_once(place) or self._await_room()):
                 pass
             if self.device.room_for(needed):
                 self.swapper.updates.bring(self.packs[pack])

@@ -23,15 +23,12 @@ def with_device_updates(plan: Plan) -> Plan:
     to cross the bus beside all else, each way: what that is predicted to gain has to be more than predictions may be wrong by.
 
     Args:
-        plan: the plan, with its profile, and with its prediction. It stays as it is where it has none, or where devices cannot
-            update.
+        plan: the plan, with its profile and its prediction, all of its packs updated on the host. It stays as it is where it
+            has none of these, or where devices cannot update.
     """
     if plan.profile is None or plan.predicted is None or not _can_be(plan):
         return plan
-    base, chosen = plan, frozenset[int]()
-    if plan.device_updated:
-        base = _predicted(replace(plan, device_updated=chosen)) or plan
-    best = base
+    best, chosen = plan, frozenset[int]()
     for pack in takewhile(lambda pack: _may_be(plan, pack), plan.visits[:MOST_PACKS]):
         chosen |= {pack}
         other = _predicted(replace(plan, device_updated=chosen))
@@ -39,7 +36,7 @@ def with_device_updates(plan: Plan) -> Plan:
             break
         if _seconds(other) < _seconds(best) * (1 - WORTHWHILE_SHARE):
             best = other
-    return best if _seconds(best) < _seconds(base) * (1 - CLEAR_SHARE) else base
+    return best if _seconds(best) < _seconds(plan) * (1 - CLEAR_SHARE) else plan
 
 
 def _can_be(plan: Plan) -> bool:

@@ -228,8 +228,10 @@ class _Lowering:
     def _lower(self) -> None:
         """First on demand; then what is fetched ahead comes earlier."""
         computing, behind, needed = [], [], []
-        # A step begins while the last one's updates leave.
-        self._held.num_bytes = sum(self._state_bytes.values())
+        profile = self._plan.profile
+        # A step begins while the last one's updates leave, unless that was waited for.
+        passing = sum(self._state_bytes.values()) if profile is None or profile.machine.updates_outlast else 0
+        self._held.num_bytes = passing
         for stay in self._stays:
             tasks, held = self._compute(stay)
             if self._plan.just_in_time:
@@ -243,7 +245,7 @@ class _Lowering:
             self._held, self._behind = held, []
             held.most_bytes = held.num_bytes
             if not self._now:
-                held.num_bytes -= sum(self._state_bytes.values())
+                held.num_bytes -= passing
             for pack in self._summed(stay):
                 if self._last[pack] == self._now:
                     self._send_gradients(pack, stay)

@@ -16,7 +16,8 @@ The rules:
    update begins before the whole backward has ended. Sums that are not final may make way: they are parked on the host, and
    come back before the next backward that adds to them.
 8. Or the device updates the pack: after its last backward, when its parameters and the optimizer's state have come. What
-   that has changed goes to the host, and its weights stay for the next forward, which begins while they leave.
+   that has changed goes to the host, and its weights stay for the next forward, which begins while they leave. Where something
+   looks at weights between steps, the step waits until they have left, and they come again.
 9. What is on a device never exceeds the capacity.
 
 Times: each device has a stream of each kind, and the host one for updates, which may go on from step to step. A task begins
@@ -222,7 +223,7 @@ class _Replay:
 
     def _leave_from_last_step(self) -> None:
         """What the devices updated in the step before is on its way out; the weights among it are there as this one begins."""
-        for pack in sorted(self._plan.device_updated):
+        for pack in sorted(self._plan.device_updated) if self._machine.updates_outlast else ():
             device = self._devices[owner(self._plan, pack)]
             num_bytes = device_update_bytes(self._plan, self._packs[pack])
             end = device.streams["swap-out"] + self._seconds(num_bytes, self._machine.swap_out_bytes_per_second)
@@ -373,8 +374,8 @@ class _Replay:
         if pack in device.weights:
             raise _BrokenError(f"pack {pack} is there already")
         cost = self._packs[pack]
-        # The first time in a step, those of packs that the device has updated are there.
-        stayed = pack in self._plan.device_updated and pack not in device.last_use
+        # The first time in a step, those of packs that the device has updated are there, unless all was waited for.
+        stayed = self._machine.updates_outlast and pack in self._plan.device_updated and pack not in device.last_use
         copied = 0 if stayed else cost.copied_bytes
         seconds = self._seconds(copied, self._machine.swap_in_bytes_per_second)
         after = 0.0 if self._plan.lookahead else device.streams[COMPUTE]
