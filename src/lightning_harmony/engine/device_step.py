@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -26,11 +26,11 @@ class Step:
 
     Attributes:
         run: steps an optimizer whose parameters, gradients and state are there, all but the state's numbers.
-        multiple: it has the host's bits for parameters whose number of elements is a multiple of this one.
+        takes: whether it has the host's bits for a parameter with this state.
     """
 
     run: Callable[[Optimizer], None]
-    multiple: int = 1
+    takes: Callable[[nn.Parameter, Mapping[str, Any]], bool] = lambda parameter, state: True
 
 
 def step_on(device: Device, optimizer: Optimizer) -> Step | None:
@@ -48,7 +48,16 @@ def step_on(device: Device, optimizer: Optimizer) -> Step | None:
         return Step(partial(_step_uncounted, device))
     if not _is_fused_adam(optimizer) or not _kernel_has_hosts_bits(device.torch_device):
         return None
-    return Step(_step_with_kernel, _VECTOR)
+    return Step(_step_with_kernel, _fills_vectors)
+
+
+def _fills_vectors(parameter: nn.Parameter, state: Mapping[str, Any]) -> bool:
+    """Whether vectors leave nothing over, and moments lie in memory as the parameter does: the kernel goes through both."""
+    moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
+    return parameter.numel() % _VECTOR == 0 and all(
+        isinstance(moment, Tensor) and moment.dtype is parameter.dtype and moment.stride() == parameter.stride()
+        for moment in moments
+    )
 
 
 def _step_uncounted(device: VirtualDevice, twin: Optimizer) -> None:

@@ -107,11 +107,13 @@ class DeviceUpdates:
         self._arrived.clear()
 
     def state_copies(self) -> float | None:
-        """Bytes of the optimizer's state for each byte of its parameters; None where this device cannot update them."""
+        """Bytes of the optimizer's state for each byte of its parameters; None where this device does not update them."""
         if self._optimizer is None or self._step is None:
             return None
         state = self._optimizer.state
         having = [parameter for parameter in state if state[parameter]]
+        if not having:
+            return None
         num_bytes = sum(value.nbytes for parameter in having for _, value in _tensors(state[parameter]))
         return num_bytes / max(sum(parameter.nbytes for parameter in having), 1)
 
@@ -131,7 +133,7 @@ class DeviceUpdates:
         trained = [parameter for parameter in pack.parameters if parameter.requires_grad]
         if not trained or any(self._is_shared(parameter) or not state.get(parameter) for parameter in trained):
             return None
-        if any(parameter.numel() % self._step.multiple for parameter in trained):
+        if not all(self._step.takes(parameter, state[parameter]) for parameter in trained):
             return None
         # A state that is not there yet would be made here.
         if any(value is None for parameter in trained for value in state[parameter].values()):

@@ -190,16 +190,16 @@ class GradientSums:
 
     def _updates_there(self, index: int, summing: Sequence[int]) -> bool:
         """Let the device that has a pack's sums update it, where what that takes has come; whether it does."""
-        for residents in (self._placement.residents[number] for number in summing[:1]):
-            pack = residents.packs[index]
-            if self._factor != 1.0 or index not in self._placement.plan.device_updated:
-                return False
-            with residents.device.scheduling():
-                on_host = residents.swapper.updates.update(pack)
-            if on_host is not None:
-                self._updater.note_device_update(pack.parameters, on_host)
-                return True
-        return False
+        if not summing or self._factor != 1.0 or index not in self._placement.plan.device_updated:
+            return False
+        residents = self._placement.residents[summing[0]]
+        pack = residents.packs[index]
+        with residents.device.scheduling():
+            on_host = residents.swapper.updates.update(pack)
+        if on_host is None:
+            return False
+        self._updater.note_device_update(pack.parameters, on_host)
+        return True
 
     def _swap_out(self, residents: Residents, pack: SwappedPack) -> list[HostGradients]:
         if not self._observer.is_profiling:
