@@ -79,7 +79,7 @@ class Steps:
         self.taken: list[dict[str, Any]] = []
 
     def __call__(self, samples: list[Tensor]) -> Tensor:
-        """A batch; all earlier work is done."""
+        """A batch; what was computed before it is done."""
         self.end()
         if self._is_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -89,7 +89,8 @@ class Steps:
     def end(self) -> None:
         """Note what the step that began last took."""
         if self._is_gpu:
-            torch.cuda.synchronize()
+            # Not for all streams: copies of this step may go on beside the next one.
+            torch.cuda.current_stream().synchronize()
         if self._began is None:
             return
         seconds, report = time.perf_counter() - self._began, self._strategy.step_report

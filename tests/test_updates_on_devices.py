@@ -125,10 +125,10 @@ def test_their_weights_stay_for_the_next_forward(monkeypatch: pytest.MonkeyPatch
     module = build()
     plan = planned(module)
     _, here = train(module, plan)
-    # Updates outlast a step once some have been timed, and the last ones do not.
-    assert len(stayed) >= 2 * (STEPS - 4)
+    # Updates outlast a step once some have been timed. Where one ends with another plan, which goes by times, nothing stays.
+    assert len(stayed) >= len(plan.device_updated) > 0
     _, there = train(module, replace(plan, device_updated=frozenset()))
-    fewer = there[-1].swapped_in_bytes["weights"] - here[-1].swapped_in_bytes["weights"]
+    fewer = there[-1].swapped_in_bytes["weights"] - min(report.swapped_in_bytes["weights"] for report in here)
     profile = plan.profile
     assert profile is not None
     assert fewer == sum(

@@ -1,4 +1,4 @@
-"""Packs are updated on their device where that is predicted to make a step clearly shorter."""
+"""Packs are updated on their device where that is predicted to make a step shorter."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_where_something_looks_at_weights_between_steps_what_goes_is_waited_for(
     [
         replace(MACHINE, state_copies=None),
         # An update that takes no time leaves little to gain.
-        replace(MACHINE, update_bytes_per_second=None, swap_in_bytes_per_second=80.0, swap_out_bytes_per_second=80.0),
+        replace(MACHINE, update_bytes_per_second=None, swap_in_bytes_per_second=800.0, swap_out_bytes_per_second=800.0),
         # There is no room for 24 bytes more.
         replace(MACHINE, capacity_bytes=40),
     ],

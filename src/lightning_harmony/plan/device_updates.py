@@ -7,20 +7,21 @@ from math import inf
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.plan import Plan, Predicted
 from lightning_harmony.plan.replay import predict
-from lightning_harmony.plan.search import CLEAR_SHARE, SHORT_SECONDS
+from lightning_harmony.plan.search import SHORT_SECONDS
 
-# A further pack has to make a step shorter by so much: its state crosses the bus for it.
+# A pack has to make a step shorter by so much, for its state crosses the bus. What else is wrong in a prediction is wrong
+# without, too.
 WORTHWHILE_SHARE = 0.005
 # What a few packs don't hide, more won't.
 MOST_PACKS = 4
 
 
 def with_device_updates(plan: Plan) -> Plan:
-    """The plan with the first packs updated on their device, where that is predicted to make a step clearly shorter.
+    """The plan with the first packs updated on their device, where that is predicted to make a step shorter.
 
     The last packs of a backward are the first ones of the next forward. If the host updates them, that waits until their
     gradients have gone there, been used, and the weights have come back: the turn of the step. But what the update takes has
-    to cross the bus beside all else, each way: what that is predicted to gain has to be more than predictions may be wrong by.
+    to cross the bus beside all else, each way.
 
     Args:
         plan: the plan, with its profile and its prediction, all of its packs updated on the host. It stays as it is where it
@@ -36,7 +37,7 @@ def with_device_updates(plan: Plan) -> Plan:
             break
         if _seconds(other) < _seconds(best) * (1 - WORTHWHILE_SHARE):
             best = other
-    return best if _seconds(best) < _seconds(plan) * (1 - CLEAR_SHARE) else plan
+    return best
 
 
 def _can_be(plan: Plan) -> bool:
