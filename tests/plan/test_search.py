@@ -18,7 +18,7 @@ from lightning_harmony.plan.graphs import fusable_from, kept
 from lightning_harmony.plan.packing import has_room
 from lightning_harmony.plan.plan import Plan, Predicted, visits_of
 from lightning_harmony.plan.profile import MachineLimits, Profile
-from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.replay import predict, with_prediction
 from lightning_harmony.plan.search import (
     ALL_LAYERS,
     CLEAR_SHARE,
@@ -274,11 +274,11 @@ class TestManyLayers:
     def test_what_is_replayed_is_limited(self, monkeypatch: pytest.MonkeyPatch) -> None:
         replayed = []
 
-        def counting(plan: Plan) -> object:
+        def counting(plan: Plan) -> Plan:
             replayed.append(plan)
-            return predict(plan)
+            return with_prediction(plan)
 
-        monkeypatch.setattr("lightning_harmony.plan.search.predict", counting)
+        monkeypatch.setattr("lightning_harmony.plan.search.with_prediction", counting)
         profile = chain(40, MachineLimits(2000, 100.0, 100.0, None, 100.0))
         search(profile, range(40), 4, most_tasks=0)
         assert len(replayed) == 1

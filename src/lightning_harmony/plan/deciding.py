@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.device_updates import with_device_updates
-from lightning_harmony.plan.plan import Parallel, Plan, Predicted
+from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.plan.profile import MachineLimits, Profile
-from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.replay import with_prediction
 from lightning_harmony.plan.rules import fitting_packs, packed, with_graphs
 from lightning_harmony.plan.search import MOST_TASKS, search_better
 
@@ -49,13 +48,7 @@ def foreseen(plan: Plan, costs: Mapping[str, Cost], machine: MachineLimits) -> P
         machine: what the step runs on.
     """
     layers = tuple(costs[name] for pack in plan.packs for name in pack)
-    plan = replace(plan, profile=Profile(layers, machine), predicted=None)
-    try:
-        prediction = predict(plan)
-    except PlanError:
-        # Where the plan's order leaves no room, the executor still finds some: it may drop graphs, and park sums.
-        return plan
-    return replace(plan, predicted=Predicted(prediction.seconds, prediction.peak_bytes))
+    return with_prediction(replace(plan, profile=Profile(layers, machine)))
 
 
 def improved(plan: Plan, calls: Sequence[str], *, with_its_packs: bool = False, most_tasks: float = MOST_TASKS) -> Plan:

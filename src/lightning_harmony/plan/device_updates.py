@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 from itertools import takewhile
-from math import inf
 
-from lightning_harmony.errors import PlanError
-from lightning_harmony.plan.plan import Plan, Predicted
-from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.replay import with_prediction
 from lightning_harmony.plan.search import SHORT_SECONDS
 
 # A pack has to make a step shorter by so much, for its state crosses the bus. What else is wrong in a prediction is wrong
@@ -32,10 +30,10 @@ def with_device_updates(plan: Plan) -> Plan:
     best, chosen = plan, frozenset[int]()
     for pack in takewhile(lambda pack: _may_be(plan, pack), plan.visits[:MOST_PACKS]):
         chosen |= {pack}
-        other = _predicted(replace(plan, device_updated=chosen))
-        if other is None:
+        other = with_prediction(replace(plan, device_updated=chosen))
+        if other.predicted is None:
             break
-        if _seconds(other) < _seconds(best) * (1 - WORTHWHILE_SHARE):
+        if other.predicted_seconds < best.predicted_seconds * (1 - WORTHWHILE_SHARE):
             best = other
     return best
 
@@ -43,22 +41,9 @@ def with_device_updates(plan: Plan) -> Plan:
 def _can_be(plan: Plan) -> bool:
     """Whether devices may update packs of a plan, and its step is long enough for it to matter."""
     assert plan.profile is not None
-    if plan.profile.machine.state_copies is None or _seconds(plan) < SHORT_SECONDS:
+    if plan.profile.machine.state_copies is None or plan.predicted_seconds < SHORT_SECONDS:
         return False
     return plan.just_in_time and (plan.num_devices == 1 or plan.parallel == "pipeline")
-
-
-def _seconds(plan: Plan) -> float:
-    return inf if plan.predicted is None else plan.predicted.seconds
-
-
-def _predicted(plan: Plan) -> Plan | None:
-    """A plan with what it is predicted to take; None if it does not fit."""
-    try:
-        prediction = predict(plan)
-    except PlanError:
-        return None
-    return replace(plan, predicted=Predicted(prediction.seconds, prediction.peak_bytes))
 
 
 def _may_be(plan: Plan, pack: int) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
+from math import inf
 from typing import Literal
 
 from lightning_harmony.plan.document import DocumentKind
@@ -115,6 +116,11 @@ class Plan:
     def just_in_time(self) -> bool:
         """Whether what is on a device is used as long as it is there, by the backward and for the update."""
         return self.reuse == "just-in-time"
+
+    @property
+    def predicted_seconds(self) -> float:
+        """What a step is predicted to take; infinite where nothing is predicted of it."""
+        return inf if self.predicted is None else self.predicted.seconds
 
     def __str__(self) -> str:
         lines = [f"pack {index}: {', '.join(layers)}" for index, layers in enumerate(self.packs)]

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
@@ -40,7 +40,7 @@ from lightning_harmony.plan.footprint import Footprint, footprints
 from lightning_harmony.plan.host_gradients import RING
 from lightning_harmony.plan.lowering import device_update_bytes, lower, owner, summing_devices
 from lightning_harmony.plan.memory_size import format_bytes
-from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.plan import Plan, Predicted
 from lightning_harmony.plan.prediction import DevicePrediction, Prediction, Span
 from lightning_harmony.plan.profile import MachineLimits
 from lightning_harmony.plan.schedule import Schedule
@@ -67,6 +67,16 @@ def predict(plan: Plan, machine: MachineLimits | None = None, *, is_deferred: bo
     machine = machine or plan.profile.machine
     packs = plan.profile.pack_costs(plan.packs)
     return replay(plan, lower(plan, packs, machine.free_bytes, is_deferred=is_deferred), packs, machine)
+
+
+def with_prediction(plan: Plan) -> Plan:
+    """A plan with what a step by it is predicted to take; with no prediction where its order leaves no room."""
+    try:
+        prediction = predict(plan)
+    except PlanError:
+        # The executor may still find some: it drops graphs, and parks sums.
+        return replace(plan, predicted=None)
+    return replace(plan, predicted=Predicted(prediction.seconds, prediction.peak_bytes))
 
 
 def replay(plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: MachineLimits) -> Prediction:

@@ -33,9 +33,9 @@ from lightning_harmony.plan.cost import Cost, pack_cost
 from lightning_harmony.plan.graphs import fusable_from, fused_alone, kept_on_devices
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.packing import balanced, fill_capacity, filled, filled_from_end, has_room
-from lightning_harmony.plan.plan import Parallel, Plan, Predicted, visits_of
+from lightning_harmony.plan.plan import Parallel, Plan, visits_of
 from lightning_harmony.plan.profile import MachineLimits, Profile
-from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.replay import predict, with_prediction
 
 # 128 ways to cut them.
 ALL_LAYERS = 8
@@ -122,7 +122,7 @@ def search_better(
     profile, packs = replace(plan.profile, machine=machine), plan.packs if with_its_packs else None
     space = _Space(profile, calls, plan.num_microbatches, plan.num_devices, plan.parallel, packs)
     spread = space.spread(plan)
-    found = space.best(most_tasks, _seconds_of(spread) * (1 - CLEAR_SHARE), TURN_SECONDS) or spread
+    found = space.best(most_tasks, spread.predicted_seconds * (1 - CLEAR_SHARE), TURN_SECONDS) or spread
     return plan if found is plan else replace(found, fingerprint=plan.fingerprint, profile=plan.profile)
 
 
@@ -227,10 +227,6 @@ def _weighed(plan: Plan, seconds: float) -> float:
     return seconds / (1 - SPREAD_SHARE) ** len(plan.spread)
 
 
-def _seconds_of(plan: Plan) -> float:
-    return inf if plan.predicted is None else plan.predicted.seconds
-
-
 def _ladder(most: int) -> list[int]:
     """0, 1, 2, 4, 8, ... and a number that they lead up to."""
     return [0, *(2**power for power in range(most.bit_length()) if 2**power < most), *([most] if most else [])]
@@ -294,7 +290,7 @@ class _Space:
         left: list[Plan] = []
         for candidate in candidates:
             plan = plans[candidate.number]
-            if found is not None and candidate.least_seconds >= _weighed(found, _seconds_of(found)):
+            if found is not None and candidate.least_seconds >= _weighed(found, found.predicted_seconds):
                 break
             if _num_tasks(plan) > most_tasks:
                 left.append(plan)
@@ -324,20 +320,17 @@ class _Space:
                 continue
             most_tasks -= _num_tasks(plan)
             other = replace(plan, joined=joined)
-            below = _seconds_of(best) + turn_seconds * (_num_turns(best) - _num_turns(other))
+            below = best.predicted_seconds + turn_seconds * (_num_turns(best) - _num_turns(other))
             best = self._better(None, other, below) or best
         return best
 
     def _better(self, found: Plan | None, plan: Plan, below: float) -> Plan | None:
         """The faster one of a plan that was found and another one, if that fits and keeps below a limit."""
-        try:
-            prediction = predict(plan)
-        except PlanError:
+        plan = with_prediction(plan)
+        most = inf if found is None else _weighed(found, found.predicted_seconds)
+        if plan.predicted_seconds >= below or _weighed(plan, plan.predicted_seconds) >= most:
             return found
-        most = inf if found is None else _weighed(found, _seconds_of(found))
-        if prediction.seconds >= below or _weighed(plan, prediction.seconds) >= most:
-            return found
-        return replace(plan, predicted=Predicted(prediction.seconds, prediction.peak_bytes))
+        return plan
 
     def shortage(self) -> CapacityError:
         """What to say where no plan fits."""
