@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
 from lightning_harmony.engine.device_update import DeviceUpdates
+from lightning_harmony.engine.virtual_device import VirtualDevice
+from lightning_harmony.plan import device_updates
 from lightning_harmony.plan.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
@@ -64,8 +66,8 @@ def samples() -> Any:
     return nets.tokens(8 * STEPS)
 
 
-def planned(module: Net, **options: Any) -> Plan:
-    """A plan whose first packs are updated on their device."""
+def plan_in_use(module: Net, **options: Any) -> Plan:
+    """The plan of the last step."""
     strategy = HarmonyStrategy(device_memory=CAPACITY, num_microbatches=4, profile_cache=False)
     plans: list[Plan] = []
     keeping = pl.Callback()
@@ -74,7 +76,12 @@ def planned(module: Net, **options: Any) -> Plan:
     train_harmony(
         copy.deepcopy(module), samples(), strategy, 8, with_gradients=False, more_callbacks=callbacks, **options
     )
-    plan = plans[0]
+    return plans[0]
+
+
+def planned(module: Net, **options: Any) -> Plan:
+    """A plan whose first packs are updated on their device."""
+    plan = plan_in_use(module, **options)
     return replace(plan, device_updated=frozenset(plan.visits[:2]) - plan.fused, predicted=None)
 
 
@@ -135,6 +142,18 @@ def test_their_weights_stay_for_the_next_forward(monkeypatch: pytest.MonkeyPatch
         cost.copied_bytes for cost in map(profile.pack_costs(plan.packs).__getitem__, plan.device_updated)
     )
     assert here[-1].swapped_out_bytes["gradients"] < there[-1].swapped_out_bytes["gradients"]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("apart", [False, True])
+def test_they_are_chosen_where_the_device_has_a_processor_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, *, apart: bool
+) -> None:
+    """On the host's own, a step that was slow by chance was planned so, and swapped other bytes than an estimate had said."""
+    monkeypatch.setattr(device_updates, "SHORT_SECONDS", 0.0)
+    monkeypatch.setattr(device_updates, "WORTHWHILE_SHARE", -1e9)
+    monkeypatch.setattr(VirtualDevice, "computes_apart", apart)
+    assert bool(plan_in_use(build()).device_updated) == apart
 
 
 class Looks(pl.Callback):

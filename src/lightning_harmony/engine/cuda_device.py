@@ -34,6 +34,7 @@ class CudaDevice(Device):
             another device would hold up those behind it.
     """
 
+    computes_apart = True
     # Of GPTs of 1 and 5 B parameters 1.06 and 0.04 MB, whatever the capacity.
     uncounted_bytes = 2 << 20
 

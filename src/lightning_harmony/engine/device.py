@@ -47,6 +47,7 @@ class Device(ABC):
         stash_in: the stream on which the stash comes back, which a lane needs at once: it is not to queue behind a pack.
         gather: the stream on which gradients of packs that are spread are added, where they come from other devices: whatever
             computes here does not wait for these.
+        computes_apart: whether it computes with another processor than the host updates parameters with.
         uncounted_bytes: what is allocated in a step besides all that is counted: for libraries, and by rounding up.
         recorder: keeps when this device works, while somebody wants to know.
     """
@@ -57,6 +58,7 @@ class Device(ABC):
     swap_out: Stream
     stash_in: Stream
     gather: Stream
+    computes_apart: bool = False
     uncounted_bytes: int = 0
 
     def __init__(self, torch_device: torch.device, capacity_bytes: int | None) -> None:
