@@ -13,11 +13,10 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.asked import asked_for
+from lightning_harmony.engine.call_arguments import CallArguments
 from lightning_harmony.engine.call_buffers import CallBuffers
-from lightning_harmony.engine.containers import Containers
-from lightning_harmony.engine.glue import StandIn
 from lightning_harmony.engine.graph_size import num_nodes_made
-from lightning_harmony.engine.guise import Guise, set_since
+from lightning_harmony.engine.guise import Guise
 from lightning_harmony.engine.handed_out import HandedOut
 from lightning_harmony.engine.hollow_graph import HollowGraph, end_of, given, keep
 from lightning_harmony.engine.lane import CastingState
@@ -32,7 +31,7 @@ from lightning_harmony.engine.opaque import ObjectSnapshot, StashedObject, is_op
 from lightning_harmony.engine.pack import Residency
 from lightning_harmony.engine.rng import RandomState
 from lightning_harmony.engine.stash import Stashed
-from lightning_harmony.engine.tree import Arguments, flatten
+from lightning_harmony.engine.tree import flatten
 from lightning_harmony.engine.unchanged_weights import UnchangedWeights
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.task import Phase
@@ -151,20 +150,7 @@ class LayerCall:
         self._layer, self._original, self._is_compiled = original
         self._runtime = runtime
         self._buffers = CallBuffers(self._layer)
-        self._containers = Containers(args, kwargs)
-        leaves, self._arguments = Arguments.flatten(args, kwargs)
-        leaves = [leaf.use() if isinstance(leaf, StandIn) else leaf for leaf in leaves]
-        self._leaves: list[Any] = _cast(leaves, self._layer.compute_dtype)
-        self._takes_objects = any(is_opaque(leaf) for leaf in leaves)
-        # The same tensor in two places stays one tensor: layers ask `query is key`, and sums keep their order.
-        unique = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
-        self.tensors: list[Tensor] = list(unique.values())
-        numbers = {key: number for number, key in enumerate(unique)}
-        self._numbers = [numbers.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in self._leaves]
-        # As the caller has them, not cast.
-        of_caller = {n: leaf for n, leaf in zip(self._numbers, leaves, strict=True) if n is not None}
-        self._given: list[Tensor] = [of_caller[n] for n in range(len(of_caller))]
-        self._guises = [Guise.of(tensor) for tensor in self._given]
+        self._arguments, self._leaves, self.tensors = CallArguments.taken_apart(args, kwargs, self._layer.compute_dtype)
 
     @property
     def layer(self) -> SwappedLayer:
@@ -209,7 +195,7 @@ class LayerCall:
         """Only swap."""
         with self._visit(Phase.FORWARD):
             self.tensors = self._runtime.brought(self.tensors, self.residency)
-            with self._runtime.running(self._layer, self.residency, takes_objects=self._takes_objects):
+            with self._runtime.running(self._layer, self.residency, takes_objects=self._arguments.have_objects):
                 leaves, unflatten = self._flatten(self._run_only())
                 handed_out = HandedOut(self.residency, with_graph=False)
                 guises = self._guises_of(leaves, handed_out)
@@ -226,15 +212,13 @@ class LayerCall:
         self._attributes = self._layer.attributes.read()
         if watch is not None:
             self._random = self._capture_random()
-        taken = self._in_guise(self.tensors)
-        args, kwargs = self._arguments.of(self._with_tensors(taken, self._leaves))
-        contents = self._containers.watched(args, kwargs, taken)
+        made = self._arguments.made_of(self.tensors, self._leaves)
         before = self._buffers.copies(self.residency) if self._layer.has_unknown_buffers() else {}
         weights = UnchangedWeights(self._layer, self.residency)
         with self._buffers.bound(self.residency) as left, self._explaining(), self._watching(watch):
-            result = self._run(*args, **kwargs), contents()
+            result = self._run(*made.args, **made.kwargs), made.contents()
         weights.check()
-        self._leave_attributes(taken, HandedOut(self.residency, with_graph=False))
+        self._arguments.leave_attributes(made.tensors, HandedOut(self.residency, with_graph=False))
         changed = self._buffers.take_over(self.residency, left, before)
         if watch is not None and not changed:
             self._casting, self._objects, self._context = CastingState(), self._leaves, contextvars.copy_context()
@@ -249,7 +233,7 @@ class LayerCall:
         self._requires_grad = [tensor.requires_grad for tensor in self.tensors]
         self._homes = [self._runtime.home(tensor) for tensor in self.tensors]
         self.tensors = self._runtime.brought(self.tensors, self.residency)
-        with self._runtime.running(self._layer, self.residency, takes_objects=self._takes_objects):
+        with self._runtime.running(self._layer, self.residency, takes_objects=self._arguments.have_objects):
             return self._run_and_stash()
 
     def _run_and_stash(self) -> tuple[Any, ...]:
@@ -282,19 +266,17 @@ class LayerCall:
         with torch.enable_grad(), self._saving(hollow, keeps=keeps):
             if hollow is not None:
                 inputs = [hollow.passed(tensor) for tensor in inputs]
-            taken = self._in_guise(inputs)
-            args, kwargs = self._arguments.of(self._with_tensors(taken, self._leaves))
-            contents = self._containers.watched(args, kwargs, taken)
+            made = self._arguments.made_of(inputs, self._leaves)
             watch = self._runtime.watch(self._layer, self.residency)
             with self._buffers.bound(self.residency) as left, self._explaining(), self._watching(watch):
-                result = self._run(*args, **kwargs), contents()
+                result = self._run(*made.args, **made.kwargs), made.contents()
         self._buffers.keep(before, self._buffers.take_over(self.residency, left, before))
         if [_state(tensor) for tensor in self.tensors] != before_run:
             raise UnsupportedModelError(self._in_place_message())
         weights.check()
         flat, self._unflatten = self._flatten(result)
         handed_out = HandedOut(self.residency, with_graph=True)
-        self._leave_attributes(taken, handed_out)
+        self._arguments.leave_attributes(made.tensors, handed_out)
         self._returned_guises = self._guises_of(flat, handed_out)
         flat = [leaf if isinstance(leaf, Tensor) else handed_out.object(leaf) for leaf in flat]
         self._hand_out_attributes(handed_out)
@@ -320,7 +302,7 @@ class LayerCall:
         return torch.autograd.graph.saved_tensors_hooks(*((keep, given) if keeps else (_drop, _dropped)))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        reaching = self._runtime.reaching(self._layer, self.residency, takes_objects=self._takes_objects)
+        reaching = self._runtime.reaching(self._layer, self.residency, takes_objects=self._arguments.have_objects)
         with reaching, own_code_of(self._layer):
             before = num_nodes_made()
             if self._is_compiled:
@@ -386,8 +368,7 @@ class LayerCall:
 
     def _returned(self, result: tuple[Any, list[Any]]) -> Any:
         returned, contents = result
-        self._containers.write_back(contents, self._given)
-        self._given = []
+        self._arguments.write_back(contents)
         return returned
 
     def backward(self, gradients: Sequence[Tensor | None], summed: frozenset[nn.Parameter]) -> list[Tensor | None]:
@@ -400,7 +381,7 @@ class LayerCall:
         with self._visit(Phase.BACKWARD):
             given = iter(self._runtime.brought([g for g in gradients if g is not None], self.residency))
             brought = [None if gradient is None else next(given) for gradient in gradients]
-            with self._runtime.running(self._layer, self.residency, takes_objects=self._takes_objects):
+            with self._runtime.running(self._layer, self.residency, takes_objects=self._arguments.have_objects):
                 found = self._recompute_and_differentiate(brought, summed)
             self._runtime.hand_out([gradient for gradient in found if gradient is not None], self.residency)
         homes = zip(found, self._homes, strict=True)
@@ -428,7 +409,8 @@ class LayerCall:
             self._runtime.accumulate(self._layer, self._use, wanted)
         if self._runtime.is_last_backward():
             # The node lives as long as its graph; what it kept need not.
-            self._inputs, self._objects, self._guises, self._is_over = [], [], [], True
+            self._inputs, self._objects, self._is_over = [], [], True
+            self._arguments.forget()
             del self._attributes
         return [next(of_inputs) if requires_grad else None for requires_grad in self._requires_grad]
 
@@ -468,12 +450,10 @@ class LayerCall:
         self._random.restore(self._cuda_device(), now)
         try:
             with torch.enable_grad(), self._casting.applied(), self._runtime.recomputing():
-                taken = self._in_guise(self._as_given(inputs))
-                args, kwargs = self._arguments.of(self._with_tensors(taken, leaves))
-                contents = self._containers.watched(args, kwargs, taken)
+                made = self._arguments.made_of(self._as_given(inputs), leaves)
                 as_they_were = self._buffers.as_they_were(self.residency)
                 with self._layer.attributes.as_they_were(self._attributes), as_they_were:
-                    result = self._context.copy().run(run or self._run, *args, **kwargs), contents()
+                    result = self._context.copy().run(run or self._run, *made.args, **made.kwargs), made.contents()
         finally:
             now.restore(self._cuda_device())
         return self._flatten(result)[0], hidden
@@ -505,28 +485,10 @@ class LayerCall:
             Tensor.requires_grad_(tensor, requires_grad)
         return tensors
 
-    def _in_guise(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors that the call takes as the caller had them: of their classes, and with what was set on them."""
-        if not any(self._guises):
-            return tensors
-        return [t if guise is None else guise.on(t) for t, guise in zip(tensors, self._guises, strict=True)]
-
-    def _leave_attributes(self, taken: Sequence[Tensor], handed_out: HandedOut) -> None:
-        """What the layer has set on tensors that it took, the caller finds there."""
-        for tensor, original in zip(taken, self._given, strict=True):
-            attributes = set_since(tensor, original)
-            if attributes is not None:
-                vars(original).clear()
-                vars(original).update(handed_out.guise(Guise(Tensor, attributes)).attributes)
-
     @staticmethod
     def _guises_of(leaves: Sequence[Any], handed_out: HandedOut) -> list[Guise | None]:
         guises = [Guise.of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         return [None if guise is None else handed_out.guise(guise) for guise in guises]
-
-    def _with_tensors(self, tensors: Sequence[Tensor], leaves: Sequence[Any]) -> list[Any]:
-        """The flat arguments, tensors in their places."""
-        return [leaf if n is None else tensors[n] for n, leaf in zip(self._numbers, leaves, strict=True)]
 
     def _capture_random(self) -> RandomState:
         return RandomState.capture(self._cuda_device())
@@ -631,11 +593,3 @@ def _drop(tensor: Tensor) -> None:
 
 def _dropped(nothing: None) -> Tensor:
     raise UnsupportedModelError(GRAPH_ESCAPES)
-
-
-def _cast(leaves: list[Any], dtype: torch.dtype | None) -> list[Any]:
-    """Floating tensors in the type to compute in; the same tensor in two places stays one."""
-    if dtype is None:
-        return leaves
-    cast = {id(leaf): leaf.to(dtype) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}
-    return [cast.get(id(leaf), leaf) for leaf in leaves]

@@ -144,13 +144,13 @@ class RehearsedCall(LayerCall):
         """What calls that do the same have in common."""
         leaves = [
             leaf if isinstance(leaf, PLAIN) else ("object", id(leaf))
-            for number, leaf in zip(self._numbers, self._leaves, strict=True)
+            for number, leaf in zip(self._arguments.numbers, self._leaves, strict=True)
             if number is None
         ]
         shapes = tuple(Shape.of(tensor) for tensor in tensors)
         return (
             str(self._arguments.structure),
-            tuple(self._numbers),
+            tuple(self._arguments.numbers),
             tuple((type(leaf), leaf) for leaf in leaves),
             shapes,
         )
