@@ -88,6 +88,8 @@ class DeviceUpdates:
         self._arrived: dict[int, _Arrived] = {}
         self._stayed: dict[int, Stayed] = {}
         self._storages: list[weakref.ref[torch.UntypedStorage]] = []
+        # Of an optimizer whose state has so many parameters.
+        self._copies: tuple[Optimizer, int, float] | None = None
 
     # ---- the step ------------------------------------------------------------------------------------------------------
 
@@ -108,14 +110,20 @@ class DeviceUpdates:
 
     def state_copies(self) -> float | None:
         """Bytes of the optimizer's state for each byte of its parameters; None where this device does not update them."""
-        if self._optimizer is None or self._step is None:
+        optimizer = self._optimizer
+        if optimizer is None or self._step is None:
             return None
-        state = self._optimizer.state
+        state = optimizer.state
+        # It is asked after each step, and models have thousands of parameters.
+        if self._copies is not None and self._copies[0] is optimizer and self._copies[1] == len(state):
+            return self._copies[2]
         having = [parameter for parameter in state if state[parameter]]
         if not having:
             return None
         num_bytes = sum(value.nbytes for parameter in having for _, value in _tensors(state[parameter]))
-        return num_bytes / max(sum(parameter.nbytes for parameter in having), 1)
+        copies = num_bytes / max(sum(parameter.nbytes for parameter in having), 1)
+        self._copies = optimizer, len(state), copies
+        return copies
 
     def passing_bytes(self) -> int:
         """What of updates is on the device between steps: it leaves under the next one, or is what that begins with."""
