@@ -336,7 +336,8 @@ class Executor:
                     device.catch_up()
                 upstream = self._runtime.sent(self._upstream, self._runtime.home(loss))
             else:
-                upstream = torch.tensor(self._step.predicted)
+                # Made where it is needed: to copy it to a GPU, the host would wait for all that was launched there.
+                upstream = torch.full((), self._step.predicted, device=loss.device)
             progress.differentiating = True
             gradient = (upstream.to(loss.device) * progress.microbatch.weight).to(loss.dtype)
             # Glue's backward begins where its forward ended.
