@@ -33,7 +33,7 @@ class Made(NamedTuple):
 
 
 class CallArguments:
-    """How a call's arguments are made of tensors and all else. It holds neither.
+    """How a call's arguments are made of tensors and all else. The caller's tensors are held until `write_back`.
 
     Attributes:
         structure: equal for calls that have it in common.
