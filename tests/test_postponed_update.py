@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony.engine.postponed import PostponedUpdate, Share
+from lightning_harmony.engine.profile import Profiler
 from lightning_harmony.engine.update import Updater
 
 pytestmark = [
@@ -593,3 +594,26 @@ def test_an_update_that_all_wait_for_is_not_hidden(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(PostponedUpdate, "start", start_and_finish)
     monkeypatch.setattr(PostponedUpdate, "_update", slowly)
     assert fit("harmony", Model(), **CLIP).strategy.step_report.update_hidden < 0.5
+
+
+def test_what_an_update_takes_is_no_part_of_what_a_copy_is_seen_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is measured once more, now that weights are narrow, goes on beside the update of the first one.
+
+    Its swap-ins waited for that while they were timed, and a bus was taken to be several times slower than it is.
+    """
+    timed: list[bool] = []
+    swapping_in = Profiler.swapping_in
+    make = PostponedUpdate.__init__
+    updates: list[PostponedUpdate] = []
+    monkeypatch.setattr(PostponedUpdate, "__init__", lambda self, *args: (updates.append(self), make(self, *args))[1])
+
+    def watched(self: Profiler, layer: Any, device: Any) -> Any:
+        timed.append(updates[-1].is_under_way(layer.parameters))
+        return swapping_in(self, layer, device)
+
+    monkeypatch.setattr(Profiler, "swapping_in", watched)
+    update = Share.update
+    monkeypatch.setattr(Share, "update", lambda self, clip: (time.sleep(0.01), update(self, clip))[1])
+    trainer_for(harmony(), **CLIP, precision="bf16-mixed", max_steps=4).fit(Model(), loader())
+    assert timed
+    assert not any(timed)

@@ -71,8 +71,8 @@ class Swapper:
             with torch.inference_mode(False):
                 self._start_swap_in(pack)
 
-    def await_update(self, pack: SwappedPack, meanwhile: Callable[[], bool]) -> None:
-        """Wait until a pack is updated.
+    def await_update(self, pack: SwappedPack, meanwhile: Callable[[], bool] = lambda: False) -> None:
+        """Wait until a pack is updated, by the host if nobody has begun to.
 
         Args:
             pack: the pack.
