@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_harmony import HarmonyMonitor, HarmonyPrecision, HarmonyStrategy
+from lightning_harmony.engine import shared_update
 from lightning_harmony.engine.cuda_device import CudaDevice
 from lightning_harmony.engine.device_step import step_on
 from lightning_harmony.engine.device_update import DeviceUpdates
@@ -474,17 +475,44 @@ def test_packs_that_the_gpu_updates_have_the_bits_of_the_hosts_update(
     take = DeviceUpdates.take
     monkeypatch.setattr(DeviceUpdates, "take", lambda self, pack: taken.append(take(self, pack)) or taken[-1])
     if slowed is not None:
-        original, opened = CudaStream.submit, list[CudaStream]()
-        monkeypatch.setattr(CudaDevice, "__init__", _noting(CudaDevice.__init__, slowed, opened))
-
-        def slow(self: Any, work: Any, after: Any = ()) -> Any:
-            return original(self, lambda: (self in opened and torch.cuda._sleep(2_000_000), work())[1], after)
-
-        monkeypatch.setattr(CudaStream, "submit", slow)
+        _slow(slowed, monkeypatch)
     found, reports = updates.train(module, plan, **options)
     compare(expected, found)
     assert reports[-1].swapped_in_bytes["optimizer"] > 0
     assert any(stayed is not None for stayed in taken)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("slowed", ["swap_in", "swap_out", None])
+@pytest.mark.parametrize("clip", [0.01, 100.0])
+def test_what_the_gpu_updates_of_a_clipped_step_has_the_bits_of_the_hosts_update(
+    clip: float, slowed: str | None, precision: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which packs it makes depends on how fast it is and the host."""
+    import test_shared_update as shared
+
+    module = shared.build(net=lambda: nets.Language(dropout=0.3))
+    options = {"accelerator": "gpu", "precision": precision, "device_memory": "1GiB", "clip": clip}
+    monkeypatch.setattr(shared_update, "left_to_devices", lambda *shares: frozenset())
+    expected, seen = shared.train(module, **options)
+    assert seen.in_bytes == 0
+    monkeypatch.setattr(shared_update, "left_to_devices", shared.every_second)
+    if slowed is not None:
+        _slow(slowed, monkeypatch)
+    found, seen = shared.train(module, **options)
+    compare(expected, found)
+    assert seen.in_bytes > 0
+
+
+def _slow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each piece of work of a stream of the GPU wait."""
+    original, opened = CudaStream.submit, list[CudaStream]()
+    monkeypatch.setattr(CudaDevice, "__init__", _noting(CudaDevice.__init__, name, opened))
+
+    def slow(self: Any, work: Any, after: Any = ()) -> Any:
+        return original(self, lambda: (self in opened and torch.cuda._sleep(2_000_000), work())[1], after)
+
+    monkeypatch.setattr(CudaStream, "submit", slow)
 
 
 def _noting(make: Any, name: str, opened: list[Any]) -> Any:

@@ -77,11 +77,11 @@ class DeferredUpdate:
         def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
             clip(optimizer, by_value(clip_val))
 
-        def clip(optimizer: Optimizer, how: Clip) -> None:
+        def clip(optimizer: Optimizer, how: Clip | None) -> None:
             parameters = [parameter for parameter in _parameters(optimizer) if parameter.grad is not None]
             if self.may_wait and self.policy.why_at_once() is None:
                 self._clip = how
-            elif parameters:
+            elif how is not None and parameters:
                 how(parameters)
 
         plugin = self.policy.trainer.precision_plugin

@@ -113,8 +113,11 @@ def test_clipping_by_norm_in_parts_has_the_bits_of_torchs(max_norm: float) -> No
     whole = copies(parameters)
     torch.nn.utils.clip_grad_norm_(whole, max_norm)
     clip = by_norm(max_norm, Norms().total(parameters))
-    clip(parameters[2:])
-    clip(parameters[:2])
+    # Not to read and write all gradients where that changes none.
+    assert (clip is None) is (max_norm == 1e9)
+    for part in (parameters[2:], parameters[:2]):
+        if clip is not None:
+            clip(part)
     for ours, theirs in zip(parameters, whole, strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0, equal_nan=True)
 

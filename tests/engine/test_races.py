@@ -19,12 +19,14 @@ from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
 from test_lane_attributes import ReadsWhatLayersSet, SetsWhatLayersRead
 from test_lane_attributes import samples as pairs
 from test_recompute import Blocks, CountsInATensor, GivesAMask, Measures
+from test_shared_update import every_second
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine import shared_update
 from lightning_harmony.engine.device_step import Step
 from lightning_harmony.engine.device_update import DeviceUpdates
 from lightning_harmony.plan.plan import Plan
@@ -316,6 +318,42 @@ def test_nothing_races_in_updates_on_devices(
     options = {"plan": plan, "device_memory": device_memory, "trainer": {"precision": precision}, "steps": 6}
     assert find_races(monkeypatch, "dropout", **options) == []  # type: ignore[arg-type]
     assert any(stayed)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("device_memory", [None, "40KiB"])
+def test_nothing_races_in_updates_that_devices_make_of_a_postponed_one(
+    monkeypatch: pytest.MonkeyPatch, device_memory: str | None, num_devices: int
+) -> None:
+    made = share_postponed_updates(monkeypatch)
+    options = {"trainer": {"gradient_clip_val": 0.05}, "steps": 6}
+    assert find_races(monkeypatch, "dropout", num_devices, device_memory=device_memory, **options) == []  # type: ignore[arg-type]
+    assert any(made)
+
+
+def test_an_update_that_goes_back_before_it_is_made_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    share_postponed_updates(monkeypatch)
+    options = {"trainer": {"gradient_clip_val": 0.05}, "steps": 4, "left_out": ("_send",)}
+    races = find_races(monkeypatch, "plain", 1, **options)  # type: ignore[arg-type]
+    assert any("device_update.py" in race for race in races)
+
+
+def share_postponed_updates(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """From now on, fake devices make a share of them; whether they did, each time they could."""
+    made: list[bool] = []
+    take_over = DeviceUpdates.take_over
+
+    def watched(self: DeviceUpdates, pack: Any) -> bool:
+        made.append(take_over(self, pack))
+        return made[-1]
+
+    monkeypatch.setattr(DeviceUpdates, "take_over", watched)
+    monkeypatch.setattr("lightning_harmony.update_policy.onlooker", lambda *_: None)
+    monkeypatch.setattr("lightning_harmony.engine.device_update.step_on", lambda *_: Step(lambda twin: twin.step()))
+    monkeypatch.setattr(shared_update, "left_to_devices", every_second)
+    # A fake one has no page-locked memory.
+    monkeypatch.setattr(FakeCudaDevice, "copies_fast", lambda *_: True)
+    return made
 
 
 @pytest.mark.parametrize("which", ["last", "all"])

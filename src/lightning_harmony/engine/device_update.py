@@ -1,16 +1,17 @@
-"""Updates on a device: of the packs that the next forward begins with, whose weights then stay for it.
+"""Updates on a device, whose weights then stay for the forward.
 
-The host remains where parameters and the optimizer's state live: both come for the update, and go back behind it. Whoever
-looks at them waits for that as for an update of the host's.
+Just in time, a device updates the packs that the next forward begins with, behind their last backward. Of a postponed update,
+it makes what is left to it as a pack comes for its forward. The host remains where parameters and the optimizer's state live:
+both come for the update, and go back behind it. Whoever looks at them waits for that as for an update of the host's.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,28 +21,38 @@ from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.device_step import Step, step_on
 from lightning_harmony.engine.host_store import lay_out
 from lightning_harmony.engine.pack import Accumulator, SwappedPack
-from lightning_harmony.engine.postponed import Clip, PostponedUpdate, twin_of
+from lightning_harmony.engine.postponed import Clip, OpenUpdate, PostponedUpdate, twin_of
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stream import Event
 from lightning_harmony.plan.task import Errand
 
 
 @dataclass(frozen=True)
-class _Arrived:
-    """What an update of a pack needs, on the device or on its way there.
+class _Place:
+    """Where what an update of a pack changes comes to on the device.
 
     Attributes:
         buffers: one for the parameters, which stay, and one for the optimizer's state.
         pairs: each tensor on the host, and where it is in them.
         parameters: the pack's, on the device.
         states: of each parameter, the optimizer's state, its tensors on the device.
-        ready: the end of the copy.
     """
 
     buffers: tuple[Tensor, Tensor]
     pairs: list[tuple[Tensor, Tensor]]
     parameters: dict[nn.Parameter, Tensor]
     states: dict[nn.Parameter, dict[str, Any]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of both buffers."""
+        return sum(buffer.numel() for buffer in self.buffers)
+
+
+class _Arrived(NamedTuple):
+    """What an update of a pack needs, there at the end of a copy."""
+
+    place: _Place
     ready: Event
 
 
@@ -85,7 +96,12 @@ class DeviceUpdates:
         self._clip: Clip | None = None
         self._step: Step | None = None
         self._may_update = False
+        # How the postponed update is made here; None where this device makes none of it.
+        self._postponed_step: Step | None = None
         self._arrived: dict[int, _Arrived] = {}
+        # What it takes to update a pack as it comes, of those that could be.
+        self._open_bytes: dict[int, int] = {}
+        self._crowded: set[int] = set()
         self._stayed: dict[int, Stayed] = {}
         self._storages: list[weakref.ref[torch.UntypedStorage]] = []
         # Of an optimizer whose state has so many parameters.
@@ -139,15 +155,19 @@ class DeviceUpdates:
             return None
         state = self._optimizer.state
         trained = [parameter for parameter in pack.parameters if parameter.requires_grad]
-        if not trained or any(self._is_shared(parameter) or not state.get(parameter) for parameter in trained):
-            return None
-        if not all(self._step.takes(parameter, state[parameter]) for parameter in trained):
-            return None
-        # A state that is not there yet would be made here.
-        if any(value is None for parameter in trained for value in state[parameter].values()):
+        if not self._can_update(self._step, state, trained):
             return None
         values = [value for parameter in trained for _, value in _tensors(state[parameter])]
         return lay_out(trained)[1] + lay_out(values)[1]
+
+    def _can_update(self, step: Step, state: Mapping[Any, dict[str, Any]], trained: Sequence[nn.Parameter]) -> bool:
+        """Whether a step here has the host's bits for parameters of one pack alone."""
+        if not trained or any(self._is_shared(parameter) or not state.get(parameter) for parameter in trained):
+            return False
+        if not all(step.takes(parameter, state[parameter]) for parameter in trained):
+            return False
+        # A state that is not there yet would be made here.
+        return all(value is not None for parameter in trained for value in state[parameter].values())
 
     def bring(self, pack: SwappedPack) -> None:
         """Start to copy what an update of a pack needs to the device. There is room for it."""
@@ -155,6 +175,14 @@ class DeviceUpdates:
         state = self._optimizer.state
         trained = [parameter for parameter in pack.parameters if parameter.requires_grad]
         self._postponed.wait_for(trained)
+        there = self._make_place(trained, state)
+        copy = partial(_copy_all, [(there, host) for host, there in there.pairs])
+        ready = self._device.start_copy(Errand.STATE_IN, "optimizer", there.num_bytes, copy, pack=pack.index)
+        self._traffic.count_in("optimizer", there.num_bytes)
+        self._arrived[pack.index] = _Arrived(there, ready)
+
+    def _make_place(self, trained: Sequence[nn.Parameter], state: Mapping[Any, dict[str, Any]]) -> _Place:
+        """Where parameters and their state come to."""
         with torch.inference_mode(False), torch.no_grad():
             with self._device.on_host():
                 for parameter in trained:
@@ -167,12 +195,7 @@ class DeviceUpdates:
             states[parameter][name] = value
         hosts = [*(parameter.detach() for parameter in trained), *(value for _, _, value in values)]
         pairs = list(zip(hosts, [*here, *values_here], strict=True))
-        num_bytes = of_parameters.numel() + of_state.numel()
-        copy = partial(_copy_all, [(there, host) for host, there in pairs])
-        ready = self._device.start_copy(Errand.STATE_IN, "optimizer", num_bytes, copy, pack=pack.index)
-        self._traffic.count_in("optimizer", num_bytes)
-        parameters = dict(zip(trained, here, strict=True))
-        self._arrived[pack.index] = _Arrived((of_parameters, of_state), pairs, parameters, states, ready)
+        return _Place((of_parameters, of_state), pairs, dict(zip(trained, here, strict=True)), states)
 
     def _placed(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """A buffer on the device for tensors, and where each of them is in it."""
@@ -208,19 +231,28 @@ class DeviceUpdates:
             return None
         if accumulator.includes_earlier or any(sums.dtype != p.dtype for (_, p), sums in accumulator.sums.items()):
             return None
+        place = arrived.place
         arrived.ready.wait()
-        self._run(arrived, accumulator)
+        self._run(place, accumulator)
         pack.accumulators = {}
-        updated, num_bytes = self._device.record(), sum(buffer.numel() for buffer in arrived.buffers)
-        copy = partial(_copy_all, arrived.pairs)
-        on_host = self._device.start_copy(Errand.STATE_OUT, "optimizer", num_bytes, copy, [updated], pack.index)
-        for buffer in arrived.buffers:
-            self._device.keep_past_step(on_host, buffer)
-        self._traffic.count_out("optimizer", num_bytes)
-        self._stayed[pack.index] = Stayed(arrived.parameters, updated, on_host)
+        updated = self._device.record()
+        on_host = self._send(pack, place.buffers, place.pairs, updated)
+        self._stayed[pack.index] = Stayed(place.parameters, updated, on_host)
         return on_host
 
-    def _run(self, arrived: _Arrived, accumulator: Accumulator) -> None:
+    def _send(
+        self, pack: SwappedPack, buffers: Sequence[Tensor], pairs: Sequence[tuple[Tensor, Tensor]], updated: Event
+    ) -> Event:
+        """Start to copy what an update has changed to the host."""
+        num_bytes = sum(buffer.numel() for buffer in buffers)
+        copy = partial(_copy_all, pairs)
+        on_host = self._device.start_copy(Errand.STATE_OUT, "optimizer", num_bytes, copy, [updated], pack.index)
+        for buffer in buffers:
+            self._device.keep_past_step(on_host, buffer)
+        self._traffic.count_out("optimizer", num_bytes)
+        return on_host
+
+    def _run(self, arrived: _Place, accumulator: Accumulator) -> None:
         """Step the optimizer for those parameters of a pack that have gradients."""
         optimizer = self._optimizer
         assert optimizer is not None
@@ -238,10 +270,88 @@ class DeviceUpdates:
             self._clip(list(stand_ins.values()))
         self._step.run(twin)
         for parameter in stand_ins:
-            state = optimizer.state[parameter]
-            on_device = dict(_tensors(state))
-            # Numbers that it counts anew; others it has changed where they are.
-            state.update({n: value for n, value in arrived.states[parameter].items() if n not in on_device})
+            _take_numbers(optimizer.state[parameter], arrived.states[parameter])
+
+    # ---- the postponed update ------------------------------------------------------------------------------------------
+
+    def postpone(self, optimizer: Optimizer, packs: Iterable[SwappedPack]) -> dict[int, int]:
+        """An update is postponed.
+
+        Args:
+            optimizer: the one that steps.
+            packs: those that come to this device alone.
+
+        Returns:
+            Of the packs that it could update as well as the host, what that brings here.
+        """
+        self._postponed_step = step = step_on(self._device, optimizer)
+        self._open_bytes = {}
+        for pack in packs if step is not None else ():
+            assert step is not None
+            trained = [parameter for parameter in pack.parameters if parameter.grad is not None]
+            if pack.index in self._crowded or not all(map(self._can_bring_gradient, trained)):
+                continue
+            if self._can_update(step, optimizer.state, trained):
+                values = [value for parameter in trained for _, value in _tensors(optimizer.state[parameter])]
+                # Gradients are as large as what they are of.
+                self._open_bytes[pack.index] = sum(lay_out(tensors)[1] for tensors in (trained, trained, values))
+        return self._open_bytes
+
+    def _can_bring_gradient(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient lies in memory as its parameter does, and comes while the host goes on."""
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is not torch.strided or gradient.dtype is not parameter.dtype:
+            return False
+        return gradient.stride() == parameter.stride() and self._device.copies_fast(gradient)
+
+    def open_bytes(self, pack: SwappedPack) -> int | None:
+        """What it takes to update a pack as it comes; None if that is not left to this device."""
+        return None if self._left(pack) is None else self._open_bytes[pack.index]
+
+    def _left(self, pack: SwappedPack) -> OpenUpdate | None:
+        return self._postponed.open_for(pack.parameters) if pack.index in self._open_bytes else None
+
+    def give_up(self, pack: SwappedPack) -> None:
+        """There is no room to update a pack as it comes: the host does it, now and from now on."""
+        self._crowded.add(pack.index)
+
+    def take_over(self, pack: SwappedPack) -> bool:
+        """Start to bring what the postponed update of a pack needs, to make it, and to send back what it changes.
+
+        The weights are then here for the forward. All of it goes on beside what computes.
+
+        Returns:
+            Whether it is made here.
+        """
+        left, step = self._left(pack), self._postponed_step
+        if left is None or step is None or not self._device.room_for(self._open_bytes[pack.index] + pack.swap_in_bytes):
+            return False
+        share, clip, num_bytes = left.share, left.clip, self._open_bytes[pack.index]
+        state = {parameter: share.state_of(parameter) for parameter in share.stand_ins}
+        place = self._make_place(list(share.stand_ins), state)
+        with torch.inference_mode(False), torch.no_grad():
+            of_gradients, there = self._placed(list(share.gradients.values()))
+        gradients = dict(zip(share.gradients, there, strict=True))
+        coming = [*place.pairs, *zip(share.gradients.values(), there, strict=True)]
+        twin = share.elsewhere(place.parameters, gradients, place.states)
+        run = step.run
+
+        def bring_and_update() -> None:
+            _copy_all([(there, host) for host, there in coming])
+            if clip is not None:
+                clip([parameter for group in twin.param_groups for parameter in group["params"]])
+            run(twin)
+            for parameter, numbers in place.states.items():
+                _take_numbers(state[parameter], numbers)
+
+        updated = self._device.start_copy(Errand.STATE_IN, "optimizer", num_bytes, bring_and_update, pack=pack.index)
+        self._traffic.count_in("optimizer", num_bytes)
+        # Whoever looks at gradients finds them as the clip leaves them.
+        leaving = place.pairs if clip is None else coming
+        buffers = place.buffers if clip is None else (*place.buffers, of_gradients)
+        left.made_by(self._send(pack, buffers, leaving, updated))
+        self._stayed[pack.index] = Stayed(place.parameters, updated, left)
+        return True
 
     # ---- what stays ----------------------------------------------------------------------------------------------------
 
@@ -259,6 +369,9 @@ class DeviceUpdates:
         """Let weights go that stayed; or those alone which somebody may have changed on the host since."""
         if not stale_alone:
             self._stayed.clear()
+            # The numbers of packs are those of a plan.
+            self._open_bytes = {}
+            self._crowded.clear()
         for index, stayed in list(self._stayed.items()):
             if not self._postponed.is_of(stayed.parameters, stayed.on_host):
                 del self._stayed[index]
@@ -271,6 +384,12 @@ def _tensors(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def _take_numbers(state: dict[str, Any], changed: dict[str, Any]) -> None:
+    """Let a state have the numbers that a step has counted anew; its tensors come back otherwise."""
+    of_device = dict(_tensors(state))
+    state.update({name: value for name, value in changed.items() if name not in of_device})
+
+
+def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for destination, source in pairs:
         destination.copy_(source, non_blocking=True)

@@ -42,6 +42,7 @@ from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.rng import RandomStreams
 from lightning_harmony.engine.runtime import Runtime
+from lightning_harmony.engine.shared_update import start_postponed
 from lightning_harmony.engine.shortage import exceeded_in_turn, refuse_too_large
 from lightning_harmony.engine.stash import LaneStash, Stash
 from lightning_harmony.engine.step import Grant, Step
@@ -134,7 +135,7 @@ class Executor:
         self._residents = residents = [self._residents_on(number) for number in range(len(devices))]
         self._step = step = Step()
         self._placement = placement = Placement(self.store, residents)
-        profiler = Profiler(self.traffic)
+        self._profiler = profiler = Profiler(self.traffic)
         self._observer = observer = Observer(step, placement, self.traffic, profiler, self.pool)
         self._transfers = transfers = Transfers(
             devices, self.traffic, lambda to, size: residents[to].admit(size), observer.timing_transfer
@@ -401,7 +402,9 @@ class Executor:
             optimizer: the one to step. What a step would do now is done, whatever is changed meanwhile.
             clip: changes gradients before they are used.
         """
-        self.updater.postponed.start(optimizer, [pack.parameters for pack in self._placement.in_order()], clip)
+        start_postponed(
+            self.updater.postponed, optimizer, clip, self._placement, self._profiler.swap_in.bytes_per_second
+        )
 
     def _check_prediction(self, gradient: Tensor) -> float:
         """What gradients have to be multiplied with because another gradient was predicted. Then never predict again."""

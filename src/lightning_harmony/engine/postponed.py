@@ -22,6 +22,8 @@ from lightning_harmony.engine.stream import Event, HostEvent, HostStream
 
 # Changes the gradients of some parameters in place, whichever they are.
 Clip = Callable[[list[nn.Parameter]], None]
+# The optimizer's state of some parameters.
+States = Mapping[nn.Parameter, dict[str, Any]]
 # Told the parameters of a piece of an update, and its beginning and end by `time.perf_counter`.
 UpdateHeard = Callable[[Iterable[nn.Parameter], float, float], None]
 # While it waits for an update, the host looks this often whether there is something else to do.
@@ -102,12 +104,21 @@ class Overlap:
             self.waited_seconds += time.perf_counter() - idle_since
 
 
-def by_norm(max_norm: float, total_norm: Tensor) -> Clip:
-    """What `torch.nn.utils.clip_grad_norm_` does to gradients once it knows their norm."""
-    if max_norm / (total_norm + 1e-6) >= 1.0:
+def by_norm(max_norm: float, total_norm: Tensor) -> Clip | None:
+    """What `torch.nn.utils.clip_grad_norm_` does to gradients once it knows their norm; None where that changes nothing."""
+    coefficient = max_norm / (total_norm + 1e-6)
+    if coefficient >= 1.0:
         # Every gradient times one: not to read and write them all for that.
-        return lambda parameters: None
-    return partial(torch.nn.utils.clip_grads_with_norm_, max_norm=max_norm, total_norm=total_norm)
+        return None
+    return partial(_multiply, factor=coefficient)
+
+
+def _multiply(parameters: list[nn.Parameter], factor: Tensor) -> None:
+    # A number on the host may multiply what is on any device: to bring it there, torch's own function would wait for it.
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
 
 def by_value(limit: float) -> Clip:
@@ -206,6 +217,34 @@ class Share:
         self._optimizer = optimizer
         self._twin = twin_of(optimizer, groups, self.stand_ins)
 
+    @property
+    def gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Of the parameters that have one."""
+        return {p: stand_in.grad for p, stand_in in self.stand_ins.items() if stand_in.grad is not None}
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of one of the parameters: what changes in it has changed for the optimizer."""
+        state: dict[str, Any] = self._twin.state[self.stand_ins[parameter]]
+        return state
+
+    def elsewhere(
+        self, tensors: Mapping[nn.Parameter, Tensor], gradients: Mapping[nn.Parameter, Tensor], states: States
+    ) -> Optimizer:
+        """An optimizer that makes the same step of the same parameters where these tensors are.
+
+        Args:
+            tensors: each parameter there.
+            gradients: those that there are.
+            states: of each parameter, the optimizer's state. What is a tensor there is changed in place.
+        """
+        there = {self.stand_ins[p]: nn.Parameter(tensor, p.requires_grad) for p, tensor in tensors.items()}
+        numbers = {p: number for number, group in enumerate(self._twin.param_groups) for p in group["params"]}
+        twin = twin_of(self._twin, numbers, there)
+        for parameter, stand_in in self.stand_ins.items():
+            there[stand_in].grad = gradients.get(parameter)
+            twin.state[there[stand_in]] = states[parameter]
+        return twin
+
     def update(self, clip: Clip | None) -> None:
         """Clip the gradients, and step."""
         if clip is not None:
@@ -216,6 +255,54 @@ class Share:
                 self._optimizer.state[parameter] = self._twin.state[stand_in]
 
 
+class OpenUpdate:
+    """The event of an update that a device may make, as long as nobody waits for it: then the host does.
+
+    Args:
+        share: what is updated.
+        clip: changes the gradients before they are used; None if they are used as they are.
+        on_host: has the host make it.
+    """
+
+    def __init__(self, share: Share, clip: Clip | None, on_host: Callable[[], Event]) -> None:
+        self.share = share
+        self.clip = clip
+        self._on_host = on_host
+        self._event: Event | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody makes it yet."""
+        return self._event is None
+
+    def made_by(self, event: Event) -> None:
+        """A device makes it.
+
+        Args:
+            event: when the host has what it changes.
+        """
+        assert self.is_open
+        self._event = event
+
+    def made(self) -> Event:
+        """The end of the update, which the host makes if nobody does."""
+        if self._event is None:
+            self._event = self._on_host()
+        return self._event
+
+    def wait(self) -> None:
+        """Order what the caller computes next after it."""
+        self.made().wait()
+
+    def synchronize(self) -> None:
+        """Block until it is done."""
+        self.made().synchronize()
+
+    def done(self) -> bool:
+        """Whether it is done."""
+        return self._event is not None and self._event.done()
+
+
 class PostponedUpdate:
     """The update of parameters that goes on when a step has ended, in shares, on a stream of its own.
 
@@ -223,9 +310,14 @@ class PostponedUpdate:
         stream: runs it.
         devices: what runs meanwhile.
         overlap: where its seconds are counted.
+
+    Attributes:
+        bytes_per_second: of the parameters that the host has updated, at its fastest in a step; None before the first.
     """
 
     def __init__(self, stream: HostStream, devices: Sequence[Recorder], overlap: Overlap) -> None:
+        self.bytes_per_second: float | None = None
+        self._num_bytes, self._seconds = 0, 0.0
         self._stream = stream
         self._devices = devices
         self._overlap = overlap
@@ -234,29 +326,43 @@ class PostponedUpdate:
         self._events: dict[nn.Parameter, Event] = {}
         self._handles: list[RemovableHandle] = []
 
-    def start(self, optimizer: Optimizer, order: Iterable[Sequence[nn.Parameter]], clip: Clip | None) -> None:
+    def start(
+        self,
+        optimizer: Optimizer,
+        order: Iterable[Sequence[nn.Parameter]],
+        clip: Clip | None,
+        left_to_devices: Collection[int] = (),
+    ) -> None:
         """Ask for it.
 
         Args:
             optimizer: one that `why_not_separable` finds nothing against. Its parameters' ``grad`` stays, clipped.
             order: parameters in shares, those first that are needed first. What isn't among them comes last.
             clip: changes the gradients of each share before they are used.
+            left_to_devices: the numbers of the shares that stay open for a device.
         """
         self.finish()
         known = frozenset(optimizer.state)
         groups = enumerate(optimizer.param_groups)
         left = {p: number for number, group in groups for p in group["params"] if p.grad is not None}
         events: dict[nn.Parameter, Event] = {}
-        for parameters in [*order, list(left)]:
+        for number, parameters in enumerate([*order, list(left)]):
             members = {parameter: left.pop(parameter) for parameter in parameters if parameter in left}
-            if members:
-                event = self._stream.submit(partial(self._update, Share(optimizer, members), clip))
-                events.update(dict.fromkeys(members, event))
+            if not members:
+                continue
+            share = Share(optimizer, members)
+            # What is asked for late may be needed early.
+            on_host = partial(self._stream.submit, partial(self._update, share, clip), rank=number)
+            event: Event = OpenUpdate(share, clip, on_host) if number in left_to_devices else on_host()
+            events.update(dict.fromkeys(members, event))
         self._follow(optimizer, events, known)
 
     def _update(self, share: Share, clip: Clip | None) -> None:
+        start = time.perf_counter()
         with self._overlap.updating(share.stand_ins):
             share.update(clip)
+        self._num_bytes += sum(parameter.nbytes for parameter in share.stand_ins)
+        self._seconds += time.perf_counter() - start
 
     def follow(self, optimizer: Optimizer, events: dict[nn.Parameter, Event], known: Collection[Tensor]) -> None:
         """Take over what is under way.
@@ -283,6 +389,12 @@ class PostponedUpdate:
         """Whether some of these parameters are not updated yet."""
         return bool(self._events) and not all(event.done() for event in self._of(parameters))
 
+    def open_for(self, parameters: Iterable[nn.Parameter]) -> OpenUpdate | None:
+        """The update of these parameters, if it is one that nobody makes yet."""
+        events = self._of(parameters) if self._events else []
+        only = events[0] if len(events) == 1 else None
+        return only if isinstance(only, OpenUpdate) and only.is_open else None
+
     def is_of(self, parameters: Iterable[nn.Parameter], event: Event) -> bool:
         """Whether the update of all of these ends with an event, and nobody has waited for all updates since."""
         return all(self._events.get(parameter) is event for parameter in parameters)
@@ -295,7 +407,7 @@ class PostponedUpdate:
             meanwhile: called again and again, until it says that there is nothing left to do meanwhile.
         """
         if self._events and (events := self._of(parameters)):
-            self._overlap.wait_for(events, self._devices, meanwhile)
+            self._overlap.wait_for(_made(events), self._devices, meanwhile)
 
     def _of(self, parameters: Iterable[nn.Parameter]) -> list[Event]:
         return list(dict.fromkeys(self._events[p] for p in parameters if p in self._events))
@@ -309,11 +421,18 @@ class PostponedUpdate:
         if optimizer is None:
             return
         try:
-            self._overlap.wait_for(events, self._devices)
+            self._overlap.wait_for(_made(events), self._devices)
         finally:
             # Also what comes after a share that failed.
             self._stream.submit(lambda: None).synchronize()
             sort_state(optimizer, known)
+            self._note_speed()
+
+    def _note_speed(self) -> None:
+        """What holds one update up says nothing of the next: the fastest counts."""
+        if self._num_bytes and self._seconds > 0:
+            self.bytes_per_second = max(self.bytes_per_second or 0.0, self._num_bytes / self._seconds)
+        self._num_bytes, self._seconds = 0, 0.0
 
     def drain(self) -> None:
         """Wait until all parameters are updated, on the way out of another error."""
@@ -325,6 +444,11 @@ class PostponedUpdate:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def _made(events: Iterable[Event]) -> list[Event]:
+    """The ends of updates. From here on, the host makes those that nobody does, all of them."""
+    return [event.made() if isinstance(event, OpenUpdate) else event for event in events]
 
 
 def sort_state(optimizer: Optimizer, known: Collection[Tensor]) -> None:

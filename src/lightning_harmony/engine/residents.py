@@ -130,11 +130,25 @@ class Residents:
         return self.visit
 
     def _await_update(self, place: Place, work_bytes: int) -> None:
-        """Wait until the host has updated a pack. Those that follow it may have been updated sooner, and come."""
+        """Wait until the host has updated a pack. Those that follow it may have been updated sooner, and come.
+
+        Where that was left to this device, for room instead: the update comes with the pack.
+        """
         pack = place.pack
-        if pack.residency is None:
-            reserved_bytes = work_bytes + pack.swap_in_bytes
-            self.swapper.await_update(pack, lambda: not self.prefetch(place, reserved_bytes))
+        if pack.residency is not None:
+            return
+        if self.swapper.updates.open_bytes(pack) is not None:
+            if self._await_room_for(self.swapper.arriving_bytes(pack) + work_bytes, place):
+                return
+            self.swapper.updates.give_up(pack)
+        reserved_bytes = work_bytes + pack.swap_in_bytes
+        self.swapper.await_update(pack, lambda: not self.prefetch(place, reserved_bytes))
+
+    def _await_room_for(self, num_bytes: int, place: Place) -> bool:
+        """Wait for room, for which nothing makes way that is needed again; whether there is."""
+        while not self.device.room_for(num_bytes) and (self._make_room_at_once(place) or self._await_room()):
+            pass
+        return self.device.room_for(num_bytes)
 
     def admit(self, num_bytes: int) -> None:
         """Free what isn't needed now for something that comes from another device."""
@@ -240,7 +254,7 @@ class Residents:
                 if following is not place.pack:
                     reserved_bytes += following.swap_in_bytes
                 continue
-            if not self._make_room_ahead(following, following.swap_in_bytes + reserved_bytes, place):
+            if not self._make_room_ahead(following, self.swapper.arriving_bytes(following) + reserved_bytes, place):
                 return False
             self._due.pop(following.index, None)
             self.swapper.swap_in(following)
@@ -284,11 +298,8 @@ class Residents:
             num_bytes = self.swapper.updates.needed_bytes(self.packs[pack])
             if num_bytes is None:
                 continue
-            needed = num_bytes + work_bytes
-            # A plan has room for it, once all has left that it sends away; no other pack makes way.
-            while not self.device.room_for(needed) and (self._make_room_at_once(place) or self._await_room()):
-                pass
-            if self.device.room_for(needed):
+            # A plan has room for it, once all has left that it sends away.
+            if self._await_room_for(num_bytes + work_bytes, place):
                 self.swapper.updates.bring(self.packs[pack])
 
     def keep_graph(self, pack: SwappedPack, call: HasGraph) -> None:

@@ -65,7 +65,7 @@ class Swapper:
     def swap_in(self, pack: SwappedPack) -> None:
         """Start to copy a pack's weights and buffers to the device, if they aren't there."""
         if pack.residency is None:
-            if not self.updates.has(pack):
+            if not self.updates.has(pack) and not self.updates.take_over(pack):
                 self._update.wait_for(pack.parameters)
             # Views made in inference mode could not be written by a copy outside of it.
             with torch.inference_mode(False):
@@ -83,7 +83,13 @@ class Swapper:
 
     def is_current(self, pack: SwappedPack) -> bool:
         """Whether a swap-in would not have to wait for an update."""
-        return self.updates.has(pack) or not self._update.is_under_way(pack.parameters)
+        if self.updates.has(pack) or self.updates.open_bytes(pack) is not None:
+            return True
+        return not self._update.is_under_way(pack.parameters)
+
+    def arriving_bytes(self, pack: SwappedPack) -> int:
+        """What it takes on the device to swap a pack in, and to update it there where that is left to the device."""
+        return pack.swap_in_bytes + (self.updates.open_bytes(pack) or 0)
 
     def finish_reading(self) -> None:
         """Wait until all that was to be copied to the device has left the host: from here on, anyone may write there."""
