@@ -24,6 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # About the way in which LightningCLI calls it. A filter of warnings by its class would have every test need the package.
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     same_training.accelerator = config.getoption("--accelerator")
     if same_training.accelerator == "gpu":
         # Work space of a fixed and, for these small networks, small size: their sums then have one order.

@@ -763,7 +763,6 @@ def test_the_pytorch_profiler_records_the_step_and_its_layers(tmp_path: Path) ->
 # --- The command line.
 
 
-@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint")
 def test_the_command_line_fits_saves_its_config_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,6 @@ from lightning_harmony.subject import casting, on_meta
 pytestmark = [
     pytest.mark.cpu,
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
-    # Of jsonargparse, about the way in which LightningCLI calls it; once in a process.
-    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
 ]
 
 MACHINE = replace(H200, host_bytes=2**40, device_bytes=None, library_bytes=0)

@@ -197,7 +197,6 @@ def test_the_old_tree_clips_averages_validates_saves_resumes_tests_predicts_and_
         trainer_for("harmony", tree=package, num_nodes=2)
 
 
-@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 @pytest.mark.parametrize(("tree", "source"), SOURCES.items())
 def test_the_command_line_builds_the_strategy_from_a_config(
     tree: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,7 @@ from lightning_harmony.plan.search import SHORT_SECONDS
 WORTHWHILE_SHARE = 0.005
 # What a few packs don't hide, more won't.
 MOST_PACKS = 4
-# To launch the update of a smaller pack takes a device's thread as long as the host needs for it.
+# What is smaller is not worth the launches.
 LEAST_BYTES = 16 * 2**20
 
 
