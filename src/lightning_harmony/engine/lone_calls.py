@@ -58,6 +58,10 @@ class LoneCalls:
             layer.derive()
         self._model.follow(pack.parameters)
         try:
+            # Nothing else may take room: the host updates it, and what devices have updated leaves.
+            residents.swapper.await_update(pack)
+            while residents.device.retire(wait=True):
+                pass
             residents.swapper.swap_in(pack)
             assert pack.residency is not None
             pack.residency.ready.wait()

@@ -115,6 +115,8 @@ class Residents:
         """Bring the pack of a place, whatever was visited before."""
         coming: list[int] = []
         if alone:
+            # All memory is for its work: the host updates it.
+            self.swapper.await_update(place.pack)
             self.evict_all_but(place.pack)
         elif not self.plan.just_in_time:
             self._take_away()

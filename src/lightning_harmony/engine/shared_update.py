@@ -38,8 +38,8 @@ def _left_to_devices(
     # What computes with the host's own processor would not relieve it.
     if on_host is None or swap_in is None or not all(device.computes_apart for device in devices):
         return frozenset()
-    # Copies of a pack that come to several devices would have to be updated there one by one.
-    if not plan.just_in_time or (len(devices) > 1 and plan.parallel == "data"):
+    # Layer by layer, a step has no room for it. Copies of a pack on several devices would have to be updated one by one.
+    if plan.profile is None or not plan.just_in_time or (len(devices) > 1 and plan.parallel == "data"):
         return frozenset()
     packs = placement.in_order()
     device_of = {pack.index: plan.device_of(pack.index, 0) for pack in packs}
