@@ -168,6 +168,27 @@ def test_the_host_makes_what_there_is_no_room_for(shared: None) -> None:
     assert 0 < len(given_up) == len(set(given_up))
 
 
+class Fetching(Net):
+    """Fetches its batches itself, so that they cannot be split: each layer is called for a batch at once."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        batch, _, _ = next(dataloader_iter)
+        return super().training_step(batch, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+def test_a_call_outside_of_a_step_has_all_room_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a device brought for an update took room that the call needed."""
+
+    def left(optimizer: Any, placement: Any, *rates: float) -> frozenset[int]:
+        return frozenset(placement.residents[0].swapper.updates.postpone(optimizer, placement.packs))
+
+    monkeypatch.setattr(shared_update, "_left_to_devices", left)
+    module = build()
+    found, _ = train(Fetching(copy.deepcopy(module.net), module.make_optimizer), device_memory="64KiB")
+    compare(train_plain(copy.deepcopy(module), nets.tokens(8 * STEPS), 1, 8, gradient_clip_val=CLIP), found)
+
+
 class Failing(Net):
     """Its last forward fails behind the first layer."""
 
