@@ -168,6 +168,31 @@ def test_the_host_makes_what_there_is_no_room_for(shared: None) -> None:
     assert 0 < len(given_up) == len(set(given_up))
 
 
+def test_the_host_makes_what_the_system_locks_no_memory_for(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU copies at full speed where the host's memory is page-locked, of which some systems allow little."""
+
+    def locked(device: VirtualDevice, num_bytes: int) -> Tensor:
+        raise RuntimeError("cudaHostRegister failed with status 2")
+
+    asked: list[int] = []
+    make_fast = DeviceUpdates._make_fast
+
+    def refused(self: DeviceUpdates, pack: Any, states: Any) -> bool:
+        asked.append(pack.index)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(VirtualDevice, "copies_fast", lambda *_: False)
+            patch.setattr(VirtualDevice, "host_buffer", locked)
+            return make_fast(self, pack, states)
+
+    module = build()
+    monkeypatch.setattr(DeviceUpdates, "_make_fast", refused)
+    found, seen = train(module)
+    compare(plain(module), found)
+    assert seen.in_bytes == 0
+    # Not again in each step.
+    assert 0 < len(asked) == len(set(asked))
+
+
 class Fetching(Net):
     """Fetches its batches itself, so that they cannot be split: each layer is called for a batch at once."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -195,7 +195,13 @@ class CudaDevice(Device):
         address = buffer.data_ptr()
         status = int(runtime.cudaHostRegister(address, buffer.numel(), 0))
         if status != 0:
+            self._forget_error()
             raise RuntimeError(
                 f"cudaHostRegister failed with status {status} for {buffer.numel()} bytes of host memory"
             )
         return lambda: runtime.cudaHostUnregister(address)
+
+    def _forget_error(self) -> None:
+        """Let the next launch not report what has failed: whoever asked for it may do without."""
+        with suppress(RuntimeError), torch.no_grad():
+            torch.full((1,), 0.0, device=self.torch_device)

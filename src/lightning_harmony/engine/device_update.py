@@ -151,7 +151,9 @@ class DeviceUpdates:
 
     def needed_bytes(self, pack: SwappedPack) -> int | None:
         """What an update of a pack takes on the device beside its gradients; None if the device does not update it."""
-        if self._optimizer is None or self._step is None or not self._may_update or pack.index in self._arrived:
+        if self._optimizer is None or self._step is None or not self._may_update:
+            return None
+        if pack.index in self._arrived or pack.index in self._crowded:
             return None
         state = self._optimizer.state
         trained = [parameter for parameter in pack.parameters if parameter.requires_grad]
@@ -170,23 +172,26 @@ class DeviceUpdates:
         return all(value is not None for parameter in trained for value in state[parameter].values())
 
     def bring(self, pack: SwappedPack) -> None:
-        """Start to copy what an update of a pack needs to the device. There is room for it."""
+        """Start to copy what an update of a pack needs to the device, where there is room for it."""
         assert self._optimizer is not None
         state = self._optimizer.state
         trained = [parameter for parameter in pack.parameters if parameter.requires_grad]
         self._postponed.wait_for(trained)
-        there = self._make_place(trained, state)
+        there = self._make_place(pack, trained, state)
+        if there is None:
+            return
         copy = partial(_copy_all, [(there, host) for host, there in there.pairs])
         ready = self._device.start_copy(Errand.STATE_IN, "optimizer", there.num_bytes, copy, pack=pack.index)
         self._traffic.count_in("optimizer", there.num_bytes)
         self._arrived[pack.index] = _Arrived(there, ready)
 
-    def _make_place(self, trained: Sequence[nn.Parameter], state: Mapping[Any, dict[str, Any]]) -> _Place:
-        """Where parameters and their state come to."""
+    def _make_place(
+        self, pack: SwappedPack, trained: Sequence[nn.Parameter], state: Mapping[Any, dict[str, Any]]
+    ) -> _Place | None:
+        """Where parameters of a pack and their state come to; None where the host has no memory for that."""
         with torch.inference_mode(False), torch.no_grad():
-            with self._device.on_host():
-                for parameter in trained:
-                    self._make_fast(state[parameter])
+            if not self._make_fast(pack, [state[parameter] for parameter in trained]):
+                return None
             values = [(parameter, name, value) for parameter in trained for name, value in _tensors(state[parameter])]
             of_parameters, here = self._placed(trained)
             of_state, values_here = self._placed([value for _, _, value in values])
@@ -204,12 +209,22 @@ class DeviceUpdates:
         self._storages.append(weakref.ref(buffer.untyped_storage()))
         return buffer, [slot.view(buffer) for slot in slots]
 
-    def _make_fast(self, state: dict[str, Any]) -> None:
-        """Let the optimizer have its state where this device copies from and to at full speed."""
-        for name, value in _tensors(state):
-            if not self._device.copies_fast(value):
-                (slot,), num_bytes = lay_out([value])
-                state[name] = slot.view(self._device.host_buffer(num_bytes)).copy_(value)
+    def _make_fast(self, pack: SwappedPack, states: Iterable[dict[str, Any]]) -> bool:
+        """Let the optimizer have its state where this device copies from and to at full speed; whether it could be had there.
+
+        Where the system locks no more memory for it, the host updates the pack, as it can anyway.
+        """
+        try:
+            with self._device.on_host():
+                for state in states:
+                    for name, value in _tensors(state):
+                        if not self._device.copies_fast(value):
+                            (slot,), num_bytes = lay_out([value])
+                            state[name] = slot.view(self._device.host_buffer(num_bytes)).copy_(value)
+        except (RuntimeError, OSError, MemoryError):
+            self.give_up(pack)
+            return False
+        return True
 
     def forget(self) -> bool:
         """Make room: give up updates whose gradients are not there yet; whether there were any."""
@@ -312,7 +327,7 @@ class DeviceUpdates:
         return self._postponed.open_for(pack.parameters) if pack.index in self._open_bytes else None
 
     def give_up(self, pack: SwappedPack) -> None:
-        """There is no room to update a pack as it comes: the host does it, now and from now on."""
+        """There is no room here, or on the host, for what an update of a pack takes: the host does it, from now on."""
         self._crowded.add(pack.index)
 
     def take_over(self, pack: SwappedPack) -> bool:
@@ -328,7 +343,9 @@ class DeviceUpdates:
             return False
         share, clip, num_bytes = left.share, left.clip, self._open_bytes[pack.index]
         state = {parameter: share.state_of(parameter) for parameter in share.stand_ins}
-        place = self._make_place(list(share.stand_ins), state)
+        place = self._make_place(pack, list(share.stand_ins), state)
+        if place is None:
+            return False
         with torch.inference_mode(False), torch.no_grad():
             of_gradients, there = self._placed(list(share.gradients.values()))
         gradients = dict(zip(share.gradients, there, strict=True))
