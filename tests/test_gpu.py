@@ -488,7 +488,7 @@ def test_packs_that_the_gpu_updates_have_the_bits_of_the_hosts_update(
 def test_what_the_gpu_updates_of_a_clipped_step_has_the_bits_of_the_hosts_update(
     clip: float, slowed: str | None, precision: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which packs it makes depends on how fast it is and the host."""
+    """Which packs those are depends on how fast it and the host are."""
     import test_shared_update as shared
 
     module = shared.build(net=lambda: nets.Language(dropout=0.3))

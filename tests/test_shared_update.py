@@ -205,7 +205,7 @@ class Fetching(Net):
 def test_a_call_outside_of_a_step_has_all_room_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a device brought for an update took room that the call needed."""
 
-    def left(optimizer: Any, placement: Any, *rates: float) -> frozenset[int]:
+    def left(optimizer: Any, placement: Any, *rest: Any) -> frozenset[int]:
         return frozenset(placement.residents[0].swapper.updates.postpone(optimizer, placement.packs))
 
     monkeypatch.setattr(shared_update, "_left_to_devices", left)

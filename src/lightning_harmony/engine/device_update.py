@@ -20,16 +20,16 @@ from torch.optim import Optimizer
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.device_step import Step, step_on
 from lightning_harmony.engine.host_store import lay_out
-from lightning_harmony.engine.pack import Accumulator, SwappedPack
-from lightning_harmony.engine.postponed import Clip, OpenUpdate, PostponedUpdate, twin_of
+from lightning_harmony.engine.pack import SwappedPack
+from lightning_harmony.engine.postponed import Clip, OpenUpdate, PostponedUpdate, Share
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stream import Event
 from lightning_harmony.plan.task import Errand
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where what an update of a pack changes comes to on the device.
+class _OnDevice:
+    """What an update of a pack changes, where it is on the device or comes to.
 
     Attributes:
         buffers: one for the parameters, which stay, and one for the optimizer's state.
@@ -50,9 +50,9 @@ class _Place:
 
 
 class _Arrived(NamedTuple):
-    """What an update of a pack needs, there at the end of a copy."""
+    """What an update of a pack needs beside its gradients, there at the end of a copy."""
 
-    place: _Place
+    there: _OnDevice
     ready: Event
 
 
@@ -159,8 +159,7 @@ class DeviceUpdates:
         trained = [parameter for parameter in pack.parameters if parameter.requires_grad]
         if not self._can_update(self._step, state, trained):
             return None
-        values = [value for parameter in trained for _, value in _tensors(state[parameter])]
-        return lay_out(trained)[1] + lay_out(values)[1]
+        return _changed_bytes(trained, state)
 
     def _can_update(self, step: Step, state: Mapping[Any, dict[str, Any]], trained: Sequence[nn.Parameter]) -> bool:
         """Whether a step here has the host's bits for parameters of one pack alone."""
@@ -177,7 +176,7 @@ class DeviceUpdates:
         state = self._optimizer.state
         trained = [parameter for parameter in pack.parameters if parameter.requires_grad]
         self._postponed.wait_for(trained)
-        there = self._make_place(pack, trained, state)
+        there = self._allocate(pack, trained, state)
         if there is None:
             return
         copy = partial(_copy_all, [(there, host) for host, there in there.pairs])
@@ -185,10 +184,10 @@ class DeviceUpdates:
         self._traffic.count_in("optimizer", there.num_bytes)
         self._arrived[pack.index] = _Arrived(there, ready)
 
-    def _make_place(
+    def _allocate(
         self, pack: SwappedPack, trained: Sequence[nn.Parameter], state: Mapping[Any, dict[str, Any]]
-    ) -> _Place | None:
-        """Where parameters of a pack and their state come to; None where the host has no memory for that."""
+    ) -> _OnDevice | None:
+        """Memory for parameters of a pack and their state; None where the host has none to copy it from at full speed."""
         with torch.inference_mode(False), torch.no_grad():
             if not self._make_fast(pack, [state[parameter] for parameter in trained]):
                 return None
@@ -200,7 +199,7 @@ class DeviceUpdates:
             states[parameter][name] = value
         hosts = [*(parameter.detach() for parameter in trained), *(value for _, _, value in values)]
         pairs = list(zip(hosts, [*here, *values_here], strict=True))
-        return _Place((of_parameters, of_state), pairs, dict(zip(trained, here, strict=True)), states)
+        return _OnDevice((of_parameters, of_state), pairs, dict(zip(trained, here, strict=True)), states)
 
     def _placed(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """A buffer on the device for tensors, and where each of them is in it."""
@@ -246,13 +245,18 @@ class DeviceUpdates:
             return None
         if accumulator.includes_earlier or any(sums.dtype != p.dtype for (_, p), sums in accumulator.sums.items()):
             return None
-        place = arrived.place
+        there, optimizer, step = arrived.there, self._optimizer, self._step
+        assert optimizer is not None
+        assert step is not None
+        gradients = {parameter: accumulator.sums[layer, parameter] for layer, parameter in accumulator.touched}
+        numbers = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        share = Share(optimizer, {p: number for p, number in numbers.items() if p in gradients})
         arrived.ready.wait()
-        self._run(place, accumulator)
+        _updating(step, share, self._clip, there, gradients)()
         pack.accumulators = {}
         updated = self._device.record()
-        on_host = self._send(pack, place.buffers, place.pairs, updated)
-        self._stayed[pack.index] = Stayed(place.parameters, updated, on_host)
+        on_host = self._send(pack, there.buffers, there.pairs, updated)
+        self._stayed[pack.index] = Stayed(there.parameters, updated, on_host)
         return on_host
 
     def _send(
@@ -267,26 +271,6 @@ class DeviceUpdates:
         self._traffic.count_out("optimizer", num_bytes)
         return on_host
 
-    def _run(self, arrived: _Place, accumulator: Accumulator) -> None:
-        """Step the optimizer for those parameters of a pack that have gradients."""
-        optimizer = self._optimizer
-        assert optimizer is not None
-        assert self._step is not None
-        stand_ins: dict[nn.Parameter, nn.Parameter] = {}
-        for key in accumulator.touched:
-            stand_in = nn.Parameter(arrived.parameters[key[1]])
-            stand_in.grad = accumulator.sums[key]
-            stand_ins[key[1]] = stand_in
-        numbers = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        twin = twin_of(optimizer, {p: numbers[p] for p in numbers if p in stand_ins}, stand_ins)
-        for parameter, stand_in in stand_ins.items():
-            twin.state[stand_in] = arrived.states[parameter]
-        if self._clip is not None:
-            self._clip(list(stand_ins.values()))
-        self._step.run(twin)
-        for parameter in stand_ins:
-            _take_numbers(optimizer.state[parameter], arrived.states[parameter])
-
     # ---- the postponed update ------------------------------------------------------------------------------------------
 
     def postpone(self, optimizer: Optimizer, packs: Iterable[SwappedPack]) -> dict[int, int]:
@@ -299,17 +283,16 @@ class DeviceUpdates:
         Returns:
             Of the packs that it could update as well as the host, what that brings here.
         """
-        self._postponed_step = step = step_on(self._device, optimizer)
-        self._open_bytes = {}
-        for pack in packs if step is not None else ():
-            assert step is not None
+        self._postponed_step, self._open_bytes = step_on(self._device, optimizer), {}
+        if self._postponed_step is None:
+            return {}
+        for pack in packs:
             trained = [parameter for parameter in pack.parameters if parameter.grad is not None]
             if pack.index in self._crowded or not all(map(self._can_bring_gradient, trained)):
                 continue
-            if self._can_update(step, optimizer.state, trained):
-                values = [value for parameter in trained for _, value in _tensors(optimizer.state[parameter])]
+            if self._can_update(self._postponed_step, optimizer.state, trained):
                 # Gradients are as large as what they are of.
-                self._open_bytes[pack.index] = sum(lay_out(tensors)[1] for tensors in (trained, trained, values))
+                self._open_bytes[pack.index] = _changed_bytes(trained, optimizer.state) + lay_out(trained)[1]
         return self._open_bytes
 
     def _can_bring_gradient(self, parameter: nn.Parameter) -> bool:
@@ -342,32 +325,25 @@ class DeviceUpdates:
         if left is None or step is None or not self._device.room_for(self._open_bytes[pack.index] + pack.swap_in_bytes):
             return False
         share, clip, num_bytes = left.share, left.clip, self._open_bytes[pack.index]
-        state = {parameter: share.state_of(parameter) for parameter in share.stand_ins}
-        place = self._make_place(pack, list(share.stand_ins), state)
-        if place is None:
+        there = self._allocate(pack, list(share.stand_ins), share.states)
+        if there is None:
             return False
         with torch.inference_mode(False), torch.no_grad():
-            of_gradients, there = self._placed(list(share.gradients.values()))
-        gradients = dict(zip(share.gradients, there, strict=True))
-        coming = [*place.pairs, *zip(share.gradients.values(), there, strict=True)]
-        twin = share.elsewhere(place.parameters, gradients, place.states)
-        run = step.run
+            of_gradients, sums = self._placed(list(share.gradients.values()))
+        coming = [*there.pairs, *zip(share.gradients.values(), sums, strict=True)]
+        update = _updating(step, share, clip, there, dict(zip(share.gradients, sums, strict=True)))
 
         def bring_and_update() -> None:
-            _copy_all([(there, host) for host, there in coming])
-            if clip is not None:
-                clip([parameter for group in twin.param_groups for parameter in group["params"]])
-            run(twin)
-            for parameter, numbers in place.states.items():
-                _take_numbers(state[parameter], numbers)
+            _copy_all([(on_device, host) for host, on_device in coming])
+            update()
 
         updated = self._device.start_copy(Errand.STATE_IN, "optimizer", num_bytes, bring_and_update, pack=pack.index)
         self._traffic.count_in("optimizer", num_bytes)
         # Whoever looks at gradients finds them as the clip leaves them.
-        leaving = place.pairs if clip is None else coming
-        buffers = place.buffers if clip is None else (*place.buffers, of_gradients)
+        leaving = there.pairs if clip is None else coming
+        buffers = there.buffers if clip is None else (*there.buffers, of_gradients)
         left.made_by(self._send(pack, buffers, leaving, updated))
-        self._stayed[pack.index] = Stayed(place.parameters, updated, left)
+        self._stayed[pack.index] = Stayed(there.parameters, updated, left)
         return True
 
     # ---- what stays ----------------------------------------------------------------------------------------------------
@@ -399,6 +375,28 @@ def _tensors(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     for name, value in state.items():
         if isinstance(value, Tensor) and value.dim() > 0:
             yield name, value
+
+
+def _changed_bytes(trained: Sequence[nn.Parameter], state: Mapping[Any, dict[str, Any]]) -> int:
+    """What of an update comes to a device and goes back: parameters, and their state."""
+    values = [value for parameter in trained for _, value in _tensors(state[parameter])]
+    return lay_out(trained)[1] + lay_out(values)[1]
+
+
+def _updating(
+    step: Step, share: Share, clip: Clip | None, there: _OnDevice, gradients: Mapping[nn.Parameter, Tensor]
+) -> Callable[[], None]:
+    """What clips gradients, and makes a share of an update on a device."""
+    twin, states = share.elsewhere(there.parameters, gradients, there.states), share.states
+
+    def update() -> None:
+        if clip is not None:
+            clip([parameter for group in twin.param_groups for parameter in group["params"]])
+        step.run(twin)
+        for parameter, state in states.items():
+            _take_numbers(state, there.states[parameter])
+
+    return update
 
 
 def _take_numbers(state: dict[str, Any], changed: dict[str, Any]) -> None:

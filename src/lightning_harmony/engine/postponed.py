@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_harmony.engine.cores import run_anywhere
+from lightning_harmony.engine.profile import Speed
 from lightning_harmony.engine.stream import Event, HostEvent, HostStream
 
 # Changes the gradients of some parameters in place, whichever they are.
@@ -222,10 +223,10 @@ class Share:
         """Of the parameters that have one."""
         return {p: stand_in.grad for p, stand_in in self.stand_ins.items() if stand_in.grad is not None}
 
-    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's state of one of the parameters: what changes in it has changed for the optimizer."""
-        state: dict[str, Any] = self._twin.state[self.stand_ins[parameter]]
-        return state
+    @property
+    def states(self) -> States:
+        """Of each parameter, the optimizer's state: what changes in it has changed for the optimizer."""
+        return {parameter: self._twin.state[stand_in] for parameter, stand_in in self.stand_ins.items()}
 
     def elsewhere(
         self, tensors: Mapping[nn.Parameter, Tensor], gradients: Mapping[nn.Parameter, Tensor], states: States
@@ -233,11 +234,11 @@ class Share:
         """An optimizer that makes the same step of the same parameters where these tensors are.
 
         Args:
-            tensors: each parameter there.
+            tensors: where each parameter is, and maybe others.
             gradients: those that there are.
             states: of each parameter, the optimizer's state. What is a tensor there is changed in place.
         """
-        there = {self.stand_ins[p]: nn.Parameter(tensor, p.requires_grad) for p, tensor in tensors.items()}
+        there = {stand_in: nn.Parameter(tensors[p], p.requires_grad) for p, stand_in in self.stand_ins.items()}
         numbers = {p: number for number, group in enumerate(self._twin.param_groups) for p in group["params"]}
         twin = twin_of(self._twin, numbers, there)
         for parameter, stand_in in self.stand_ins.items():
@@ -312,12 +313,11 @@ class PostponedUpdate:
         overlap: where its seconds are counted.
 
     Attributes:
-        bytes_per_second: of the parameters that the host has updated, at its fastest in a step; None before the first.
+        fastest: of what the host has updated, in the step in which that was fastest.
     """
 
     def __init__(self, stream: HostStream, devices: Sequence[Recorder], overlap: Overlap) -> None:
-        self.bytes_per_second: float | None = None
-        self._num_bytes, self._seconds = 0, 0.0
+        self.fastest, self._speed_of_step = Speed(), Speed()
         self._stream = stream
         self._devices = devices
         self._overlap = overlap
@@ -361,8 +361,7 @@ class PostponedUpdate:
         start = time.perf_counter()
         with self._overlap.updating(share.stand_ins):
             share.update(clip)
-        self._num_bytes += sum(parameter.nbytes for parameter in share.stand_ins)
-        self._seconds += time.perf_counter() - start
+        self._speed_of_step.note(sum(parameter.nbytes for parameter in share.stand_ins), time.perf_counter() - start)
 
     def follow(self, optimizer: Optimizer, events: dict[nn.Parameter, Event], known: Collection[Tensor]) -> None:
         """Take over what is under way.
@@ -426,13 +425,8 @@ class PostponedUpdate:
             # Also what comes after a share that failed.
             self._stream.submit(lambda: None).synchronize()
             sort_state(optimizer, known)
-            self._note_speed()
-
-    def _note_speed(self) -> None:
-        """What holds one update up says nothing of the next: the fastest counts."""
-        if self._num_bytes and self._seconds > 0:
-            self.bytes_per_second = max(self.bytes_per_second or 0.0, self._num_bytes / self._seconds)
-        self._num_bytes, self._seconds = 0, 0.0
+            self.fastest.keep_faster(self._speed_of_step)
+            self._speed_of_step = Speed()
 
     def drain(self) -> None:
         """Wait until all parameters are updated, on the way out of another error."""

@@ -115,8 +115,6 @@ class Residents:
         """Bring the pack of a place, whatever was visited before."""
         coming: list[int] = []
         if alone:
-            # All memory is for its work: the host updates it.
-            self.swapper.await_update(place.pack)
             self.evict_all_but(place.pack)
         elif not self.plan.just_in_time:
             self._take_away()
@@ -325,7 +323,8 @@ class Residents:
         return bool(calls)
 
     def evict_all_but(self, pack: SwappedPack) -> None:
-        """Leave one pack alone on the device, with all memory for its work."""
+        """Leave one pack alone on the device, with all memory for its work: the host has updated it."""
+        self.swapper.await_update(pack)
         for other in self.packs:
             if other is not pack:
                 self.evict(other)

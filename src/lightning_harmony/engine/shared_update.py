@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.optim import Optimizer
 
+from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.placement import Placement
 from lightning_harmony.engine.postponed import Clip, PostponedUpdate
 from lightning_harmony.plan.device_updates import Postponed, left_to_devices
@@ -26,14 +29,19 @@ def start_postponed(
         swap_in_bytes_per_second: of copies to a device; None if that isn't known.
     """
     packs = placement.in_order()
-    places = _left_to_devices(optimizer, placement, update.bytes_per_second, swap_in_bytes_per_second)
+    on_host = update.fastest.bytes_per_second
+    places = _left_to_devices(optimizer, placement, packs, on_host, swap_in_bytes_per_second)
     update.start(optimizer, [pack.parameters for pack in packs], clip, places)
 
 
 def _left_to_devices(
-    optimizer: Optimizer, placement: Placement, on_host: float | None, swap_in: float | None
+    optimizer: Optimizer,
+    placement: Placement,
+    packs: Sequence[SwappedPack],
+    on_host: float | None,
+    swap_in: float | None,
 ) -> frozenset[int]:
-    """Which packs devices update as they come, by their places."""
+    """Which of these packs devices update as they come, by their places."""
     plan, devices = placement.plan, [residents.device for residents in placement.residents]
     # What computes with the host's own processor would not relieve it.
     if on_host is None or swap_in is None or not all(device.computes_apart for device in devices):
@@ -41,7 +49,6 @@ def _left_to_devices(
     # Layer by layer, a step has no room for it. Copies of a pack on several devices would have to be updated one by one.
     if plan.profile is None or not plan.just_in_time or (len(devices) > 1 and plan.parallel == "data"):
         return frozenset()
-    packs = placement.in_order()
     device_of = {pack.index: plan.device_of(pack.index, 0) for pack in packs}
     able: dict[int, int] = {}
     for number, residents in enumerate(placement.residents):

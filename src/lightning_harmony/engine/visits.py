@@ -191,8 +191,7 @@ class Visits:
     def _time_swap_in(self, residents: Residents, place: Place, work_bytes: int) -> None:
         """Bring a layer to an empty device, and time its copy."""
         pack = place.pack
-        # An update of the step before that goes on is no part of the copy.
-        residents.swapper.await_update(pack)
+        # What that waits for, an update of the step before, is no part of the copy.
         residents.evict_all_but(pack)
         with self._profiler.swapping_in(pack.layers[0], residents.device):
             residents.enter(place, work_bytes, alone=True)
