@@ -220,11 +220,13 @@ class Visits:
         if phase is Phase.BACKWARD:
             sums_here = pack.index not in plan.spread or residents is self._placement.home_of(pack.index)
             gradients = pack.gradient_layout()[1] if sums_here and not pack.accumulators else 0
-            # What was measured made the graph anew.
-            return gradients + (max(work - seen.graph_bytes(layers), 0) if residents.has_graphs(pack) else work)
+            if residents.has_graphs(pack):
+                # What was measured made each graph anew.
+                work = max(max(seen.bytes([layer], phase) - seen.graph_bytes([layer]), 0) for layer in layers)
+            return gradients + work
+        if fused and pack.index == plan.visits[-1] and layers[-1] is pack.layers[-1]:
+            # The backward of the loss counts to the last layer's. It is a part of this turn, and finds graphs there.
+            work = max(work, seen.bytes(layers[-1:], Phase.BACKWARD))
         if fused or pack.index in plan.kept:
             work += seen.graph_bytes(layers)
-        if fused and pack.index == plan.visits[-1]:
-            # A fused lane comes to its backward by itself, but the loss's is a part of this turn.
-            work = max(work, seen.bytes(layers, Phase.BACKWARD))
         return work
