@@ -337,6 +337,7 @@ class Executor:
                     device.catch_up()
                 upstream = self._runtime.sent(self._upstream, self._runtime.home(loss))
             else:
+                self._visits.enter_loss(progress)
                 # Made where it is needed: to copy it to a GPU, the host would wait for all that was launched there.
                 upstream = torch.full((), self._step.predicted, device=loss.device)
             progress.differentiating = True
@@ -551,6 +552,8 @@ class Executor:
             pack = self._residents[number].packs[request.pack]
             self._visits.enter(progress, Place(pack, request.phase, request.position))
             self._step.turns.take(progress, number)
+        elif request is not None:
+            self._visits.enter_loss(progress)
         if self.on_switch is not None:
             self.on_switch(progress.lane.microbatch)
         phase = Phase.FORWARD if request is None else request.phase

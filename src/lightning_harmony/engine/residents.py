@@ -105,7 +105,10 @@ class Residents:
         if visit is not None and visit.place == place and place.pack.residency is not None and self.plan.groups:
             # A further lane in the same pack: only the room that the last one took may be missing.
             visit.reserved_bytes = work_bytes
-            self.ensure_room(work_bytes, place)
+            if alone:
+                self.await_leaving()
+            else:
+                self.ensure_room(work_bytes, place)
         else:
             visit = self.begin_visit(place, work_bytes, alone=alone)
         if not alone and not visit.has_prefetched:
@@ -225,6 +228,11 @@ class Residents:
         if over:
             self._evict_one_of(over, place)
         return bool(over)
+
+    def await_leaving(self) -> None:
+        """Wait until all has gone that is on its way out, for what may need all memory there is."""
+        while self._await_room():
+            pass
 
     def _await_room(self) -> bool:
         """Wait for the oldest copy that leaves room; whether there was one."""

@@ -172,6 +172,25 @@ class Visits:
         if sharing and place.phase is Phase.FORWARD:
             residents.swapper.read_again(place.pack)
 
+    def enter_loss(self, progress: LaneProgress) -> None:
+        """A lane comes to the backward of its loss, which counts to the last layer's: make room for it.
+
+        Who goes through the fused packs at once has had room made for that, too.
+        """
+        plan = self._placement.plan
+        if not plan.visits or self._is_fused(plan.visits[-1], Phase.FORWARD):
+            return
+        index = plan.visits[-1]
+        residents = self._placement.residents[plan.device_of(index, progress.lane.microbatch)]
+        with torch.no_grad(), no_dispatch(), residents.device.scheduling():
+            if self._observer.is_measuring:
+                residents.await_leaving()
+                return
+            pack = residents.packs[index]
+            position = plan.position(Phase.BACKWARD, index, progress.position[Phase.BACKWARD])
+            work_bytes = self._observer.work.bytes(pack.layers[-1:], Phase.BACKWARD)
+            residents.ensure_room(work_bytes, Place(pack, Phase.BACKWARD, position))
+
     def note_task(self, number: int, progress: LaneProgress, phase: Phase, pack: SwappedPack | None) -> None:
         """Record what a lane does: before the first layer, and from its loss to the last, something to that layer's pack."""
         if not self._recorder.is_recording:
