@@ -338,7 +338,7 @@ class Residents:
                 self.evict(other)
                 if other.accumulators:
                     self.swapper.park_gradients(other)
-        self.drain()
+        self.await_leaving()
 
     def _take_away(self) -> None:
         """Leave no weights and no sums on the device."""
