@@ -92,18 +92,19 @@ class Watch:
             yield
 
 
-def language() -> Net:
+def language(num_blocks: int = 5) -> Net:
     torch.manual_seed(0)
-    net = nets.Language(num_blocks=5)
+    net = nets.Language(num_blocks=num_blocks)
     # So that the backward of the loss takes more than that of any layer.
     net.head = nn.Linear(nets.WIDTH, 16 * nets.VOCABULARY, bias=False)
     return Net(net)
 
 
-def train(module: Net, plan: Plan | None, precision: str) -> Plan:
+def train(module: Net, plan: Plan | None, precision: str, devices: int = 1) -> Plan:
     """Train without a capacity, so that nothing but lanes allocates once all has come; returns the plan."""
     strategy = HarmonyStrategy(num_microbatches=2, plan=plan, profile_cache=False)
-    train_harmony(copy.deepcopy(module), TOKENS, strategy, 4, with_gradients=False, precision=precision)
+    options = {"precision": precision, "devices": devices}
+    train_harmony(copy.deepcopy(module), TOKENS, strategy, 4, with_gradients=False, **options)
     assert strategy.plan is not None
     return strategy.plan
 
@@ -138,6 +139,25 @@ def test_there_is_room_for_what_a_visit_allocates(
         train(module, plan, precision)
     assert len(watch.short) == 2 * len(sizes)
     assert {where: short for where, short in watch.short.items() if short > NUMBERS} == {}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+def test_there_is_room_for_the_backward_of_a_loss_on_the_last_of_several_devices(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It was measured on the first device, where it allocates nothing, wherever the last pack was.
+    module, num_packs = language(num_blocks=4), 6
+    changes: dict[str, Any] = {"kept": frozenset()} | ({} if fused else {"first_fused": num_packs})
+    plan = repacked(train(module, None, "32-true", devices=2), [1] * num_packs, **changes)
+    assert plan.device_of(plan.visits[-1], 0) == 1
+    watch = Watch()
+    with watch.on(monkeypatch):
+        train(module, plan, "32-true", devices=2)
+    assert len(watch.short) == 2 * num_packs
+    # Labels come to the loss from the first device.
+    labels_bytes = TOKENS[:2, 1:].nbytes
+    assert {where: short for where, short in watch.short.items() if short > NUMBERS + labels_bytes} == {}
 
 
 @pytest.mark.cpu

@@ -148,11 +148,12 @@ class Turns:
         return chosen
 
     def device_of(self, progress: LaneProgress) -> int:
-        """The number of the device of what a lane asks for."""
-        request = progress.lane.request
-        if not self._has_several_devices or request is None or request.pack is None:
+        """The number of the device of what a lane asks for: the backward of its loss, where the last pack is."""
+        request, visits = progress.lane.request, self._plan.visits
+        if not self._has_several_devices or request is None or not visits:
             return 0
-        return self._plan.device_of(request.pack, progress.lane.microbatch)
+        pack = request.pack if request.pack is not None else visits[-1]
+        return self._plan.device_of(pack, progress.lane.microbatch)
 
     def take(self, progress: LaneProgress, device: int) -> None:
         """A lane has its turn in a pack on a device."""
