@@ -297,6 +297,43 @@ def test_an_iterator_over_batches_is_not_split() -> None:
         trainer_for(harmony(**TIGHT)).validate(Iterating(), batches(), verbose=False)
 
 
+class Gathering(torch.nn.LSTM):
+    """Leaves its weights in one memory, as `torch.nn.LSTM` does on GPUs where it finds them elsewhere: here in each call."""
+
+    def forward(self, x: Tensor, hx: Any = None) -> Any:
+        weights = list(self.parameters())
+        memory = torch.cat([weight.detach().flatten() for weight in weights])
+        with torch.no_grad():
+            for weight, part in zip(weights, memory.split([weight.numel() for weight in weights]), strict=True):
+                weight.set_(part.view_as(weight))
+        return super().forward(x, hx)
+
+
+class Recurrent(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Gathering(nets.WIDTH, nets.WIDTH, batch_first=True) for _ in range(2))
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        x = self.net.embed(batch)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_recurrent_layers_whose_weights_cudnn_gathers_predict(inference_mode: bool) -> None:
+    # In inference mode that counted as a change of the weights in the forward, and each evaluation on a GPU was refused.
+    torch.manual_seed(1)
+    module, loader = Recurrent(), DataLoader(nets.tokens(64), batch_size=16)
+    plain, ours = (
+        trainer_for(strategy, inference_mode=inference_mode).predict(copy.deepcopy(module), loader)
+        for strategy in ("auto", harmony(device_memory=None))
+    )
+    assert len(plain) == 4
+    assert all(torch.equal(one, other) for one, other in zip(plain, ours, strict=True))
+
+
 class Permuted(Model):
     """A weight's products with what lies in memory in another order, in a layer and between layers."""
 

@@ -80,7 +80,7 @@ class Metered(Model):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.meter.add(1.0)
-        self.held["metric"].update(loss.detach())
+        self.held["metric"].to(loss.device).update(loss.detach())
         return loss
 
 

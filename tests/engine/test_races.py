@@ -53,6 +53,43 @@ OF_OTHER_DEVICES: Mapping[str, Callable[[], nn.Module]] = {
 }
 
 
+class Transforms(nets.Language):
+    """Transforms between the layers find parameters and constants that are on another device than what they go over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixings = nn.ParameterList([torch.randn(nets.WIDTH, nets.WIDTH) / nets.WIDTH for _ in range(4)])
+
+    def body(self, x: Tensor) -> Tensor:
+        first = x = self.blocks[0](x)
+        for block, mixing in zip(self.blocks[1:], self.mixings, strict=False):
+            x = block(x)
+            x = x + torch.vmap(lambda row, mixing=mixing: torch.tanh(row @ mixing) * (first[0] + mixing[0]))(x)
+            x = x + torch.vmap(lambda column, x=x: x @ column, out_dims=-1)(mixing.clone())
+        return x
+
+
+class Seeing(nets.Block):
+    """A block that computes by a tensor that is set on what it takes."""
+
+    def forward(self, x: Any) -> Tensor:
+        return super().forward(x * x.scale)
+
+
+class SetsOnActivations(nets.Language):
+    """What is set on an activation is on the device of the layer before, or on that of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Seeing() for _ in range(4))
+
+    def body(self, x: Any) -> Tensor:
+        for block in self.blocks:
+            x.scale = x.detach().mean(-1, keepdim=True) + 1
+            x = block(x)
+        return x
+
+
 class CheckpointedGlue(nets.Language):
     """The glue around layers runs again in the backward."""
 
@@ -131,6 +168,11 @@ OF_THE_BACKWARD: Mapping[str, Callable[[], nn.Module]] = {
     "mixes": Mixes,
     "differentiates": Differentiates,
 }
+# Transforms and layers that find tensors which nobody has given them as operands.
+THAT_FIND_TENSORS: Mapping[str, Callable[[], nn.Module]] = {
+    "transforms": Transforms,
+    "set-on-activations": SetsOnActivations,
+}
 
 
 class OnGpu(Net):
@@ -167,7 +209,7 @@ def find_races(
 ) -> list[str]:
     """Train a network for some steps; what was found."""
     torch.manual_seed(0)
-    module = OnGpu({**ALL, **OF_OTHER_DEVICES, **OF_THE_BACKWARD}[net]())
+    module = OnGpu({**ALL, **OF_OTHER_DEVICES, **OF_THE_BACKWARD, **THAT_FIND_TENSORS}[net]())
     samples: Any = pairs() * 2 if net in OF_OTHER_DEVICES else nets.tokens(8 * steps)
     # So small that the stash takes what these networks pass on.
     monkeypatch.setattr("lightning_harmony.engine.stash.SMALLEST_BYTES", 512)
@@ -193,6 +235,15 @@ def test_nothing_races(monkeypatch: pytest.MonkeyPatch, net: str, device_memory:
 @pytest.mark.parametrize("net", OF_OTHER_DEVICES)
 def test_layers_reach_tensors_on_other_devices(monkeypatch: pytest.MonkeyPatch, net: str, device_memory: Any) -> None:
     """Such operations used to be refused by torch, operands of two GPUs in one."""
+    assert find_races(monkeypatch, net, device_memory=device_memory) == []
+
+
+@pytest.mark.parametrize("device_memory", [None, "22KiB"])
+@pytest.mark.parametrize("net", THAT_FIND_TENSORS)
+def test_transforms_and_layers_find_tensors_on_other_devices(
+    monkeypatch: pytest.MonkeyPatch, net: str, device_memory: Any
+) -> None:
+    # On two GPUs torch refused a parameter beside what torch.vmap goes over, and a tensor that is set on an activation.
     assert find_races(monkeypatch, net, device_memory=device_memory) == []
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.containers import Containers
 from lightning_harmony.engine.glue import StandIn
@@ -38,7 +39,7 @@ class CallArguments:
     Attributes:
         structure: equal for calls that have it in common.
         numbers: of each leaf, which of the tensors it is; None for one that is no tensor.
-        have_objects: whether there are some among them whose content is not known.
+        have_objects: whether there are some among them, or set on the tensors, in which others may be than are among them.
     """
 
     def __init__(
@@ -47,13 +48,13 @@ class CallArguments:
         self._containers = Containers(args, kwargs)
         self._arguments = arguments
         self.structure = arguments.structure
-        self.have_objects = any(is_opaque(leaf) for leaf in leaves)
         # The same tensor in two places stays one tensor: layers ask `query is key`, and sums keep their order.
         unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         numbers = {key: number for number, key in enumerate(unique)}
         self.numbers = [numbers.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in leaves]
         self._of_caller = list(unique.values())
         self._guises = [Guise.of(tensor) for tensor in self._of_caller]
+        self.have_objects = any(map(is_opaque, leaves)) or any(map(_may_hide_tensors, filter(None, self._guises)))
 
     @classmethod
     def taken_apart(
@@ -103,6 +104,10 @@ class CallArguments:
     def forget(self) -> None:
         """No call will be made again."""
         self._guises = []
+
+
+def _may_hide_tensors(guise: Guise) -> bool:
+    return any(isinstance(value, Tensor) or is_opaque(value) for value in tree_leaves(dict(guise.attributes)))
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -18,6 +18,7 @@ from lightning_harmony.engine.operations import changes_first
 from lightning_harmony.engine.pack import Residency
 from lightning_harmony.engine.stash import Stashed
 from lightning_harmony.engine.strides import copied
+from lightning_harmony.engine.tree import unwrapped
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.task import Phase
 
@@ -228,9 +229,7 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
 
     def owned(tensor: Tensor) -> Tensor:
         """A view of the parameter would change under the user's hands when the parameter is swapped out."""
-        held = tensor
-        while torch._C._functorch.is_functorch_wrapped_tensor(held):
-            held = torch._C._functorch.get_unwrapped(held)
+        held = unwrapped(tensor)
         return tensor.clone() if any(lies_in(held, weight) for weight in real.values()) else tensor
 
     return tree_map_only(Tensor, owned, result)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
@@ -17,7 +19,7 @@ from lightning_harmony.engine.layer import version_of
 from lightning_harmony.engine.operations import changes_first
 from lightning_harmony.engine.shared import storage_of
 from lightning_harmony.engine.transfer import LaneTransfers, Transfers, changed_since
-from lightning_harmony.engine.tree import tensors_of
+from lightning_harmony.engine.tree import tensors_of, unwrapped
 
 
 class OneDevice(TorchFunctionMode):
@@ -61,12 +63,12 @@ class OneDevice(TorchFunctionMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            # What a transform such as torch.vmap has wrapped is nowhere: it runs where it is.
-            return func(*args, **kwargs)
         tensors = tensors_of(*args, *kwargs.values())
         if any(isinstance(tensor, StandIn) for tensor in tensors):
             # It comes again, with the parameters in their stand-ins' places.
+            return func(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            args, kwargs = self._transformed(func, args, kwargs, tensors)
             return func(*args, **kwargs)
         if func in _DIFFERENTIATING:
             return self._differentiate(func, args, kwargs)
@@ -95,6 +97,21 @@ class OneDevice(TorchFunctionMode):
         # What changes its operands does not always look like it.
         self._lane.made([*changed_since(used, versions), *made])
         return result
+
+    def _transformed(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Operands within a transform such as torch.vmap: what that has wrapped stays where it is, and others come there."""
+        wrapped = [tensor for tensor in tensors if is_functorch_wrapped_tensor(tensor)]
+        target = self._transfers.home(unwrapped(wrapped[0])) if wrapped else self._target(func, args, kwargs, tensors)
+
+        def moved(tensor: Tensor) -> Tensor:
+            if target is None or is_functorch_wrapped_tensor(tensor) or self._transfers.home(tensor) in (None, target):
+                return tensor
+            # Out of sight of the transform: it is a constant to it.
+            with temporarily_clear_interpreter_stack():
+                return self._lane.moved(tensor, target)
+
+        args, kwargs = tree_map_only(Tensor, moved, (args, kwargs))
+        return args, kwargs
 
     def _differentiate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a backward of the user's: from gradients that are where its outputs are, and with this mode on for its glue."""
@@ -160,6 +177,8 @@ class OneDevice(TorchFunctionMode):
         return gradient if home is None else self._lane.moved(gradient, home)
 
     def _target(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> int:
+        if not tensors:
+            return 0
         chosen = max(tensors, key=lambda tensor: (self._transfers.home(tensor) is not None, tensor.numel()))
         if args and changes_first(getattr(func, "__name__", "")) and isinstance(args[0], Tensor):
             chosen = args[0]

@@ -66,8 +66,10 @@ class Transfers:
     def copy_from(self, home: int, tensor: Tensor, to: int, task: Task | None = None) -> Tensor:
         """A copy on another device of a tensor that is on one."""
         came_from, target = self.devices[home], self.devices[to]
+        # A weight is no tensor of inference mode, nor is its copy: views of the latter would not tell that it needs gradients.
+        is_inference = torch.is_inference_mode_enabled() and tensor.is_inference()
         # Not through the mode below: its choice of a device is not the one that is asked for here.
-        with torch._C.DisableTorchFunction(), target.selected(), torch.no_grad():
+        with torch._C.DisableTorchFunction(), target.selected(), torch.inference_mode(is_inference), torch.no_grad():
             source = compact(tensor.detach())
             num_bytes = source.numel() * source.element_size()
             self._admit(to, num_bytes)
@@ -132,7 +134,12 @@ class LaneTransfers:
 
     def moved(self, tensor: Tensor, to: int) -> Tensor:
         """The tensor on a device, differentiable: each use brings its own gradient back, in the order of one device."""
-        return _moved(tensor, self.copy(tensor, to), self._transfers)
+        copied = self.copy(tensor, to)
+        if copied is not tensor and tensor.requires_grad and not torch.is_grad_enabled():
+            # Kernels ask whether a weight needs gradients, with or without a graph, and sum in another order if it does.
+            with torch.inference_mode(copied.is_inference()):
+                return copied.detach().requires_grad_()
+        return _moved(tensor, copied, self._transfers)
 
 
 def changed_since(tensors: Sequence[Tensor], versions: Sequence[int]) -> list[Tensor]:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -48,6 +49,13 @@ def tensors_of(*values: Any) -> list[Tensor]:
     if not _LEAVES.issuperset(map(type, values)):
         values = tuple(tree_leaves(values))
     return [value for value in values if isinstance(value, Tensor)]
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that transforms such as torch.vmap have wrapped; itself if none has."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def flatten(value: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:

@@ -18,7 +18,7 @@ class UnchangedWeights:
 
     def __init__(self, layer: SwappedLayer, residency: Residency) -> None:
         self._layer, self._residency = layer, residency
-        self._memory = self._memory_now()
+        self._memory, self._gathered = self._memory_now()
         # All weights of a pack are views of one buffer, and count their changes together.
         self._version = residency.weights._version
 
@@ -28,15 +28,20 @@ class UnchangedWeights:
         Raises:
             UnsupportedModelError: if it changed a weight.
         """
-        if self._memory_now() != self._memory:
+        memory, gathered = self._memory_now()
+        if memory != self._memory:
             raise UnsupportedModelError(changes_data(self._layer))
-        if self._residency.weights._version != self._version:
+        # In inference mode, to gather weights counts as a change of them.
+        if gathered == self._gathered and self._residency.weights._version != self._version:
             raise UnsupportedModelError(
                 f"layer {self._layer.name!r} modifies a parameter in place in its forward, which swapping would lose; "
                 "do that in a hook such as on_train_batch_start"
             )
 
-    def _memory_now(self) -> list[int]:
-        """In which storage each weight is: one whose `.data` is assigned moves, whatever it holds then."""
+    def _memory_now(self) -> tuple[list[int], list[int]]:
+        """In which storage each weight is, and each that may be gathered: one whose `.data` is assigned moves."""
         leaves, gathered = self._residency.leaves, self._layer.gathered
-        return [storage_of(leaves[parameter]) for parameter in self._layer.parameters if parameter not in gathered]
+        found: tuple[list[int], list[int]] = [], []
+        for parameter in self._layer.parameters:
+            found[parameter in gathered].append(storage_of(leaves[parameter]))
+        return found
