@@ -117,6 +117,10 @@ class TestSeveralDevices:
         running = lanes([(FORWARD, 0, 0), (FORWARD, 2, 2)])
         assert chosen(turns(running, 2), previous=running[1]) == 0
 
+    def test_the_backward_of_a_loss_is_where_the_last_pack_is(self) -> None:
+        running = lanes([(BACKWARD, None, 0), (BACKWARD, 2, 1), None])
+        assert [turns(running, 2).device_of(progress) for progress in running] == [1, 0, 0]
+
     def test_lanes_come_to_a_spread_pack_side_by_side_and_in_their_order(self) -> None:
         running = lanes([(FORWARD, 3, 3), (FORWARD, 3, 3), (FORWARD, 2, 2)])
         of = turns(running, 2, fuses=True, spread=frozenset({3}))

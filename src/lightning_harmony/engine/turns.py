@@ -149,11 +149,11 @@ class Turns:
 
     def device_of(self, progress: LaneProgress) -> int:
         """The number of the device of what a lane asks for: the backward of its loss, where the last pack is."""
-        request, visits = progress.lane.request, self._plan.visits
-        if not self._has_several_devices or request is None or not visits:
+        request = progress.lane.request
+        if not self._has_several_devices or request is None:
             return 0
-        pack = request.pack if request.pack is not None else visits[-1]
-        return self._plan.device_of(pack, progress.lane.microbatch)
+        packs = self._plan.visits[-1:] if request.pack is None else (request.pack,)
+        return self._plan.device_of(packs[0], progress.lane.microbatch) if packs else 0
 
     def take(self, progress: LaneProgress, device: int) -> None:
         """A lane has its turn in a pack on a device."""
