@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -67,27 +68,16 @@ class OneDevice(TorchFunctionMode):
         if any(isinstance(tensor, StandIn) for tensor in tensors):
             # It comes again, with the parameters in their stand-ins' places.
             return func(*args, **kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            args, kwargs = self._transformed(func, args, kwargs, tensors)
-            return func(*args, **kwargs)
-        if func in _DIFFERENTIATING:
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if func in _DIFFERENTIATING and not is_transformed:
             return self._differentiate(func, args, kwargs)
-        homes = {id(tensor): self._transfers.home(tensor) for tensor in tensors}
-        places = {home for home in homes.values() if home is not None}
-        if len(places) > 1:
-            target = self._target(func, args, kwargs, tensors)
-            away = {key for key, home in homes.items() if home not in (None, target)}
-            args, kwargs = tree_map_only(
-                Tensor,
-                lambda tensor: self._lane.moved(tensor, target) if id(tensor) in away else tensor,
-                (args, kwargs),
-            )
-            tensors = [tensor for tensor in tensors if id(tensor) not in away]
-        else:
-            target = places.pop() if places else 0
+        target = self._target(func, args, kwargs, tensors)
+        args, kwargs = self._brought(args, kwargs, tensors, target)
+        if is_transformed:
+            return func(*args, **kwargs)
         self._follow(target)
         # Those that were moved are the lane's own.
-        used = [tensor for tensor in tensors if homes[id(tensor)] is not None]
+        used = [tensor for tensor in tensors if self._transfers.home(tensor) == target]
         with self._transfers.devices[target].selected():
             self._lane.use(used, target, _changed(func, args, kwargs))
             versions = [version_of(tensor) for tensor in used]
@@ -98,19 +88,29 @@ class OneDevice(TorchFunctionMode):
         self._lane.made([*changed_since(used, versions), *made])
         return result
 
-    def _transformed(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
-        """Operands within a transform such as torch.vmap: what that has wrapped stays where it is, and others come there."""
-        wrapped = [tensor for tensor in tensors if is_functorch_wrapped_tensor(tensor)]
-        target = self._transfers.home(unwrapped(wrapped[0])) if wrapped else self._target(func, args, kwargs, tensors)
+    def _target(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> int:
+        """The number of the device that an operation runs on."""
+        # What a transform such as torch.vmap has wrapped stays where it is.
+        wrapped = [unwrapped(tensor) for tensor in tensors if is_functorch_wrapped_tensor(tensor)]
+        for deciding in (wrapped, _changed(func, args, kwargs), tensors):
+            homes = [(tensor.numel(), home) for tensor in deciding if (home := self._transfers.home(tensor)) is not None]
+            if homes:
+                return max(homes, key=itemgetter(0))[1]
+        return 0
 
-        def moved(tensor: Tensor) -> Tensor:
-            if target is None or is_functorch_wrapped_tensor(tensor) or self._transfers.home(tensor) in (None, target):
-                return tensor
-            # Out of sight of the transform: it is a constant to it.
+    def _brought(self, args: Any, kwargs: Any, tensors: Sequence[Tensor], target: int) -> tuple[Any, Any]:
+        """The operands on a device."""
+
+        def is_away(tensor: Tensor) -> bool:
+            return not is_functorch_wrapped_tensor(tensor) and self._transfers.home(tensor) not in (None, target)
+
+        def brought(tensor: Tensor) -> Tensor:
+            # Out of sight of transforms: it is a constant to them.
             with temporarily_clear_interpreter_stack():
-                return self._lane.moved(tensor, target)
+                return self._lane.moved(tensor, target) if is_away(tensor) else tensor
 
-        args, kwargs = tree_map_only(Tensor, moved, (args, kwargs))
+        if any(is_away(tensor) for tensor in tensors):
+            args, kwargs = tree_map_only(Tensor, brought, (args, kwargs))
         return args, kwargs
 
     def _differentiate(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -175,17 +175,6 @@ class OneDevice(TorchFunctionMode):
             return torch.ones_like(output) if output.numel() == 1 else None
         home = self._transfers.home(output)
         return gradient if home is None else self._lane.moved(gradient, home)
-
-    def _target(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> int:
-        if not tensors:
-            return 0
-        chosen = max(tensors, key=lambda tensor: (self._transfers.home(tensor) is not None, tensor.numel()))
-        if args and changes_first(getattr(func, "__name__", "")) and isinstance(args[0], Tensor):
-            chosen = args[0]
-        if isinstance(kwargs.get("out"), Tensor):
-            chosen = kwargs["out"]
-        home = self._transfers.home(chosen)
-        return 0 if home is None else home
 
 
 # With the name of the gradients that they begin with, as torch passes them on to modes.

@@ -134,12 +134,7 @@ class LaneTransfers:
 
     def moved(self, tensor: Tensor, to: int) -> Tensor:
         """The tensor on a device, differentiable: each use brings its own gradient back, in the order of one device."""
-        copied = self.copy(tensor, to)
-        if copied is not tensor and tensor.requires_grad and not torch.is_grad_enabled():
-            # Kernels ask whether a weight needs gradients, with or without a graph, and sum in another order if it does.
-            with torch.inference_mode(copied.is_inference()):
-                return copied.detach().requires_grad_()
-        return _moved(tensor, copied, self._transfers)
+        return _moved(tensor, self.copy(tensor, to), self._transfers)
 
 
 def changed_since(tensors: Sequence[Tensor], versions: Sequence[int]) -> list[Tensor]:
@@ -149,8 +144,12 @@ def changed_since(tensors: Sequence[Tensor], versions: Sequence[int]) -> list[Te
 
 def _moved(tensor: Tensor, copied: Tensor, transfers: Transfers) -> Tensor:
     """A copy of a tensor that is differentiated to it, if it needs gradients: also where that is itself a gradient."""
-    if copied is tensor or not (torch.is_grad_enabled() and tensor.requires_grad):
+    if copied is tensor or not tensor.requires_grad:
         return copied
+    if not torch.is_grad_enabled():
+        # Without a graph, too, kernels choose by whether a weight needs gradients.
+        with torch.inference_mode(copied.is_inference()):
+            return copied.detach().requires_grad_()
     moved: Tensor = _Moved.apply(tensor, copied, transfers)
     return moved
 
