@@ -93,7 +93,9 @@ class OneDevice(TorchFunctionMode):
         # What a transform such as torch.vmap has wrapped stays where it is.
         wrapped = [unwrapped(tensor) for tensor in tensors if is_functorch_wrapped_tensor(tensor)]
         for deciding in (wrapped, _changed(func, args, kwargs), tensors):
-            homes = [(tensor.numel(), home) for tensor in deciding if (home := self._transfers.home(tensor)) is not None]
+            homes = [
+                (tensor.numel(), home) for tensor in deciding if (home := self._transfers.home(tensor)) is not None
+            ]
             if homes:
                 return max(homes, key=itemgetter(0))[1]
         return 0
