@@ -94,6 +94,13 @@ def exact_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def swapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests' models are small: they are swapped although they fit, but where a test is about models that fit."""
+    if request.node.get_closest_marker("in_memory") is None:
+        monkeypatch.setattr("lightning_harmony.strategy.fits", lambda lasting, device: False)
+
+
+@pytest.fixture(autouse=True)
 def few_threads() -> Iterator[None]:
     """Tests are small: more threads would only wait for each other."""
     before = torch.get_num_threads()

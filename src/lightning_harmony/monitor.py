@@ -72,6 +72,9 @@ class HarmonyMonitorMixin(_Base):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Ask for what is wanted of this step."""
         recorder = trainer.strategy.recorder
+        if recorder is None:
+            self._say_what_is_missing(trainer)
+            return
         recorder.measures_busy = bool(trainer.loggers) and trainer._logger_connector.should_update_logs
         if self.trace_step is not None and _step(trainer) == self.trace_step and not self._has_asked:
             self._has_asked = recorder.records_next = True
@@ -84,9 +87,20 @@ class HarmonyMonitorMixin(_Base):
             for logger in trainer.loggers:
                 logger.log_metrics(_figures(report, logger.group_separator), step=_step(trainer))
         self._logged = report
+        if recorder is None:
+            return
         recording, recorder.recording = recorder.recording, None
         if recording is not None:
             self._write(trainer, recording.to_json())
+
+    def _say_what_is_missing(self, trainer: Any) -> None:
+        """The model fits: nothing is swapped that could be recorded."""
+        if self.trace_step is not None and _step(trainer) == self.trace_step and not self._has_asked:
+            self._has_asked = True
+            import_module(f"{self.tree}.utilities.rank_zero").rank_zero_warn(
+                f"HarmonyMonitor(trace_step={self.trace_step}) records nothing: the model fits on its device, where nothing "
+                "is swapped; HarmonyStrategy(device_memory=...) with less than it takes has its layers swapped"
+            )
 
     def _write(self, trainer: Any, text: str) -> None:
         file = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir) / f"step-{self.trace_step}.json"

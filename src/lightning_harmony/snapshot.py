@@ -139,7 +139,8 @@ def _undo_tensor(value: Tensor) -> Callable[[], None]:
     version = None if value.is_inference() else value._version
 
     def undo() -> None:
-        if version is None or value._version != version:
+        # The statistics of a normalization change without a new version.
+        if version is None or value._version != version or not torch.equal(value, before):
             with torch.inference_mode(version is None):
                 value.detach().copy_(before)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
@@ -32,6 +32,7 @@ from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.evaluation import Evaluation
 from lightning_harmony.fit_summary import FitSummary
 from lightning_harmony.garbage import LastingObjects
+from lightning_harmony.in_memory import DoesNotFit, InMemory, LastingBytes, fits, move_optimizer_state
 from lightning_harmony.lightning_tree import LightningTree, class_for
 from lightning_harmony.logs import unheard
 from lightning_harmony.plan.plan import Parallel, Plan
@@ -131,7 +132,8 @@ class HarmonyStrategyMixin(_Base):
         self._reports = StepReports()
         self._fused = FusedGroups()
         self._last_plan: Plan | None = None
-        # From `setup` to `teardown`.
+        # From `setup` to `teardown`: a model that fits is in memory, another one is swapped by the executor.
+        self._in_memory: InMemory | None = None
         self._executor: Executor | None = None
         self._training: Training | None = None
         self._evaluation: Evaluation | None = None
@@ -293,26 +295,63 @@ class HarmonyStrategyMixin(_Base):
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Find the layers, build the host store, intercept the layers, and create the optimizers."""
+        """Bring the model to its device if it fits there; else have its layers swapped. Create the optimizers."""
         assert self.accelerator is not None
         assert self.model is not None
         refuse_uninitialized(self._module)
-        refuse_scripted(self._module)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
+        devices = self._open_devices()
+        trains, has_optimizers = trainer.state.fn == "fit", False
+        if self._may_be_in_memory(devices) and fits(LastingBytes.of(self._module, [] if trains else None), devices[0]):
+            self.model.to(self.root_device)
+            if trains:
+                self.setup_optimizers(trainer)
+                has_optimizers = True
+            lasting = LastingBytes.of(self._module, self.optimizers if trains else None)
+            if fits(lasting, devices[0]):
+                self._in_memory = InMemory(self._lightning, trainer, self._settings, devices[0], lasting)
+                self._in_memory.show_start()
+        if self._in_memory is None:
+            self._swap_layers(trainer, devices, sets_up_optimizers=trains and not has_optimizers)
+        self.setup_precision_plugin()
+
+    def _may_be_in_memory(self, devices: Sequence[Device]) -> bool:
+        """Whether nothing was asked for that takes swapping."""
+        settings = self._settings
+        compute_dtype = getattr(self.precision_plugin, "compute_dtype", None)
+        return (
+            len(devices) == 1 and settings.plan is None and settings.compile_options is None and compute_dtype is None
+        )
+
+    def _swap_layers(self, trainer: Any, devices: Sequence[Device], *, sets_up_optimizers: bool) -> None:
+        """From now on, layers are swapped: find them, build the host store, and intercept them."""
+        refuse_scripted(self._module)
+        if self.root_device.type != "cpu":
+            self._module.to("cpu")
         self.model_to_device()
-        self._executor = engine = self._build_executor(trainer, self._settings.plan)
+        self._executor = engine = self._build_executor(trainer, self._settings.plan, devices)
         tree = self._lightning
         self._prepare(
             trainer, engine, SplitCheck(tree, trainer, engine, self._settings), FitSummary(tree, trainer, engine)
         )
         if trainer.state.fn == "fit":
-            self.setup_optimizers(trainer)
+            if sets_up_optimizers:
+                self.setup_optimizers(trainer)
             assert self._training is not None
             self._training.start()
             self._epoch_end.begin(trainer, self._finish_update)
-        self.setup_precision_plugin()
         self._profiled.begin(tree, trainer.profiler)
+
+    def _leave_memory(self, trainer: Any, reason: DoesNotFit) -> None:
+        """A batch does not fit beside the model: have layers swapped for the rest."""
+        in_memory, self._in_memory = self._in_memory, None
+        assert in_memory is not None
+        self._lightning.warn(f"{reason}: layers are swapped from now on")
+        move_optimizer_state(self.optimizers, torch.device("cpu"))
+        self._swap_layers(trainer, [in_memory.device], sets_up_optimizers=False)
+        assert self._executor is not None
+        self._executor.catch_up()
 
     def _prepare(self, trainer: Any, engine: Executor, split_check: SplitCheck, summary: FitSummary) -> None:
         tree, settings = self._lightning, self._settings
@@ -336,18 +375,21 @@ class HarmonyStrategyMixin(_Base):
             known = all(parameter in store for parameter in self._module.parameters())
             # A plan that was given is for the model as it was.
             wishes = self._executor.recorder
-            self._executor = engine = self._build_executor(before.trainer, None, store if known else None)
+            self._executor = engine = self._build_executor(
+                before.trainer, None, self._open_devices(), store if known else None
+            )
             engine.recorder.take_over(wishes)
             split_check = replace(before.split_check, engine=engine)
             self._prepare(before.trainer, engine, split_check, replace(before.summary, engine=engine))
         self._executor.catch_up()
 
-    def _build_executor(self, trainer: Any, plan: Plan | None, store: HostStore | None = None) -> Executor:
+    def _build_executor(
+        self, trainer: Any, plan: Plan | None, devices: Sequence[Device], store: HostStore | None = None
+    ) -> Executor:
         module = self._module
         refuse_sparse(module)
         if store is None:
             refuse_shared_memory(module)
-        devices = self._open_devices()
         smallest = min((d.capacity_bytes for d in devices if d.capacity_bytes is not None), default=None)
         layers = find_layers(module, max_layer_bytes=smallest, layers=self._settings.layers)
         if not layers:
@@ -372,7 +414,7 @@ class HarmonyStrategyMixin(_Base):
                 store=store,
             )
 
-    def _records(self, module: nn.Module, layers: list[Layer], devices: list[Device]) -> ProfileCache | None:
+    def _records(self, module: nn.Module, layers: list[Layer], devices: Sequence[Device]) -> ProfileCache | None:
         folder, settings = self._settings.profile_folder(), self._settings
         if folder is None:
             return None
@@ -417,7 +459,12 @@ class HarmonyStrategyMixin(_Base):
         self._epoch_end.end()
         self._profiled.end()
         executor, self._executor = self._executor, None
+        in_memory, self._in_memory = self._in_memory, None
         self._training = self._evaluation = None
+        if in_memory is not None:
+            in_memory.device.close()
+            super().teardown()
+            return
         if executor is not None:
             self._last_plan = executor.plan
             executor.close()
@@ -433,6 +480,13 @@ class HarmonyStrategyMixin(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training_step on each microbatch; the backward runs when that of the result does."""
+        if self._in_memory is not None:
+            self._reports.begin(None)
+            try:
+                return self._in_memory.training_step(super().training_step, args, kwargs)
+            except DoesNotFit as reason:
+                shortage = reason
+            self._leave_memory(self._in_memory.trainer, shortage)
         assert self._training is not None
         self._signals.hold()
         self._lasting.begin_step()
@@ -440,21 +494,24 @@ class HarmonyStrategyMixin(_Base):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Before the loss is scaled, see to it that gradients can be unscaled where they are."""
-        keep_scale_on_host(getattr(self.precision_plugin, "scaler", None))
+        if self._in_memory is None:
+            keep_scale_on_host(getattr(self.precision_plugin, "scaler", None))
         super().pre_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Complete what the backward left to be done."""
-        assert self._training is not None
-        self._training.after_backward()
+        if self._training is not None:
+            self._training.after_backward()
+        elif self._in_memory is not None:
+            self._in_memory.report(self._reports)
         super().post_backward(closure_loss)
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
         """Run the closure and all that Lightning does before the update; postpone the update where nobody can tell."""
-        assert self._training is not None
-        with self._training.deferred.around(optimizer):
+        # The first step may go over to swapping in its closure: its update, if it is deferred, is Lightning's own then.
+        with nullcontext() if self._training is None else self._training.deferred.around(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # ---- the state after a step ----------------------------------------------------------------------------------------
@@ -497,7 +554,8 @@ class HarmonyStrategyMixin(_Base):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """The last batch is done with: signals that came meanwhile are delivered."""
         self._signals.release()
-        self._catch_up()
+        if self._executor is not None:
+            self._catch_up()
 
     def on_validation_start(self) -> None:
         """The last batch is done with, as for the next one."""
@@ -522,6 +580,12 @@ class HarmonyStrategyMixin(_Base):
         return self._evaluate("predict_step", super().predict_step, args, kwargs)
 
     def _evaluate(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._in_memory is not None:
+            try:
+                return self._in_memory.evaluate(name, step, args, kwargs)
+            except DoesNotFit as reason:
+                shortage = reason
+            self._leave_memory(self._in_memory.trainer, shortage)
         self._catch_up()
         assert self._evaluation is not None
         with self._signals.held():

@@ -112,7 +112,7 @@ class Training:
             parameters = self._module.parameters() if self._is_backward_own() else ()
             anchor = anchored(torch.zeros((), requires_grad=True), parameters)
             unchanged = UnchangedParameters.of(self.tree, self.trainer)
-            loss = _DeferredBackward.apply(anchor, loss, partial(self._backward, len(sizes), unchanged))
+            loss = DeferredBackward.apply(anchor, loss, partial(self._backward, len(sizes), unchanged))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def after_backward(self) -> None:
@@ -255,20 +255,33 @@ class Training:
         return self.trainer.lightning_module
 
 
-class _DeferredBackward(torch.autograd.Function):
+class DeferredBackward(torch.autograd.Function):
     """The loss of a batch: its backward runs those of the microbatches, and tells the anchor's node who asks for it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, run: Callable[[Tensor, Any], None]) -> Tensor:
+        """Return the loss.
+
+        Args:
+            ctx: of autograd.
+            anchor: as `anchored` makes it.
+            loss: of the batch.
+            run: runs the backwards of the microbatches, given the gradient of the loss and the anchor's node.
+        """
         ctx.run, ctx.has_run = run, False
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        """Run them.
+
+        Raises:
+            UnsupportedModelError: in a second backward, and where the backward is to be differentiated.
+        """
         if torch.is_grad_enabled():
             raise UnsupportedModelError(
-                "double backward (create_graph=True) through the loss is not possible while layers are swapped: no graph "
-                "of the backward is kept; use Trainer(strategy='auto')"
+                "double backward (create_graph=True) through the loss of several microbatches, or while layers are swapped, "
+                "is not possible: no graph of the backward is kept; use num_microbatches=1 where the model fits"
             )
         if ctx.has_run:
             raise UnsupportedModelError(

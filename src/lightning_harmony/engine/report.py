@@ -17,12 +17,13 @@ class StepReport:
         swapped_in_bytes: host to device, by kind: weights, gradients, optimizer, stash.
         swapped_out_bytes: device to host, by kind.
         transferred_bytes: device to device.
-        peak_device_bytes: for each device, the most that was allocated on it up to this step.
+        peak_device_bytes: for each device, the most that was allocated on it up to this step. Empty where nothing is counted,
+            as the model fits and the device has no capacity.
         host_bytes: the most that the host store took: parameters, optimizer state, and at their largest since the step before,
             the buffers of gradients and of the stash.
         num_microbatches: lanes of the step.
         num_packs: packs of the plan that the step ran.
-        update: "just-in-time" or "deferred".
+        update: "just-in-time" or "deferred"; "in-memory" where the model fits and nothing is swapped.
         update_reason: why.
         update_hidden: the share of the updates' seconds in which the device had other work, between 0 and 1: of this step's
             update just in time, under its backward; or of the deferred one that the step before asked for, under this step's
