@@ -3,8 +3,8 @@
     python benchmarks/realworld/rows.py --out rows.jsonl bert gpt2 resnet50 mlp
     python benchmarks/realworld/rows.py --table rows.jsonl
 
-A model that does not fit in memory has no reference of its own. It is run in memory with two smaller numbers of layers, with the
-model's own checkpointing, and the time of all layers is extrapolated from these.
+A model that does not fit in memory has no reference of its own. It is run in memory with two smaller numbers of layers, with
+the model's own checkpointing, and the time of all layers is extrapolated from these.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def reference(row: Row, timeout: float) -> tuple[float | None, list[dict[str, An
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a table in Markdown."""
     lines = [
-        "| row | step, s | in memory, s | ratio | goal | predicted, s | taken from the card, GiB | host, GiB | first step, s |",
+        "| row | step, s | in memory, s | ratio | goal | predicted, s | of the card, GiB | host, GiB | first step, s |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
