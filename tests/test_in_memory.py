@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -342,7 +341,7 @@ def test_a_capacity_with_room_for_the_batch_leaves_the_model_in_memory() -> None
 @pytest.mark.parametrize("more", [(), (nn.BatchNorm1d(WIDTH), nn.Dropout(0.2))], ids=["plain", "with-state"])
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.01}, {"num_sanity_val_steps": 0}], ids=str)
 def test_a_first_batch_that_does_not_fit_is_undone_and_layers_are_swapped(
-    more: tuple[nn.Module, ...], options: dict[str, Any]
+    more: tuple[nn.Module, ...], options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     module = Model(*more)
     plain = fit(
@@ -355,14 +354,17 @@ def test_a_first_batch_that_does_not_fit_is_undone_and_layers_are_swapped(
         **options,
     )
     strategy = HarmonyStrategy(device_memory=lasting_bytes(module) + 1024, num_microbatches=2)
-    with pytest.warns(UserWarning, match="layers are swapped from now on"):
+    with caplog.at_level("INFO"):
         harmony = fit(copy.deepcopy(module), strategy, samples(), BATCH, **options)
     assert strategy.plan is not None
+    assert "layers are swapped from now on" in caplog.text
     assert_equal(plain, harmony)
 
 
 @pytest.mark.cpu
-def test_a_larger_batch_in_mid_fit_goes_over_to_swapping_with_the_optimizers_state() -> None:
+def test_a_larger_batch_in_mid_fit_goes_over_to_swapping_with_the_optimizers_state(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def loader() -> DataLoader[Any]:
         small, large = samples(2 * BATCH), samples(16 * BATCH)
         rows = [*range(BATCH), *range(BATCH, 2 * BATCH)]
@@ -372,7 +374,7 @@ def test_a_larger_batch_in_mid_fit_goes_over_to_swapping_with_the_optimizers_sta
     module = Model()
     plain = fit(copy.deepcopy(module), "auto", loader(), BATCH)
     strategy = HarmonyStrategy(device_memory=lasting_bytes(module) + 44 * 1024, num_microbatches=1)
-    with pytest.warns(UserWarning, match="layers are swapped from now on"):
+    with caplog.at_level("INFO"):
         harmony = fit(copy.deepcopy(module), strategy, loader(), BATCH)
     assert strategy.plan is not None
     assert_equal(plain, harmony)
@@ -414,9 +416,7 @@ def test_evaluation_goes_over_to_swapping_where_a_batch_does_not_fit() -> None:
         trainer = pl.Trainer(
             strategy=strategy, **placed({"logger": False}), enable_progress_bar=False, enable_model_summary=False
         )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*layers are swapped from now on")
-            outputs.append(trainer.validate(module, DataLoader(samples(), BATCH), verbose=False))
+        outputs.append(trainer.validate(module, DataLoader(samples(), BATCH), verbose=False))
         assert (strategy.plan is None) == (memory is None)
     assert outputs[0] == outputs[1]
 
@@ -474,3 +474,17 @@ def test_a_net_of_one_parameter_without_submodules_trains() -> None:
             return ((batch[0] * self.weight).sum(1, keepdim=True) - batch[1]).square().mean()
 
     trained_both_ways(Net(Scale()), 2)
+
+
+def test_layers_of_a_model_that_fits_are_compiled_for_the_fit_alone() -> None:
+    module, compiled = Model(), []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            compiled.append(module.blocks[0][0]._compiled_call_impl is not None)
+
+    strategy = HarmonyStrategy(compile_layers={"backend": "eager"}, layers={nn.Linear})
+    fit(module, strategy, samples(), BATCH, callbacks=[Look()])
+    assert strategy.plan is None
+    assert compiled == [True] * STEPS
+    assert module.blocks[0][0]._compiled_call_impl is None

@@ -98,6 +98,7 @@ class InMemory:
     Attributes:
         device: where the model is.
         lasting: what it holds there.
+        compiled: the layers that are compiled for as long as this lasts.
     """
 
     tree: LightningTree
@@ -105,6 +106,7 @@ class InMemory:
     settings: Settings
     device: Device
     lasting: LastingBytes
+    compiled: Sequence[nn.Module] = ()
     _num_microbatches: int = 1
     # The most that was seen to be on the device; None where nothing is counted.
     _peak_bytes: int | None = None
@@ -155,6 +157,11 @@ class InMemory:
             f"{self.device.torch_device.type} device {room}. Nothing is swapped; a batch runs whole unless "
             "HarmonyStrategy(num_microbatches=...) says otherwise."
         )
+
+    def end(self) -> None:
+        """The fit is over, or goes on with layers that are swapped: these are compiled in another way."""
+        for layer in self.compiled:
+            layer._compiled_call_impl = None
 
     def report(self, reports: StepReports) -> None:
         """A step has ended."""

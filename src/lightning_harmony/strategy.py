@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_harmony.checkpoints import refuse_directory, refuse_sharded
 from lightning_harmony.deferred_update import DeferredUpdate
+from lightning_harmony.engine.compiled import is_compiled
 from lightning_harmony.engine.cuda_device import CudaDevice
 from lightning_harmony.engine.decompose import Layer, find_layers
 from lightning_harmony.engine.device import Device
@@ -310,7 +311,8 @@ class HarmonyStrategyMixin(_Base):
                 has_optimizers = True
             lasting = LastingBytes.of(self._module, self.optimizers if trains else None)
             if fits(lasting, devices[0]):
-                self._in_memory = InMemory(self._lightning, trainer, self._settings, devices[0], lasting)
+                compiled = self._compiled_layers()
+                self._in_memory = InMemory(self._lightning, trainer, self._settings, devices[0], lasting, compiled)
                 self._in_memory.show_start()
         if self._in_memory is None:
             self._swap_layers(trainer, devices, sets_up_optimizers=trains and not has_optimizers)
@@ -318,11 +320,19 @@ class HarmonyStrategyMixin(_Base):
 
     def _may_be_in_memory(self, devices: Sequence[Device]) -> bool:
         """Whether nothing was asked for that takes swapping."""
-        settings = self._settings
-        compute_dtype = getattr(self.precision_plugin, "compute_dtype", None)
-        return (
-            len(devices) == 1 and settings.plan is None and settings.compile_options is None and compute_dtype is None
-        )
+        computes_narrow = getattr(self.precision_plugin, "compute_dtype", None) is not None
+        return len(devices) == 1 and self._settings.plan is None and not computes_narrow
+
+    def _compiled_layers(self) -> list[nn.Module]:
+        """Compile each layer of a model that fits, if that is wanted and the user did not."""
+        options = self._settings.compile_options
+        if options is None:
+            return []
+        found = find_layers(self._module, max_layer_bytes=None, layers=self._settings.layers)
+        layers = [layer.module for layer in found if not is_compiled(layer.module)]
+        for layer in layers:
+            layer.compile(**options)
+        return layers
 
     def _swap_layers(self, trainer: Any, devices: Sequence[Device], *, sets_up_optimizers: bool) -> None:
         """From now on, layers are swapped: find them, build the host store, and intercept them."""
@@ -347,7 +357,8 @@ class HarmonyStrategyMixin(_Base):
         """A batch does not fit beside the model: have layers swapped for the rest."""
         in_memory, self._in_memory = self._in_memory, None
         assert in_memory is not None
-        self._lightning.warn(f"{reason}: layers are swapped from now on")
+        in_memory.end()
+        self._lightning.info(f"Harmony: {reason}: layers are swapped from now on.")
         move_optimizer_state(self.optimizers, torch.device("cpu"))
         self._swap_layers(trainer, [in_memory.device], sets_up_optimizers=False)
         assert self._executor is not None
@@ -462,6 +473,7 @@ class HarmonyStrategyMixin(_Base):
         in_memory, self._in_memory = self._in_memory, None
         self._training = self._evaluation = None
         if in_memory is not None:
+            in_memory.end()
             in_memory.device.close()
             super().teardown()
             return
