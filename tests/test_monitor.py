@@ -87,6 +87,7 @@ def test_each_step_is_logged_as_its_report_tells(tmp_path: Path) -> None:
         "transferred_bytes": report.transferred_bytes,
         "host_bytes": report.host_bytes,
         **{f"peak_device_bytes/{device}": peak for device, peak in enumerate(report.peak_device_bytes)},
+        **{f"reserved_device_bytes/{device}": most for device, most in enumerate(report.reserved_device_bytes)},
         **{f"busy/{device}": busy for device, busy in enumerate(report.busy)},
         "update_hidden": report.update_hidden,
         **{f"swapped_in_bytes/{kind}": value for kind, value in report.swapped_in_bytes.items()},

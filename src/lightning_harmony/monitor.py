@@ -122,6 +122,7 @@ def _figures(report: StepReport, separator: str) -> dict[str, float]:
         "swapped_in_bytes": report.swapped_in_bytes,
         "swapped_out_bytes": report.swapped_out_bytes,
         "peak_device_bytes": dict(enumerate(report.peak_device_bytes)),
+        "reserved_device_bytes": dict(enumerate(report.reserved_device_bytes)),
         "busy": dict(enumerate(report.busy)),
     }
     single = {

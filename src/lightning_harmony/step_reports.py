@@ -54,6 +54,7 @@ class StepReports:
             update_hidden=engine.updater.overlap.take_hidden(),
             predicted_seconds=None if predicted is None else predicted.seconds,
             busy=engine.recorder.end(seconds, num_microbatches, f"{update}: {reason}"),
+            reserved_device_bytes=[device.peak_reserved_bytes() for device in engine.devices],
         )
 
     def write_in_memory(self, num_microbatches: int, peak_bytes: int | None) -> None:

@@ -21,7 +21,6 @@ from lightning_harmony.engine.cuda_device import CudaDevice
 from lightning_harmony.engine.decompose import Layer, find_layers
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.executor import Executor
-from lightning_harmony.engine.free_memory import free_device_bytes
 from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.host_store import HostStore
 from lightning_harmony.engine.origin import origin_of
@@ -358,6 +357,8 @@ class HarmonyStrategyMixin(_Base):
         in_memory, self._in_memory = self._in_memory, None
         assert in_memory is not None
         in_memory.end()
+        if self.root_device.type == "cuda":
+            torch.cuda.empty_cache()
         self._lightning.info(f"Harmony: {reason}: layers are swapped from now on.")
         move_optimizer_state(self.optimizers, torch.device("cpu"))
         self._swap_layers(trainer, [in_memory.device], sets_up_optimizers=False)
@@ -437,7 +438,7 @@ class HarmonyStrategyMixin(_Base):
     def _open_devices(self) -> list[Device]:
         torch_devices = self._devices or [self.root_device]
         return [
-            CudaDevice(device, capacity or free_device_bytes(device), is_one_of_several=len(torch_devices) > 1)
+            CudaDevice.within(device, capacity, is_one_of_several=len(torch_devices) > 1)
             if device.type == "cuda"
             else VirtualDevice(capacity)
             for device, capacity in zip(torch_devices, self._settings.capacities_of(len(torch_devices)), strict=True)

@@ -33,6 +33,8 @@ class StepReport:
         busy: for each device, the share of `seconds` in which it computed, between 0 and 1. What a microbatch does counts from
             its first operation in a pack to its last, waiting for what is copied excepted. With several devices, calls of
             layers count, and not the code between them. Empty where nobody asked: `HarmonyMonitor` does.
+        reserved_device_bytes: for each device, the most that was taken of it up to this step, with what torch's allocator
+            keeps unused, but without the process's context. Empty where nothing is counted.
     """
 
     seconds: float
@@ -48,6 +50,7 @@ class StepReport:
     update_hidden: float
     predicted_seconds: float | None = None
     busy: list[float] = field(default_factory=list)
+    reserved_device_bytes: list[int] = field(default_factory=list)
 
 
 @dataclass
