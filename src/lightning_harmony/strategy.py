@@ -28,7 +28,6 @@ from lightning_harmony.engine.origin import origin_of
 from lightning_harmony.engine.report import StepReport
 from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.engine.virtual_device import VirtualDevice
-from lightning_harmony.epoch_end import EpochEnd
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.evaluation import Evaluation
 from lightning_harmony.fit_summary import FitSummary
@@ -36,6 +35,7 @@ from lightning_harmony.garbage import LastingObjects
 from lightning_harmony.in_memory import DoesNotFit, InMemory, LastingBytes, fits, move_optimizer_state
 from lightning_harmony.lightning_tree import LightningTree, class_for
 from lightning_harmony.logs import unheard
+from lightning_harmony.loop_ends import LoopEnds
 from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.plan.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
@@ -128,7 +128,7 @@ class HarmonyStrategyMixin(_Base):
         self._lightning = LightningTree(self.tree)
         self._signals = HeldSignals()
         self._lasting = LastingObjects()
-        self._epoch_end = EpochEnd()
+        self._loop_ends = LoopEnds()
         self._profiled = ProfiledActions()
         self._reports = StepReports()
         self._fused = FusedGroups()
@@ -350,7 +350,7 @@ class HarmonyStrategyMixin(_Base):
                 self.setup_optimizers(trainer)
             assert self._training is not None
             self._training.start()
-            self._epoch_end.begin(trainer, self._finish_update)
+            self._loop_ends.begin(trainer, after_batch=self._signals.release, after_epoch=self._finish_update)
         self._profiled.begin(tree, trainer.profiler)
 
     def _leave_memory(self, trainer: Any, reason: DoesNotFit) -> None:
@@ -465,9 +465,15 @@ class HarmonyStrategyMixin(_Base):
 
     def teardown(self) -> None:
         """Give the module back as an ordinary one on the host. Also called when `setup` never was."""
-        self._signals.release()
+        try:
+            self._tear_down()
+        finally:
+            # What a handler raises must not keep threads alive.
+            self._signals.release()
+
+    def _tear_down(self) -> None:
         self._lasting.end()
-        self._epoch_end.end()
+        self._loop_ends.end()
         self._profiled.end()
         executor, self._executor = self._executor, None
         in_memory, self._in_memory = self._in_memory, None
@@ -564,18 +570,9 @@ class HarmonyStrategyMixin(_Base):
     # ---- between steps -------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """The last batch is done with: signals that came meanwhile are delivered."""
-        self._signals.release()
+        """See to what was done to the model since the last batch."""
         if self._executor is not None:
             self._catch_up()
-
-    def on_validation_start(self) -> None:
-        """The last batch is done with, as for the next one."""
-        self._signals.release()
-
-    def on_train_end(self) -> None:
-        """The last batch is done with, as for the next one."""
-        self._signals.release()
 
     # ---- other steps ---------------------------------------------------------------------------------------------------
 
