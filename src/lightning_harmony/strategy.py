@@ -150,6 +150,13 @@ class HarmonyStrategyMixin(_Base):
         """By the tree: of the two classes of this name, pickle would find one."""
         return _without_init, (self.tree,), self.__getstate__()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a fit that runs has set up, threads among it: the fit of a copy sets up its own."""
+        state: dict[str, Any] = super().__getstate__()
+        of_fit = dict.fromkeys(("_in_memory", "_executor", "_training", "_evaluation"))
+        watches = {"_signals": HeldSignals(), "_lasting": LastingObjects(), "_loop_ends": LoopEnds()}
+        return {**state, **of_fit, **watches, "_profiled": ProfiledActions(), "_last_plan": self.plan}
+
     # ---- what Lightning asks when it is set up -------------------------------------------------------------------------
 
     @classmethod
@@ -319,9 +326,11 @@ class HarmonyStrategyMixin(_Base):
         self.setup_precision_plugin()
 
     def _may_be_in_memory(self, devices: Sequence[Device]) -> bool:
-        """Whether nothing was asked for that takes swapping."""
+        """Whether nothing was asked for that takes swapping, or there is nothing to swap."""
+        if self._settings.plan is not None:
+            return False
         computes_narrow = getattr(self.precision_plugin, "compute_dtype", None) is not None
-        return len(devices) == 1 and self._settings.plan is None and not computes_narrow
+        return next(self._module.parameters(), None) is None or (len(devices) == 1 and not computes_narrow)
 
     def _compiled_layers(self) -> list[nn.Module]:
         """Compile each layer of a model that fits, if that is wanted and the user did not."""
@@ -505,7 +514,9 @@ class HarmonyStrategyMixin(_Base):
             except DoesNotFit as reason:
                 shortage = reason
             self._leave_memory(self._in_memory.trainer, shortage)
-        assert self._training is not None
+        if self._training is None:
+            # The fit is over, and the module an ordinary one.
+            return super().training_step(*args, **kwargs)
         self._signals.hold()
         self._lasting.begin_step()
         return self._training.run(super().training_step, args, kwargs)
@@ -595,8 +606,10 @@ class HarmonyStrategyMixin(_Base):
             except DoesNotFit as reason:
                 shortage = reason
             self._leave_memory(self._in_memory.trainer, shortage)
+        if self._evaluation is None:
+            # The loops are over, and the module is an ordinary one.
+            return step(*args, **kwargs)
         self._catch_up()
-        assert self._evaluation is not None
         with self._signals.held():
             return self._evaluation.run(name, step, args, kwargs)
 
