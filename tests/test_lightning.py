@@ -849,3 +849,104 @@ def test_a_closure_that_lbfgs_calls_several_times_gives_what_plain_lightning_giv
     plain.fit(Model(lbfgs), loader())
     swapped = fit_harmony(Model(lbfgs), harmony(num_microbatches=1, device_memory="96KiB"))
     assert_same(plain, swapped)
+
+
+# --- After a fit, copies within one, and modules without parameters.
+
+
+@pytest.mark.devices(1, 2)
+def test_after_a_fit_the_modules_optimizer_steps_as_in_plain_lightning() -> None:
+    def step_by_hand(trainer: Any) -> Any:
+        module = trainer.lightning_module
+        module.automatic_optimization = False
+        optimizer = module.optimizers()
+        optimizer.zero_grad()
+        module.manual_backward(module.net(nets.tokens()))
+        optimizer.step()
+        return trainer
+
+    assert_same(step_by_hand(fit_plain(Model())), step_by_hand(fit_harmony(Model())))
+
+
+@pytest.mark.devices(1, 2)
+def test_after_a_fit_its_loops_run_as_in_plain_lightning() -> None:
+    def run_loop(trainer: Any, batch: Tensor) -> Any:
+        optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+        trainer.accumulate_grad_batches = 1
+        optimization.run(trainer.optimizers[0], 0, {"batch": batch, "batch_idx": 0})
+        trainer.strategy.validation_step(batch, 0)
+        return trainer
+
+    class Validates(Model):
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            """Outside of loops there is nobody to log to."""
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(batch)
+
+    batch = nets.tokens()
+    assert_same(run_loop(fit_plain(Validates()), batch), run_loop(fit_harmony(Validates()), batch))
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end"])
+@pytest.mark.devices(1, 2)
+def test_a_trainer_and_its_callbacks_can_be_copied_in_a_fit(hook: str) -> None:
+    class Copies(pl.Callback):
+        def __init__(self) -> None:
+            self.copies: list[Any] = []
+            setattr(self, hook, self._copy)
+
+        def _copy(self, trainer: Any, module: Any, *args: Any) -> None:
+            if not self.copies:
+                self.copies.append(None)
+                self.copies[:] = [copy.deepcopy(trainer), copy.deepcopy(trainer.callbacks)]
+
+    runs = []
+    for strategy in ("auto", harmony(num_microbatches=1)):
+        trainer = trainer_for(strategy, callbacks=[Copies()])
+        trainer.fit(Model(), loader())
+        copied, _ = trainer.callbacks[0].copies
+        state = values(copied.lightning_module)
+        assert copied.strategy is not strategy
+        # The copy trains by itself.
+        copied.fit_loop.epoch_progress.reset()
+        copied.fit(copied.lightning_module, loader())
+        runs.append((trainer, state, copied))
+    assert_equal(runs[0][1], runs[1][1])
+    assert_same(runs[0][0], runs[1][0])
+    assert_same(runs[0][2], runs[1][2])
+
+
+class WithoutParameters(pl.LightningModule):
+    """What there is to train comes from the batch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = batch.float().requires_grad_().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("size", batch.float().mean())
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch + 1
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+@pytest.mark.devices(1, 2)
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None")
+@pytest.mark.in_memory
+def test_a_module_without_parameters_runs_as_in_plain_lightning() -> None:
+    found = []
+    for strategy in ("auto", harmony(num_microbatches=1)):
+        trainer, module = trainer_for(strategy), WithoutParameters()
+        trainer.fit(module, loader(), loader())
+        logged = {name: value.clone() for name, value in trainer.callback_metrics.items()}
+        validated = trainer.validate(module, loader(), verbose=False), trainer.test(module, loader(), verbose=False)
+        found.append((trainer.global_step, logged, validated, trainer.predict(module, loader())))
+    assert found[0][:3] == found[1][:3]
+    assert all(map(torch.equal, found[0][3], found[1][3]))

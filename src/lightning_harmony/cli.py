@@ -54,19 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show_plan(
                 read_plan(options.plan), grid=options.grid, png=options.png, html=options.html, trace=options.trace
             )
-        except (PlanError, ImportError, OSError) as error:
+        except (PlanError, ImportError, OSError, ValueError) as error:
             parser.exit(2, f"lightning-harmony plan: {error}\n")
         return 0
     if options.command == "trace":
         try:
             show_recording(read_recording(options.recording), png=options.png, html=options.html, trace=options.trace)
-        except (PlanError, ImportError, OSError) as error:
+        except (PlanError, ImportError, OSError, ValueError) as error:
             parser.exit(2, f"lightning-harmony trace: {error}\n")
         return 0
     if options.command == "estimate":
         try:
             return _estimate(options)
-        except (ValueError, UnsupportedModelError) as error:
+        except (ValueError, ImportError, OSError, UnsupportedModelError) as error:
             parser.exit(2, f"lightning-harmony estimate: {error}\n")
     print(measure_machine().to_json() if options.measure else "\n".join(describe_machine()))
     return 0

@@ -27,7 +27,6 @@ from lightning_harmony.engine.origin import origin_of
 from lightning_harmony.engine.report import StepReport
 from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.engine.virtual_device import VirtualDevice
-from lightning_harmony.epoch_end import EpochEnd
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.evaluation import Evaluation
 from lightning_harmony.fit_summary import FitSummary
@@ -35,6 +34,7 @@ from lightning_harmony.garbage import LastingObjects
 from lightning_harmony.in_memory import DoesNotFit, InMemory, LastingBytes, fits, move_optimizer_state
 from lightning_harmony.lightning_tree import LightningTree, class_for
 from lightning_harmony.logs import unheard
+from lightning_harmony.loop_ends import LoopEnds
 from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.plan.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
@@ -127,7 +127,7 @@ class HarmonyStrategyMixin(_Base):
         self._lightning = LightningTree(self.tree)
         self._signals = HeldSignals()
         self._lasting = LastingObjects()
-        self._epoch_end = EpochEnd()
+        self._loop_ends = LoopEnds()
         self._profiled = ProfiledActions()
         self._reports = StepReports()
         self._fused = FusedGroups()
@@ -148,6 +148,13 @@ class HarmonyStrategyMixin(_Base):
     def __reduce__(self) -> tuple[Any, ...]:
         """By the tree: of the two classes of this name, pickle would find one."""
         return _without_init, (self.tree,), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a fit that runs has set up, threads among it: the fit of a copy sets up its own."""
+        state: dict[str, Any] = super().__getstate__()
+        of_fit = dict.fromkeys(("_in_memory", "_executor", "_training", "_evaluation"))
+        watches = {"_signals": HeldSignals(), "_lasting": LastingObjects(), "_loop_ends": LoopEnds()}
+        return {**state, **of_fit, **watches, "_profiled": ProfiledActions(), "_last_plan": self.plan}
 
     # ---- what Lightning asks when it is set up -------------------------------------------------------------------------
 
@@ -318,9 +325,11 @@ class HarmonyStrategyMixin(_Base):
         self.setup_precision_plugin()
 
     def _may_be_in_memory(self, devices: Sequence[Device]) -> bool:
-        """Whether nothing was asked for that takes swapping."""
+        """Whether nothing was asked for that takes swapping, or there is nothing to swap."""
+        if self._settings.plan is not None:
+            return False
         computes_narrow = getattr(self.precision_plugin, "compute_dtype", None) is not None
-        return len(devices) == 1 and self._settings.plan is None and not computes_narrow
+        return next(self._module.parameters(), None) is None or (len(devices) == 1 and not computes_narrow)
 
     def _compiled_layers(self) -> list[nn.Module]:
         """Compile each layer of a model that fits, if that is wanted and the user did not."""
@@ -349,7 +358,7 @@ class HarmonyStrategyMixin(_Base):
                 self.setup_optimizers(trainer)
             assert self._training is not None
             self._training.start()
-            self._epoch_end.begin(trainer, self._finish_update)
+            self._loop_ends.begin(trainer, after_batch=self._signals.release, after_epoch=self._finish_update)
         self._profiled.begin(tree, trainer.profiler)
 
     def _leave_memory(self, trainer: Any, reason: DoesNotFit) -> None:
@@ -466,9 +475,15 @@ class HarmonyStrategyMixin(_Base):
 
     def teardown(self) -> None:
         """Give the module back as an ordinary one on the host. Also called when `setup` never was."""
-        self._signals.release()
+        try:
+            self._tear_down()
+        finally:
+            # What a handler raises must not keep threads alive.
+            self._signals.release()
+
+    def _tear_down(self) -> None:
         self._lasting.end()
-        self._epoch_end.end()
+        self._loop_ends.end()
         self._profiled.end()
         executor, self._executor = self._executor, None
         in_memory, self._in_memory = self._in_memory, None
@@ -500,7 +515,9 @@ class HarmonyStrategyMixin(_Base):
             except DoesNotFit as reason:
                 shortage = reason
             self._leave_memory(self._in_memory.trainer, shortage)
-        assert self._training is not None
+        if self._training is None:
+            # The fit is over, and the module an ordinary one.
+            return super().training_step(*args, **kwargs)
         self._signals.hold()
         self._lasting.begin_step()
         return self._training.run(super().training_step, args, kwargs)
@@ -565,18 +582,9 @@ class HarmonyStrategyMixin(_Base):
     # ---- between steps -------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """The last batch is done with: signals that came meanwhile are delivered."""
-        self._signals.release()
+        """See to what was done to the model since the last batch."""
         if self._executor is not None:
             self._catch_up()
-
-    def on_validation_start(self) -> None:
-        """The last batch is done with, as for the next one."""
-        self._signals.release()
-
-    def on_train_end(self) -> None:
-        """The last batch is done with, as for the next one."""
-        self._signals.release()
 
     # ---- other steps ---------------------------------------------------------------------------------------------------
 
@@ -599,8 +607,10 @@ class HarmonyStrategyMixin(_Base):
             except DoesNotFit as reason:
                 shortage = reason
             self._leave_memory(self._in_memory.trainer, shortage)
+        if self._evaluation is None:
+            # The loops are over, and the module is an ordinary one.
+            return step(*args, **kwargs)
         self._catch_up()
-        assert self._evaluation is not None
         with self._signals.held():
             return self._evaluation.run(name, step, args, kwargs)
 
