@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import pickle
 import warnings
 from collections.abc import Callable
@@ -25,9 +26,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
 from lightning_harmony.engine.residents import Place, Residents
-from lightning_harmony.monitor import monitor_class
-from lightning_harmony.precision import precision_class
-from lightning_harmony.strategy import strategy_class
+from lightning_harmony.lightning_tree import classes_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -161,10 +160,10 @@ def model_of(package: Any) -> Any:
 def test_the_strategy_trains_in_both_trees_as_one_process_with_one_device(tree: str, by_name: bool) -> None:
     package = import_module(tree)
     swapped = model_of(package)
-    strategy = "harmony" if by_name else strategy_class(tree)(device_memory=CAPACITY, num_microbatches=4)
+    strategy = "harmony" if by_name else classes_of(tree).HarmonyStrategy(device_memory=CAPACITY, num_microbatches=4)
     trainer = trainer_for(strategy, tree=package)
     trainer.fit(swapped, loader())
-    assert isinstance(trainer.strategy, strategy_class(tree))
+    assert isinstance(trainer.strategy, classes_of(tree).HarmonyStrategy)
     assert (trainer.num_devices, trainer.world_size, trainer.global_rank) == (1, 1, 0)
     assert trainer.is_global_zero
     assert trainer.strategy.step_report.num_microbatches == 4
@@ -230,10 +229,10 @@ trainer:
         save_config_callback=None,
         seed_everything_default=False,
     )
-    assert isinstance(cli.trainer.strategy, strategy_class(tree))
+    assert isinstance(cli.trainer.strategy, classes_of(tree).HarmonyStrategy)
     # As it would be saved.
     module, _, name = cli.config.trainer.strategy.class_path.rpartition(".")
-    assert getattr(import_module(module), name) is strategy_class(tree)
+    assert getattr(import_module(module), name) is classes_of(tree).HarmonyStrategy
     cli.trainer.fit(cli.model, loader())
     report = cli.trainer.strategy.step_report
     assert (report.num_microbatches, report.update) == (4, "deferred")
@@ -241,10 +240,12 @@ trainer:
     assert_same(plainly(), cli.trainer)
 
 
-@pytest.mark.parametrize("factory", [strategy_class, precision_class, monitor_class])
+@pytest.mark.parametrize("name", ["HarmonyStrategy", "HarmonyPrecision", "HarmonyMonitor"])
 @pytest.mark.parametrize(("tree", "source"), SOURCES.items())
-def test_the_classes_for_a_tree_are_found_where_they_say(tree: str, source: str, factory: Callable[[str], Any]) -> None:
-    cls = factory(tree)
+def test_the_classes_for_a_tree_are_found_where_they_say(tree: str, source: str, name: str) -> None:
+    cls = getattr(classes_of(tree), name)
+    assert cls.__doc__
+    assert next(iter(inspect.signature(cls.__init__).parameters)) == "self"
     assert getattr(import_module(source), cls.__name__) is cls
     assert getattr(import_module(cls.__module__), cls.__name__) is cls
     assert pickle.loads(pickle.dumps(cls)) is cls
@@ -668,8 +669,8 @@ def test_a_step_may_copy_what_is_swapped() -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-compute"])
 def test_a_trainer_can_be_pickled(tree: str, precision: Any) -> None:
     """Of the two strategies of this name, pickle found that of `lightning`, and the precisions not at all."""
-    strategy = strategy_class(tree)(device_memory=CAPACITY)
-    plugin = precision_class(tree)(precision)
+    strategy = classes_of(tree).HarmonyStrategy(device_memory=CAPACITY)
+    plugin = classes_of(tree).HarmonyPrecision(precision)
     trainer = import_module(tree).Trainer(strategy=strategy, plugins=[plugin], accelerator="cpu", logger=False)
     found = pickle.loads(pickle.dumps(trainer)).strategy
     assert type(found) is type(strategy)

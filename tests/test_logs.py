@@ -18,8 +18,8 @@ from test_lightning import (
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, MinMetric, SumMetric
 
+from lightning_harmony.lightning_tree import classes_of
 from lightning_harmony.logs import MicrobatchLogs
-from lightning_harmony.strategy import strategy_class
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -364,7 +364,7 @@ def test_harmony_shows_what_training_on_the_whole_batch_shows(tree, tmp_path):
     generator = torch.Generator().manual_seed(1)
     # The last batch is ragged, and so are the microbatches of each.
     data = TensorDataset(torch.randn(21, 4, generator=generator), torch.randn(21, generator=generator))
-    for strategy in ("auto", strategy_class(tree)(num_microbatches=3)):
+    for strategy in ("auto", classes_of(tree).HarmonyStrategy(num_microbatches=3)):
         callback = observer()
         trainer = pl.Trainer(
             strategy=strategy,

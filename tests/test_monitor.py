@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_harmony import HarmonyMonitor
 from lightning_harmony.engine.postponed import Share
-from lightning_harmony.monitor import monitor_class
+from lightning_harmony.lightning_tree import classes_of
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.recording import Recording, read_recording
 from lightning_harmony.plan.replay import predict
@@ -134,7 +134,7 @@ def test_it_serves_both_trees(tree: str, tmp_path: Path) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     logger = import_module(f"{tree}.loggers").CSVLogger(tmp_path)
-    monitor = monitor_class(tree)()
+    monitor = classes_of(tree).HarmonyMonitor()
     assert isinstance(monitor, import_module(tree).Callback)
     trainer = trainer_for(
         "harmony", tree=import_module(tree), callbacks=[monitor], logger=logger, log_every_n_steps=1, max_steps=2

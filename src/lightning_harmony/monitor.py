@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_harmony.engine.report import StepReport
-from lightning_harmony.lightning_tree import class_for
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base
@@ -17,7 +15,7 @@ else:
     _Base = object
 
 
-class HarmonyMonitorMixin(_Base):
+class MonitorMixin(_Base):
     """Logs the step report of `HarmonyStrategy` to the Trainer's loggers, every `log_every_n_steps`.
 
     What it logs are the fields of `StepReport` that are numbers, under names such as ``harmony/seconds`` and
@@ -135,16 +133,3 @@ def _figures(report: StepReport, separator: str) -> dict[str, float]:
     figures: dict[str, float] = {name: value for name, value in single.items() if value is not None}
     figures |= {f"{name}{separator}{key}": value for name, values in several.items() for key, value in values.items()}
     return {f"harmony{separator}{name}": float(value) for name, value in figures.items()}
-
-
-@cache
-def monitor_class(tree: str) -> Any:
-    """`HarmonyMonitor` for a Lightning tree, "lightning.pytorch" or "pytorch_lightning"."""
-    base = import_module(f"{tree}.callbacks").Callback
-    return class_for(tree, "HarmonyMonitor", HarmonyMonitorMixin, base)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "HarmonyMonitor":
-        return monitor_class("lightning.pytorch")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +31,7 @@ from lightning_harmony.evaluation import Evaluation
 from lightning_harmony.fit_summary import FitSummary
 from lightning_harmony.garbage import LastingObjects
 from lightning_harmony.in_memory import DoesNotFit, InMemory, LastingBytes, fits, move_optimizer_state
-from lightning_harmony.lightning_tree import LightningTree, class_for
+from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.logs import unheard
 from lightning_harmony.loop_ends import LoopEnds
 from lightning_harmony.plan.plan import Parallel, Plan
@@ -63,8 +62,8 @@ else:
     _Base = object
 
 
-class HarmonyStrategyMixin(_Base):
-    """Everything of `HarmonyStrategy` but the Lightning tree that it belongs to.
+class StrategyMixin(_Base):
+    """The strategy, in whichever Lightning tree.
 
     Args:
         device_memory: the capacity of each device, in bytes or as text such as "16GiB", or a list with that of each;
@@ -144,10 +143,6 @@ class HarmonyStrategyMixin(_Base):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """By the tree: of the two classes of this name, pickle would find one."""
-        return _without_init, (self.tree,), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what a fit that runs has set up, threads among it: the fit of a copy sets up its own."""
@@ -618,24 +613,3 @@ class HarmonyStrategyMixin(_Base):
     def _module(self) -> Any:
         assert self.lightning_module is not None
         return self.lightning_module
-
-
-@cache
-def strategy_class(tree: str) -> Any:
-    """The strategy of a Lightning tree, "lightning.pytorch" or "pytorch_lightning"."""
-    strategies = import_module(f"{tree}.strategies")
-    cls = class_for(tree, "HarmonyStrategy", HarmonyStrategyMixin, strategies.ParallelStrategy)
-    # Lightning compiles models only for strategies that it knows: this one, too, has one logical device.
-    strategies.SingleDeviceStrategy.register(cls)
-    return cls
-
-
-def _without_init(tree: str) -> Any:
-    cls = strategy_class(tree)
-    return cls.__new__(cls)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "HarmonyStrategy":
-        return strategy_class("lightning.pytorch")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
