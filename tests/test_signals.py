@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -240,7 +241,26 @@ def test_ctrl_c_is_heard_at_once() -> None:
     held.hold()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+    # As Lightning does when it shuts down.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     held.release()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_that_python_passes_over_is_delivered_when_the_step_ends() -> None:
+    # Of those at random moments of clipped fits, some were lost.
+    class Key:
+        """Something that a weak reference may refer to."""
+
+    held, key = HeldSignals(), Key()
+    reference = weakref.ref(key, lambda _: signal.raise_signal(signal.SIGINT))
+    held.hold()
+    del key
+    assert reference() is None
+    with pytest.raises(KeyboardInterrupt):
+        held.release()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_handler_that_the_step_itself_has_set_stays(handled: Any) -> None:

@@ -36,6 +36,23 @@ _BLIND_CALLBACKS = frozenset({
 })  # fmt: skip
 
 
+def savers_on_exception(tree: LightningTree, trainer: Any) -> list[str]:
+    """Hooks that may save the state while an exception unwinds: it must be of one step, also where the backward raises."""
+    named = [
+        f"callback {type(callback).__name__} has on_exception"
+        for callback in trainer.callbacks
+        if tree.overrides(callback, "on_exception")
+        and (_saves_on_exception(callback) or not _is_blind(tree, callback, "on_exception"))
+    ]
+    if tree.overrides(trainer.datamodule, "on_exception"):
+        named.append(f"{type(trainer.datamodule).__name__}.on_exception is overridden")
+    return named
+
+
+def _saves_on_exception(callback: Any) -> bool:
+    return type(callback).__name__ == "OnExceptionCheckpoint" or bool(getattr(callback, "save_on_exception", False))
+
+
 def gradient_readers(tree: LightningTree, trainer: Any) -> list[str]:
     """Hooks that are overridden and see gradients, or may change them."""
     module, plugin = trainer.lightning_module, type(trainer.precision_plugin)

@@ -15,7 +15,8 @@ from typing import Any
 class HeldSignals:
     """Holds back signals that somebody handles in Python, and delivers them later.
 
-    Ctrl-C is heard at once where it raises KeyboardInterrupt, as it does unless somebody handles it otherwise.
+    Ctrl-C is heard at once where it raises KeyboardInterrupt, as it does unless somebody handles it otherwise. Python passes
+    over what is raised while it runs the callback of a weak reference: such a Ctrl-C is delivered again when the step ends.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class HeldSignals:
             return
         for number in signal.Signals:
             handler = signal.getsignal(number)
-            if callable(handler) and handler is not signal.default_int_handler:
+            if callable(handler):
                 self._handlers[number] = handler
                 signal.signal(number, self._note)
 
@@ -58,3 +59,6 @@ class HeldSignals:
 
     def _note(self, number: int, frame: Any) -> None:
         self._arrived[signal.Signals(number)] = None
+        if self._handlers.get(signal.Signals(number)) is signal.default_int_handler:
+            # Who catches it ends the fit, and ignores further ones: Lightning does.
+            raise KeyboardInterrupt

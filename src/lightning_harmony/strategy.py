@@ -28,6 +28,7 @@ from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.evaluation import Evaluation
+from lightning_harmony.first_step import BuffersBefore
 from lightning_harmony.fit_summary import FitSummary
 from lightning_harmony.garbage import LastingObjects
 from lightning_harmony.in_memory import DoesNotFit, InMemory, LastingBytes, fits, move_optimizer_state
@@ -131,6 +132,9 @@ class StrategyMixin(_Base):
         self._reports = StepReports()
         self._fused = FusedGroups()
         self._last_plan: Plan | None = None
+        # How many parameters a failed step has updated, and how many not: until another fit.
+        self._torn: tuple[int, int] | None = None
+        self._buffers_before: BuffersBefore | None = None
         # From `setup` to `teardown`: a model that fits is in memory, another one is swapped by the executor.
         self._in_memory: InMemory | None = None
         self._executor: Executor | None = None
@@ -147,7 +151,7 @@ class StrategyMixin(_Base):
     def __getstate__(self) -> dict[str, Any]:
         """Without what a fit that runs has set up, threads among it: the fit of a copy sets up its own."""
         state: dict[str, Any] = super().__getstate__()
-        of_fit = dict.fromkeys(("_in_memory", "_executor", "_training", "_evaluation"))
+        of_fit = dict.fromkeys(("_in_memory", "_executor", "_training", "_evaluation", "_buffers_before"))
         watches = {"_signals": HeldSignals(), "_lasting": LastingObjects(), "_loop_ends": LoopEnds()}
         return {**state, **of_fit, **watches, "_profiled": ProfiledActions(), "_last_plan": self.plan}
 
@@ -305,6 +309,8 @@ class StrategyMixin(_Base):
         self.model = self.precision_plugin.convert_module(self.model)
         devices = self._open_devices()
         trains, has_optimizers = trainer.state.fn == "fit", False
+        if trains:
+            self._torn = None
         if self._may_be_in_memory(devices) and fits(LastingBytes.of(self._module, [] if trains else None), devices[0]):
             self.model.to(self.root_device)
             if trains:
@@ -482,7 +488,7 @@ class StrategyMixin(_Base):
         self._profiled.end()
         executor, self._executor = self._executor, None
         in_memory, self._in_memory = self._in_memory, None
-        self._training = self._evaluation = None
+        self._training = self._evaluation = self._buffers_before = None
         if in_memory is not None:
             in_memory.end()
             in_memory.device.close()
@@ -490,6 +496,7 @@ class StrategyMixin(_Base):
             return
         if executor is not None:
             self._last_plan = executor.plan
+            self._torn = self._torn or executor.updater.torn
             executor.close()
         module = self.lightning_module
         if module is not None:
@@ -515,7 +522,27 @@ class StrategyMixin(_Base):
             return super().training_step(*args, **kwargs)
         self._signals.hold()
         self._lasting.begin_step()
-        return self._training.run(super().training_step, args, kwargs)
+        is_first = (
+            self._module.automatic_optimization and self._executor is not None and not self._executor.has_succeeded
+        )
+        self._buffers_before = BuffersBefore(self._module) if is_first else None
+        with self._restoring_buffers():
+            return self._training.run(super().training_step, args, kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward of the batch's loss."""
+        with self._restoring_buffers():
+            return super().backward(*args, **kwargs)
+
+    @contextmanager
+    def _restoring_buffers(self) -> Generator[None, None, None]:
+        """A context in which an error of the first step leaves buffers as they were before it."""
+        try:
+            yield
+        except BaseException:
+            if self._buffers_before is not None:
+                self._buffers_before.restore()
+            raise
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Before the loss is scaled, see to it that gradients can be unscaled where they are."""
@@ -548,6 +575,7 @@ class StrategyMixin(_Base):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The optimizer's state, as it would be without the strategy's own choice of implementation."""
+        self._refuse_torn()
         self._finish_update()
         state: dict[str, Any] = super().optimizer_state(optimizer)
         self._fused.unmark(optimizer, state)
@@ -557,16 +585,27 @@ class StrategyMixin(_Base):
         """The module's state after the last step; it is whole between steps only.
 
         Raises:
-            RuntimeError: in the middle of a step.
+            RuntimeError: in the middle of a step, or after one that failed when a part of its updates had been made.
         """
         if self._executor is not None and self._executor.is_running:
             raise RuntimeError(
                 "the state of the module was asked for in the middle of a step, in which layers are swapped and updated: "
                 "save checkpoints in a hook such as on_train_batch_end, not in the step"
             )
+        self._refuse_torn()
         self._finish_update()
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state
+
+    def _refuse_torn(self) -> None:
+        torn = self._torn if self._executor is None else self._executor.updater.torn
+        if torn is not None:
+            raise RuntimeError(
+                f"the last step failed when {torn[0]} of {sum(torn)} parameters had been updated, so that the state is of no "
+                "one step, and no checkpoint is made of it: go on from one that was saved before. With "
+                "HarmonyStrategy(update='deferred') parameters are updated when a backward has succeeded; so they are where a "
+                "callback saves in on_exception, such as OnExceptionCheckpoint"
+            )
 
     def on_exception(self, exception: BaseException) -> None:
         """Lose no update that was asked for."""
