@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from lightning_harmony.engine.asked import anchored, asked_for
-from lightning_harmony.engine.batch import merge_outputs, split_batch
+from lightning_harmony.engine.batch import merge_losses, merge_outputs
 from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.nested import map_tensors
 from lightning_harmony.engine.rng import RandomStreams, stream_seed
 from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.errors import CapacityError
@@ -29,6 +29,7 @@ from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.refusals import refuse_several_losses
 from lightning_harmony.settings import Settings
 from lightning_harmony.snapshot import Snapshot
+from lightning_harmony.split_check import SplitCheck
 from lightning_harmony.step_reports import StepReports
 from lightning_harmony.training import DeferredBackward
 from lightning_harmony.unchanged import UnchangedBatch
@@ -106,6 +107,7 @@ class InMemory:
     settings: Settings
     device: Device
     lasting: LastingBytes
+    split_check: SplitCheck
     compiled: Sequence[nn.Module] = ()
     _num_microbatches: int = 1
     # The most that was seen to be on the device; None where nothing is counted.
@@ -132,18 +134,20 @@ class InMemory:
                 return step(*args, **kwargs)
             with self._bounded():
                 return step(*args, **kwargs)
-        sizes = self._sizes(args[0])
+        sizes, parts = self._split(args, kwargs)
         self._num_microbatches = len(sizes)
         if len(sizes) == 1 and fits:
             return step(*args, **kwargs)
         if not self._predicts_gradient():
             # The graph of the batch waits for its gradient, as in plain Lightning.
             with nullcontext() if fits else self._bounded():
-                return step(*args, **kwargs) if len(sizes) == 1 else self._run(args, kwargs, sizes, predicts=False)
+                if len(sizes) == 1:
+                    return step(*args, **kwargs)
+                return self._run(args, kwargs, sizes, parts, predicts=False)
         if not fits:
             with self._keeping_gradients():
-                return self._watched(name, args, partial(self._run, args, kwargs, sizes, predicts=True))
-        return self._run(args, kwargs, sizes, predicts=True)
+                return self._watched(name, args, partial(self._run, args, kwargs, sizes, parts, predicts=True))
+        return self._run(args, kwargs, sizes, parts, predicts=True)
 
     def show_start(self) -> None:
         """Where Lightning shows its model summary, say that nothing is swapped."""
@@ -164,7 +168,8 @@ class InMemory:
             layer._compiled_call_impl = None
 
     def report(self, reports: StepReports) -> None:
-        """A step has ended."""
+        """The backward of a step has ended."""
+        self.split_check.after_backward(self._losses_of, [self.device])
         reports.write_in_memory(self._num_microbatches, self._peak_bytes)
 
     def evaluate(self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,11 +257,25 @@ class InMemory:
 
     # ---- microbatches --------------------------------------------------------------------------------------------------
 
-    def _sizes(self, batch: Any) -> tuple[int, ...]:
-        settings = self.settings
+    def _split(self, args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any]]:
+        """The samples of each microbatch of a batch, and the microbatches."""
+        settings, (batch, *rest) = self.settings, args
         if settings.num_microbatches in (1, None) and settings.microbatch_size is None:
-            return (1,)
-        return settings.sizes(self.tree.batch_size(batch))
+            return (1,), [batch]
+        samples = self.split_check.splitting.samples(batch)
+        sizes = (1,) if samples is None else settings.sizes(samples.number)
+        self.split_check.note(batch, samples, sizes, rest, kwargs)
+        return sizes, self.split_check.splitting.split(batch, samples, sizes)
+
+    def _losses_of(self, batches: Sequence[Any], like: Any) -> list[Tensor | None]:
+        """Run the training_step on some batches, without a backward."""
+        losses: list[Tensor | None] = []
+        for batch in batches:
+            with self.trainer.precision_plugin.train_step_context():
+                output = self._module.training_step(batch, *like.rest, **like.kwargs)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            losses.append(loss if isinstance(loss, Tensor) else None)
+        return losses
 
     def _predicts_gradient(self) -> bool:
         """Whether Lightning's own code alone decides which gradient comes to the loss, and sees gradients before it does.
@@ -272,16 +291,15 @@ class InMemory:
             and all(type(each).zero_grad is Optimizer.zero_grad for each in self.trainer.optimizers)
         )
 
-    def _run(self, args: Any, kwargs: Any, sizes: tuple[int, ...], *, predicts: bool) -> Any:
+    def _run(self, args: Any, kwargs: Any, sizes: tuple[int, ...], parts: Sequence[Any], *, predicts: bool) -> Any:
         """Run microbatches one after the other; where the gradient of each loss is predicted, with its backward."""
-        batch, *rest = args
-        parts, weights = split_batch(batch, sum(sizes), sizes), self.settings.weights(sizes)
+        rest, weights = args[1:], self.settings.weights(sizes)
         shared = UnchangedBatch(parts)
         logs = MicrobatchLogs(self.trainer._results, sizes) if len(sizes) > 1 else None
         zeroed = self._zeroed() if predicts else []
         outputs: list[Any] = []
         losses: list[Tensor] = []
-        with self._random_streams(len(parts)) as switch_to, logs or nullcontext():
+        with self.split_check.explaining(sizes), self._random_streams(len(parts)) as switch_to, logs or nullcontext():
             for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
                 switch_to(number)
                 if logs is not None:
@@ -298,13 +316,13 @@ class InMemory:
                     if predicts and loss.requires_grad:
                         _differentiate(loss, self._upstream(loss), weight, None)
                     losses.append(loss.detach().requires_grad_(loss.requires_grad) if predicts else loss)
-                outputs.append(tree_map_only(Tensor, Tensor.detach, output) if predicts else output)
+                outputs.append(map_tensors(Tensor.detach, output) if predicts else output)
                 del output, loss
         shared.check()
         output = merge_outputs(outputs, sizes)
         if len(losses) < len(outputs) or self.trainer.fit_loop._skip_backward:
             return output
-        loss = torch.stack([loss.detach() * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
+        loss = merge_losses([loss.detach() for loss in losses], weights)
         if any(each.requires_grad for each in losses):
             made = [(p, p.grad) for p in zeroed if p.grad is not None]
             backward = partial(self._give, made) if predicts else partial(self._backward, losses, weights)

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_harmony.engine.executor import Executor
+from lightning_harmony.engine.nested import leaves_of, map_tensors
 from lightning_harmony.engine.turns import Microbatch
 from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.logs import MicrobatchLogs
@@ -47,13 +47,13 @@ class TrainingStep:
             self.output = output
             return None
         self.loss, self.requires_grad = self._engine.to_root(loss), loss.requires_grad
-        self.output = tree_map_only(Tensor, self._engine.to_root, output)
+        self.output = map_tensors(self._engine.to_root, output)
         return loss
 
 
 def num_elements(value: Any) -> int:
     """Elements of all tensors in a batch."""
-    return sum(leaf.numel() for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return sum(leaf.numel() for leaf in leaves_of(value) if isinstance(leaf, Tensor))
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_harmony.engine.attributes import restore_of_generator
-from lightning_harmony.engine.batch import is_ndarray
 from lightning_harmony.engine.containers import have_same_content
 from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.nested import is_ndarray
 from lightning_harmony.engine.rng import RandomState
 
 # Larger arrays are data.

@@ -51,6 +51,7 @@ from lightning_harmony.refusals import (
 from lightning_harmony.settings import Settings
 from lightning_harmony.signals import HeldSignals
 from lightning_harmony.split_check import SplitCheck
+from lightning_harmony.splitting import Splitting
 from lightning_harmony.step_reports import StepReports
 from lightning_harmony.store_progress import store_progress
 from lightning_harmony.training import Training
@@ -79,8 +80,11 @@ class StrategyMixin(_Base):
         update: when parameters are updated: "just-in-time", pack by pack in the backward; "deferred", after it, under the
             forward of the next batch unless something looks at parameters before; or "auto", just in time unless something
             reads all gradients.
-        loss_reduction: whether the loss of a batch is the "mean" or the "sum" of its samples' losses; None for the mean, with
-            a check after the first step, which runs on a part of a microbatch once more.
+        loss_reduction: whether the loss of a batch is the "mean" or the "sum" of its samples' losses; None for the mean.
+        check_loss: whether to check that after the first step, whose code runs three times more for it on a part of a
+            microbatch; a warning says what was found.
+        split_batch: a function that takes a batch and the samples of each microbatch, such as ``(2, 2, 2, 2)``, and returns
+            the microbatches; None to split where it is certain what belongs to a sample, and to run other batches whole.
         parallel: how several devices share the work: "pipeline", where packs go round the devices and microbatches from
             one to the next, or "data", where each device takes its share of the microbatches through all packs.
         compile_layers: whether to compile each layer, as `torch.compile` does; or the arguments to call it with.
@@ -101,6 +105,8 @@ class StrategyMixin(_Base):
         layers: Collection[type] | Callable[[str, nn.Module], bool] | None = None,
         update: Literal["auto", "just-in-time", "deferred"] = "auto",
         loss_reduction: Literal["mean", "sum"] | None = None,
+        check_loss: bool = False,
+        split_batch: Callable[[Any, Sequence[int]], Sequence[Any]] | None = None,
         parallel: Parallel = "pipeline",
         compile_layers: bool | dict[str, Any] = False,
         plan: Plan | str | Path | None = None,
@@ -119,6 +125,8 @@ class StrategyMixin(_Base):
             layers=layers,
             update=update,
             loss_reduction=loss_reduction,
+            check_loss=check_loss,
+            split_batch=split_batch,
             parallel=parallel,
             compile_layers=compile_layers,
             plan=plan,
@@ -318,8 +326,15 @@ class StrategyMixin(_Base):
                 has_optimizers = True
             lasting = LastingBytes.of(self._module, self.optimizers if trains else None)
             if fits(lasting, devices[0]):
-                compiled = self._compiled_layers()
-                self._in_memory = InMemory(self._lightning, trainer, self._settings, devices[0], lasting, compiled)
+                self._in_memory = InMemory(
+                    self._lightning,
+                    trainer,
+                    self._settings,
+                    devices[0],
+                    lasting,
+                    self._split_check(trainer),
+                    self._compiled_layers(),
+                )
                 self._in_memory.show_start()
         if self._in_memory is None:
             self._swap_layers(trainer, devices, sets_up_optimizers=trains and not has_optimizers)
@@ -351,9 +366,7 @@ class StrategyMixin(_Base):
         self.model_to_device()
         self._executor = engine = self._build_executor(trainer, self._settings.plan, devices)
         tree = self._lightning
-        self._prepare(
-            trainer, engine, SplitCheck(tree, trainer, engine, self._settings), FitSummary(tree, trainer, engine)
-        )
+        self._prepare(trainer, engine, self._split_check(trainer), FitSummary(tree, trainer, engine))
         if trainer.state.fn == "fit":
             if sets_up_optimizers:
                 self.setup_optimizers(trainer)
@@ -377,12 +390,15 @@ class StrategyMixin(_Base):
 
     def _prepare(self, trainer: Any, engine: Executor, split_check: SplitCheck, summary: FitSummary) -> None:
         tree, settings = self._lightning, self._settings
-        engine.recompute_in(partial(unheard, self._module))
+        engine.recompute_in(partial(unheard, trainer))
         deferred = DeferredUpdate(UpdatePolicy(tree, trainer, engine, settings.update), engine)
         self._training = Training(
             tree, trainer, engine, settings, deferred, split_check, self._fused, self._reports, summary
         )
-        self._evaluation = Evaluation(tree, trainer, engine, settings)
+        self._evaluation = Evaluation(tree, trainer, engine, settings, split_check.splitting)
+
+    def _split_check(self, trainer: Any) -> SplitCheck:
+        return SplitCheck(Splitting(self._lightning, trainer, self._settings), self._settings, trainer)
 
     def _catch_up(self) -> None:
         """Before a step, see to what was changed since the last one: other parameters need another set-up."""
@@ -401,8 +417,7 @@ class StrategyMixin(_Base):
                 before.trainer, None, self._open_devices(), store if known else None
             )
             engine.recorder.take_over(wishes)
-            split_check = replace(before.split_check, engine=engine)
-            self._prepare(before.trainer, engine, split_check, replace(before.summary, engine=engine))
+            self._prepare(before.trainer, engine, before.split_check, replace(before.summary, engine=engine))
         self._executor.catch_up()
 
     def _build_executor(

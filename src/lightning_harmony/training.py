@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.deferred_update import DeferredUpdate
 from lightning_harmony.engine.asked import anchored, asked_for
-from lightning_harmony.engine.batch import DEFAULT_NUM_MICROBATCHES, can_be_split, merge_outputs, split_batch
+from lightning_harmony.engine.batch import DEFAULT_NUM_MICROBATCHES, merge_losses, merge_outputs
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.opaque import without_caches
@@ -24,7 +24,7 @@ from lightning_harmony.fit_summary import FitSummary
 from lightning_harmony.host_memory import refuse_too_little
 from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.lightning_tree import LightningTree
-from lightning_harmony.microbatches import TrainingStep, merging_logs, num_elements
+from lightning_harmony.microbatches import TrainingStep, merging_logs, num_elements, run_without_backward
 from lightning_harmony.refusals import refuse_several_losses
 from lightning_harmony.settings import Settings
 from lightning_harmony.split_check import SplitCheck, batch_norms
@@ -86,16 +86,17 @@ class Training:
             self._report(1, "deferred", f"the training_step {does} itself")
             return output
         batch, *rest = args
-        sizes = self._sizes(batch)
-        parts = split_batch(batch, sum(sizes), sizes)
+        samples = None if self.settings.num_microbatches == 1 else self.split_check.splitting.samples(batch)
+        sizes = (1,) if samples is None else self._sizes(batch, samples.number)
+        parts = self.split_check.splitting.split(batch, samples, sizes)
         steps = [
             TrainingStep(self.engine, self.trainer.precision_plugin, self._module.training_step, (part, *rest), kwargs)
             for part in parts
         ]
         weights = self.settings.weights(sizes)
-        self.split_check.note(batch, rest, kwargs, sizes)
+        self.split_check.note(batch, samples, sizes, rest, kwargs)
         shared = UnchangedBatch(parts)
-        with self.split_check.explaining(batch, sizes):
+        with self.split_check.explaining(sizes):
             self._forward(steps, weights, sizes)
         shared.check()
         output = merge_outputs([each.output for each in steps], sizes)
@@ -104,7 +105,7 @@ class Training:
             self._abandon()
             return output
         refuse_several_losses(losses)
-        loss = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
+        loss = merge_losses(losses, weights)
         # The last epoch of stochastic weight averaging has no backward: what it is for, statistics, must reach the host.
         if self.trainer.fit_loop._skip_backward or not any(each.requires_grad for each in steps):
             self._abandon()
@@ -116,35 +117,37 @@ class Training:
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def after_backward(self) -> None:
-        """Once, show the plan, and check that the batch splits."""
+        """Once, show the plan, and check the loss if that was asked for."""
         if not self._runs_alone():
             self.summary.show_plan(self.deferred.policy.choose)
-        self.split_check.after_backward()
+        self.split_check.after_backward(self._losses_of, self.engine.devices)
 
     def _runs_alone(self) -> bool:
         """Whether the training_step runs as it is: each call of a layer brings its weights, its gradients stay for later."""
         return not self._module.automatic_optimization or self.tree.takes_iterator(self._module.training_step)
 
-    def _sizes(self, batch: Any) -> tuple[int, ...]:
-        if self.settings.num_microbatches == 1:
-            return (1,)
-        try:
-            batch_size = self.tree.batch_size(batch)
-        except Exception as error:
-            raise ValueError(
-                f"the size of a batch of type {type(batch).__name__} cannot be told, so it cannot be split into "
-                "microbatches: return tensors, or use HarmonyStrategy(num_microbatches=1)"
-            ) from error
+    def _sizes(self, batch: Any, num_samples: int) -> tuple[int, ...]:
         if self.settings.chooses_number and self._chosen is None:
-            self._chosen = self.engine.choose_number(batch_size, num_elements(batch), DEFAULT_NUM_MICROBATCHES)
-        sizes = self.settings.sizes(batch_size, self._chosen, self._least_samples)
-        if len(sizes) > 1 and not can_be_split(batch, batch_size):
-            raise ValueError(
-                f"a batch of type {type(batch).__name__} cannot be split into microbatches: Lightning takes it for one of "
-                f"{batch_size} samples, but nothing that can be taken apart in it has as many rows. Return tensors, in "
-                "tuples, lists, dicts or dataclasses, or use HarmonyStrategy(num_microbatches=1)"
-            )
-        return sizes
+            self._chosen = self.engine.choose_number(num_samples, num_elements(batch), DEFAULT_NUM_MICROBATCHES)
+        return self.settings.sizes(num_samples, self._chosen, self._least_samples)
+
+    def _losses_of(self, batches: Sequence[Any], like: Any) -> list[Tensor | None]:
+        """Run the training_step on some batches, without a backward."""
+        module, engine = self._module, self.engine
+        steps = [
+            TrainingStep(engine, self.trainer.precision_plugin, module.training_step, (batch, *like.rest), like.kwargs)
+            for batch in batches
+        ]
+        attributes = LaneAttributes(module)
+        attributes.begin()
+        engine.on_switch, engine.on_set = attributes.switch, attributes.set_by_layer
+        try:
+            with without_caches(module):
+                microbatches = [Microbatch(step, 1.0, None) for step in steps]
+                run_without_backward(engine, microbatches, max(step.num_elements() for step in steps))
+        finally:
+            engine.on_switch = engine.on_set = None
+        return [step.loss for step in steps]
 
     def _forward(self, steps: Sequence[TrainingStep], weights: Sequence[float], sizes: Sequence[int]) -> None:
         batch_number = self.trainer.fit_loop.epoch_loop.total_batch_idx
