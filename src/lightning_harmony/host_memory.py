@@ -70,5 +70,6 @@ def _expected(optimizer: Optimizer) -> int | None:
 
 def state_bytes(optimizers: Sequence[Optimizer]) -> int:
     """What the state of optimizers takes now."""
-    tensors = [leaf for one in optimizers for state in one.state.values() for leaf in tree_leaves(dict(state))]
+    # An optimizer may keep entries that belong to no parameter beside the dicts of its parameters: tensors, numbers.
+    tensors = [leaf for one in optimizers for state in one.state.values() for leaf in tree_leaves(state)]
     return sum(leaf.numel() * leaf.element_size() for leaf in tensors if isinstance(leaf, Tensor))

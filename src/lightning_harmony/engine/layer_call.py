@@ -16,7 +16,7 @@ from lightning_harmony.engine.asked import asked_for
 from lightning_harmony.engine.call_arguments import CallArguments
 from lightning_harmony.engine.call_buffers import CallBuffers
 from lightning_harmony.engine.graph_size import num_nodes_made
-from lightning_harmony.engine.guise import Guise
+from lightning_harmony.engine.guise import Guise, parameter_like
 from lightning_harmony.engine.handed_out import HandedOut
 from lightning_harmony.engine.hollow_graph import HollowGraph, end_of, given, keep
 from lightning_harmony.engine.lane import CastingState
@@ -333,7 +333,7 @@ class LayerCall:
             if not casts:
                 return
             with torch.no_grad():
-                narrow = {p: nn.Parameter(leaves[p].to(dtype), p.requires_grad) for p in casts}
+                narrow = {p: parameter_like(p, leaves[p].detach().to(dtype)) for p in casts}
             self.residency.leaves = {**leaves, **narrow}
             with torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
                 again, _ = self._recompute(inputs)

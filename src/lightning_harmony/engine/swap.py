@@ -12,6 +12,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.device_update import DeviceUpdates, Stayed
+from lightning_harmony.engine.guise import parameter_like
 from lightning_harmony.engine.host_store import HostPool, HostStore, Slot, lay_out
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer, refuse_accumulation
 from lightning_harmony.engine.pack import (
@@ -126,7 +127,7 @@ class Swapper:
                 _copy(staging.on_device, staging.memory)
 
         # First: what the copy runs beside should not wait for the thread that copies.
-        leaves = {p: nn.Parameter(slot.view(weights), p.requires_grad) for p, slot in layout.slots.items()}
+        leaves = {p: parameter_like(p, slot.view(weights)) for p, slot in layout.slots.items()}
         for leaf in leaves.values():
             refuse_accumulation(leaf)
         copied = pack.buffer_bytes + (layout.copied_bytes if stayed is None else _frozen_bytes(pack, stayed))
