@@ -69,6 +69,31 @@ def _expected(optimizer: Optimizer) -> int | None:
 
 
 def state_bytes(optimizers: Sequence[Optimizer]) -> int:
-    """What the state of optimizers takes now."""
-    tensors = [leaf for one in optimizers for state in one.state.values() for leaf in tree_leaves(dict(state))]
+    """What the state of optimizers takes now. An update may add to it meanwhile."""
+    # A list of the values is made at once, and to walk through the dictionary is not.
+    states = [dict(state) for one in optimizers for state in list(one.state.values())]
+    tensors = [leaf for state in states for leaf in tree_leaves(state)]
     return sum(leaf.numel() * leaf.element_size() for leaf in tensors if isinstance(leaf, Tensor))
+
+
+class StateSize:
+    """What the state of optimizers takes, counted again when it has changed: models have thousands of parameters."""
+
+    def __init__(self) -> None:
+        self._counted: dict[int, tuple[tuple[int, int], int]] = {}
+
+    def num_bytes(self, optimizers: Sequence[Optimizer]) -> int:
+        """What it takes now."""
+        return sum(self._of(number, optimizer) for number, optimizer in enumerate(optimizers))
+
+    def _of(self, number: int, optimizer: Optimizer) -> int:
+        mark = id(optimizer.state), len(optimizer.state)
+        counted = self._counted.get(number)
+        if counted is not None and counted[0] == mark:
+            return counted[1]
+        num_bytes = state_bytes([optimizer])
+        # A history in a list grows, and what is None may become a tensor: those are counted each time.
+        states = [dict(state).values() for state in list(optimizer.state.values())]
+        if all(values and all(isinstance(value, Tensor | int | float) for value in values) for values in states):
+            self._counted[number] = mark, num_bytes
+        return num_bytes
