@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.report import StepReport, Traffic
-from lightning_harmony.host_memory import state_bytes
+from lightning_harmony.host_memory import StateSize
 
 
 class StepReports:
@@ -21,7 +21,7 @@ class StepReports:
 
     def __init__(self) -> None:
         self.last: StepReport | None = None
-        self._state_bytes = 0
+        self._state_bytes, self._state_size = 0, StateSize()
         self._start = 0.0
 
     def begin(self, engine: Executor | None) -> None:
@@ -36,7 +36,7 @@ class StepReports:
         """A step has ended."""
         # In the first step, buffers go as the optimizer's state comes: what they took together is no more than either end.
         seconds = time.perf_counter() - self._start
-        before, self._state_bytes = self._state_bytes, state_bytes(optimizers)
+        before, self._state_bytes = self._state_bytes, self._state_size.num_bytes(optimizers)
         most = max(engine.pool.take_peak_bytes() + before, engine.pool.num_bytes + self._state_bytes)
         engine.note_seconds(seconds)
         predicted = engine.step_plan.predicted

@@ -173,7 +173,7 @@ class Residents:
         self.swapper.finish_gathering()
         self.stash.drain()
         for pack in self.packs:
-            pack.accumulators, pack.parked = {}, {}
+            self.swapper.drop_gradients(pack)
             self.evict(pack)
             pack.is_narrow = False
         self.drain()

@@ -399,6 +399,12 @@ class Swapper:
         """Make room: keep the sums that are not final yet on the host."""
         pack.parked = {gradients.use: gradients for gradients in self.swap_out_gradients(pack, Errand.PARK)}
 
+    def drop_gradients(self, pack: SwappedPack) -> None:
+        """Forget the sums that a pack has, here and on the host, where a copy may still write to them."""
+        for parked in pack.parked.values():
+            self._device.keep_until(parked.event, parked.buffer)
+        pack.accumulators, pack.parked = {}, {}
+
     def scale_gradients(self, pack: SwappedPack, factor: float) -> None:
         """Multiply the sums that a pack has."""
         for accumulator in pack.accumulators.values():
