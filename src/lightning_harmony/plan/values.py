@@ -18,7 +18,7 @@ def encode(value: object) -> Any:
     """A dataclass, or what lies in one, as JSON knows it."""
     if is_dataclass(value):
         return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, frozenset):
+    if isinstance(value, frozenset | set):
         return sorted(value)
     if isinstance(value, Task):
         return str(value)
