@@ -1,4 +1,7 @@
-"""Lanes: threads that each run one microbatch's step and pass a baton, so that exactly one runs at a time."""
+"""Lanes: threads that each run one microbatch's step and pass a baton, so that exactly one runs at a time.
+
+A microbatch that shares its step with no other at the same time needs no thread: its lane is the caller's own.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +138,44 @@ class Lane:
         return None
 
 
-def current_lane() -> Lane | None:
+class CallerLane:
+    """A lane in the caller's own thread. It parks nowhere: it is granted its turns where it asks for them.
+
+    Attributes:
+        microbatch: which microbatch it runs.
+        request: what it asks for; None before its first turn.
+        finished: whether it has run.
+    """
+
+    def __init__(self, microbatch: int, grant: Callable[[CallerLane], None]) -> None:
+        self.microbatch = microbatch
+        self.request: Any = None
+        self.finished = False
+        self._grant = grant
+
+    def park(self, request: Any) -> None:
+        """Have a turn at once. Called by the job."""
+        self.request = request
+        self._grant(self)
+        self.request = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The context in which the calling thread is this lane."""
+        before = current_lane()
+        _local.lane = self
+        try:
+            # The engine then runs every node of a backward in this thread, which is the only one that is this lane.
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
+        finally:
+            _local.lane = before
+
+
+AnyLane = Lane | CallerLane
+
+
+def current_lane() -> AnyLane | None:
     """The lane that the calling thread is, if it is one."""
     return getattr(_local, "lane", None)
 

@@ -398,6 +398,11 @@ class Swapper:
         """Make room: keep the sums that are not final yet on the host."""
         pack.parked = {gradients.use: gradients for gradients in self.swap_out_gradients(pack, Errand.PARK)}
 
+    def unpark_gradients(self, pack: SwappedPack) -> None:
+        """Bring sums back that made room before."""
+        for use in list(pack.parked):
+            self._open(pack, use, add_to_earlier=False)
+
     def scale_gradients(self, pack: SwappedPack, factor: float) -> None:
         """Multiply the sums that a pack has."""
         for accumulator in pack.accumulators.values():
