@@ -16,7 +16,6 @@ from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.turns import Microbatch
 from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
-from lightning_harmony.lane_attributes import LaneAttributes
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.microbatches import TrainingStep, run_without_backward
 from lightning_harmony.separability import explain_difference
@@ -133,16 +132,13 @@ class SplitCheck:
             module._current_fx_name = "training_step"
             with torch.no_grad(), without_caches(module):
                 runs = [Microbatch(step, 1.0, None) for step in steps]
-                attributes = LaneAttributes(module)
-                attributes.begin()
-                self.engine.on_switch, self.engine.on_set = attributes.switch, attributes.set_by_layer
+                self.engine.on_switch = self.engine.on_set = self.engine.watch = None
                 run_without_backward(self.engine, runs, steps[0].num_elements())
             whole, *losses = [math.nan if step.loss is None else float(step.loss) for step in steps]
             has_drawn = before.has_drawn()
         except Exception:
             return
         finally:
-            self.engine.on_switch = self.engine.on_set = None
             trainer.loggers = loggers
             before.restore()
         is_narrow = "16" in str(precision.precision)

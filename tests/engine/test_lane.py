@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_harmony.engine import lane as lane_module
-from lightning_harmony.engine.lane import CastingState, Lane, LaneAborted, LanePool, current_lane
+from lightning_harmony.engine.ambient import AmbientState
+from lightning_harmony.engine.lane import Lane, LaneAborted, LanePool, current_lane
 from lightning_harmony.errors import UnsupportedModelError
 
 NUMBER = contextvars.ContextVar("number", default=0)
@@ -656,13 +657,13 @@ class TestThreadState:
         assert in_lane(pool, job)
 
 
-class TestCastingState:
+class TestAmbientState:
     @pytest.mark.parametrize("enabled", [True, False])
     def test_is_given_back_whatever_is_on(self, enabled: bool) -> None:
         with torch.autocast("cpu", dtype=torch.float16, enabled=enabled):
-            state = CastingState()
+            state = AmbientState.capture()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            with state.applied():
+            with state.entered():
                 assert torch.is_autocast_enabled("cpu") is enabled
                 assert not enabled or torch.get_autocast_dtype("cpu") is torch.float16
             assert torch.get_autocast_dtype("cpu") is torch.bfloat16
@@ -670,8 +671,8 @@ class TestCastingState:
     def test_keeps_no_casts_of_weights(self) -> None:
         weight = torch.ones(2, 2, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            state = CastingState()
-        with state.applied():
+            state = AmbientState.capture()
+        with state.entered():
             before = torch.ones(2, 2) @ weight
             with torch.no_grad():
                 weight.zero_()

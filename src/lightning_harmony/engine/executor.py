@@ -45,7 +45,7 @@ from lightning_harmony.engine.runtime import Runtime
 from lightning_harmony.engine.shared_update import start_postponed
 from lightning_harmony.engine.shortage import exceeded_in_turn, refuse_too_large
 from lightning_harmony.engine.stash import LaneStash, Stash
-from lightning_harmony.engine.step import Grant, Step
+from lightning_harmony.engine.step import Grant, Step, StepWatch
 from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.engine.swap import Swapper
 from lightning_harmony.engine.swapped_model import SwappedModel
@@ -106,6 +106,7 @@ class Executor:
         self.has_succeeded = False
         self.on_switch: Callable[[int], None] | None = None
         self.on_set: Callable[[dict[str, Any], set[str]], None] | None = None
+        self.watch: StepWatch | None = None
         swapped_layers = [
             SwappedLayer(index, layer.name, layer.module, list(layer.module.parameters()), compute_dtype)
             for index, layer in enumerate(layers)
@@ -198,6 +199,11 @@ class Executor:
         """Whether lanes run, or wait for each other: parameters are then not what they are between hooks."""
         return self._lanes.is_driving or self._is_driving
 
+    @property
+    def is_sequential(self) -> bool:
+        """Whether the microbatches of the step run one after the other, in the calling thread."""
+        return self._step.is_sequential
+
     def _use(self, plan: Plan) -> None:
         self._placement.use(plan, self._model.layers)
 
@@ -271,6 +277,7 @@ class Executor:
         )
         step, is_alone = self._step, len(microbatches) == 1
         step.is_sequential = is_alone or is_measuring or not interleave
+        step.watch = self.watch if step.is_sequential and not is_alone else None
         predicted = predicted_gradient if self._predicts else None
         # Where work space isn't known, a lane goes from pack to pack.
         step.fuses = predicted is not None and self._planner.is_planned and not is_measuring
@@ -351,10 +358,15 @@ class Executor:
         assert isinstance(lane, CallerLane)
         with lane.entered():
             loss, progress.loss = progress.loss, None
+            watch = self._step.watch
             if loss is None:
                 self._grant_here(lane)
+                if watch is not None:
+                    watch.begin(lane.microbatch)
                 with self._working(progress):
                     loss = self._run_forward(progress)
+                    if watch is not None:
+                        watch.end()
                     if loss is not None and self._step.predicted is not None:
                         if self._step.fuses:
                             self._visits.enter_loss(progress)

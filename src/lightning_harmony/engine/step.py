@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from lightning_harmony.engine.lane import AnyLane, current_lane
 from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.turns import LaneProgress, Turns
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.task import Phase
+
+
+class StepWatch(Protocol):
+    """Watches microbatches that run one after the other."""
+
+    def begin(self, microbatch: int) -> None:
+        """A microbatch begins."""
+
+    def at_call(self, layer: str) -> None:
+        """It calls a layer."""
+
+    def end(self) -> None:
+        """It has ended."""
 
 
 @dataclass
@@ -37,6 +51,7 @@ class Step:
         predicted: the gradient of its loss, if that was known before: the backward of each microbatch then follows its loss.
         fuses: whether a lane that comes to the fused packs goes through them to its loss and back.
         is_sequential: whether one microbatch runs after the other, in the caller's own thread.
+        watch: watches its microbatches while one runs after the other.
         in_backward: whether the gradient of its loss has come.
         granted: the turn that a lane has.
     """
@@ -47,6 +62,7 @@ class Step:
         self.predicted: float | None = None
         self.fuses = False
         self.is_sequential = False
+        self.watch: StepWatch | None = None
         self.in_backward = False
         self.granted: Grant | None = None
         self._progress: dict[AnyLane | None, LaneProgress] = {}

@@ -77,6 +77,8 @@ class Visits:
         pack = residents.packs[index]
         if phase is Phase.FORWARD:
             progress.calls.append(layer.index)
+            if self._step.watch is not None and not progress.differentiating:
+                self._step.watch.at_call(layer.name)
         if progress.task != (phase, index) or pack.residency is None:
             position = placement.plan.position(phase, index, progress.position[phase])
             request = Request(phase, index, position)
