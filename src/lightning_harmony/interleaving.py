@@ -77,7 +77,7 @@ class _Seen:
     Attributes:
         at_calls: by place and name, before the call of which layer it differed from the beginning, and what it was.
         steps: by place and name, how far a number went in each microbatch; None of what is no whole number.
-        hazards: what speaks against taking turns, and where.
+        hazard: what speaks against taking turns, and where it was seen first.
         changed: the places that a microbatch left other than it found them, with what it changed there.
         shrank: the lists and sets that did not only grow.
         lengths: of those that did, the lengths that the second microbatch saw.
@@ -86,7 +86,7 @@ class _Seen:
 
     at_calls: dict[tuple[str, Any], str] = field(default_factory=dict)
     steps: dict[tuple[str, Any], list[int | None]] = field(default_factory=dict)
-    hazards: list[tuple[str, str]] = field(default_factory=list)
+    hazard: str | None = None
     changed: dict[tuple[str, Any], Held] = field(default_factory=dict)
     shrank: set[str] = field(default_factory=set)
     lengths: dict[str, set[int]] = field(default_factory=dict)
@@ -145,9 +145,13 @@ class Watch:
             for each in self._watched:
                 for name in each.changed():
                     self._note_end(each, name)
+                for value, mark in each.marks:
+                    first = self._drawn.get(id(value), mark)
+                    if first != mark and mark_of(value) != first:
+                        self._note_drawn(each, "the end of a microbatch")
             for kind, before in zip(OF_PROCESS, self._registered, strict=True):
                 if self._microbatch > 0 and kind.get() != before:
-                    self.seen.hazards.append((f"{kind.name} is not what it was", "the end of a microbatch"))
+                    self._note(f"{kind.name} is set for good", "the end of a microbatch")
             self._watched = []
 
     def _note_change(self, each: _Watched, name: Any, layer: str) -> None:
@@ -174,9 +178,12 @@ class Watch:
             # Before the first layer, and nowhere else, one microbatch after the other draws.
             first = self._drawn.setdefault(id(value), now)
             if now != first:
-                self._note_hazard(f"a generator of random numbers, held by {each.held.name!r}, is drawn from", layer)
+                self._note_drawn(each, f"layer {layer!r}")
         elif now != mark:
             self._note_hazard(f"a {type(value).__name__} held by {each.held.name!r} is changed in place", layer)
+
+    def _note_drawn(self, each: _Watched, where: str) -> None:
+        self._note(f"a generator of random numbers, held by {each.held.name!r}, is drawn from again", where)
 
     def _note_end(self, each: _Watched, name: Any) -> None:
         held = each.held
@@ -193,8 +200,10 @@ class Watch:
         self.seen.steps.setdefault(key, []).append(step)
 
     def _note_hazard(self, what: str, layer: str) -> None:
-        if not self.seen.hazards:
-            self.seen.hazards.append((what, f"layer {layer!r}"))
+        self._note(what, f"layer {layer!r}")
+
+    def _note(self, what: str, before: str) -> None:
+        self.seen.hazard = self.seen.hazard or f"{what} before {before}"
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -232,10 +241,7 @@ class Watch:
         for place, names in known.harmless.items():
             if place in called:
                 names.discard(ALL)
-        if not seen.hazards:
-            return None
-        what, where = seen.hazards[0]
-        return f"{what} before {where}" if where.startswith("layer") else f"{what} at {where}"
+        return seen.hazard
 
 
 def _what(held: Held, name: Any) -> str:
@@ -433,7 +439,7 @@ class Interleaving:
 
     def _refuse_turns(self, hazard: str, num_microbatches: int) -> None:
         self.hazard = hazard
-        self._tree.warn(
+        self._tree.info(
             f"microbatches run one after the other: {hazard}, where others that took turns would find it so. Results are "
             f"exact, but each layer is swapped in {num_microbatches} times as often. To let them take turns, keep that in a "
             "local variable, or pass it to layers as an argument"

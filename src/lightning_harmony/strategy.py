@@ -38,7 +38,6 @@ from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.plan.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
 from lightning_harmony.profile_cache import ProfileCache
-from lightning_harmony.profiled_actions import ProfiledActions
 from lightning_harmony.refusals import (
     refuse_other_accelerators,
     refuse_scripted,
@@ -127,7 +126,6 @@ class HarmonyStrategyMixin(_Base):
         self._signals = HeldSignals()
         self._lasting = LastingObjects()
         self._epoch_end = EpochEnd()
-        self._profiled = ProfiledActions()
         self._reports = StepReports()
         self._fused = FusedGroups()
         self._last_plan: Plan | None = None
@@ -312,7 +310,6 @@ class HarmonyStrategyMixin(_Base):
             self._training.start()
             self._epoch_end.begin(trainer, self._finish_update)
         self.setup_precision_plugin()
-        self._profiled.begin(tree, trainer.profiler)
 
     def _prepare(self, trainer: Any, engine: Executor, split_check: SplitCheck, summary: FitSummary) -> None:
         tree, settings = self._lightning, self._settings
@@ -415,7 +412,6 @@ class HarmonyStrategyMixin(_Base):
         self._signals.release()
         self._lasting.end()
         self._epoch_end.end()
-        self._profiled.end()
         executor, self._executor = self._executor, None
         self._training = self._evaluation = None
         if executor is not None:

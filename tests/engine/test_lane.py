@@ -186,57 +186,6 @@ class TestChoosing:
         assert lane.finished
 
 
-class TestPauses:
-    """What a job has open, such as a profiler's action, and what it may not be while another job opens it."""
-
-    @staticmethod
-    def job(done: list[str], name: str, num_parks: int = 2) -> Callable[[], None]:
-        def run_job() -> None:
-            def pause(what: str) -> Callable[[], None]:
-                done.append(f"{name} pauses {what}")
-                return lambda: done.append(f"{name} goes on with {what}")
-
-            lane = parking()
-            for what in ("outer", "inner"):
-                lane.pauses[what] = lambda what=what: pause(what)
-            try:
-                for _ in range(num_parks):
-                    lane.park(None)
-            finally:
-                done.append(f"{name} ends")
-
-        return run_job
-
-    def test_the_newest_first_and_back_in_order_while_others_run(self, pool: LanePool) -> None:
-        done: list[str] = []
-        first, second = pool.lanes([self.job(done, "1"), self.job(done, "2", num_parks=0)])
-        run(pool, first, second, first)
-        assert done == [
-            "1 pauses inner", "1 pauses outer", "2 ends", "1 goes on with outer", "1 goes on with inner", "1 pauses inner",
-            "1 pauses outer",
-        ]  # fmt: skip
-
-    def test_not_where_the_lane_itself_goes_on(self, pool: LanePool) -> None:
-        done: list[str] = []
-        (lane,) = pool.lanes([self.job(done, "1", num_parks=3)])
-        run(pool, *[lane] * 4)
-        assert done == ["1 ends"]
-
-    def test_go_on_before_an_aborted_job_unwinds(self, pool: LanePool) -> None:
-        done: list[str] = []
-        (lane,) = pool.lanes([self.job(done, "1")])
-        run(pool, lane)
-        done.clear()
-        pool.abort()
-        assert done == ["1 goes on with outer", "1 goes on with inner", "1 ends"]
-
-    def test_of_a_job_end_with_it(self, pool: LanePool) -> None:
-        done: list[str] = []
-        (lane,) = pool.lanes([self.job(done, "1", num_parks=0)])
-        run(pool, lane)
-        assert in_lane(pool, lambda: dict(parking().pauses)) == {}
-
-
 class TestErrors:
     def test_an_error_is_raised_in_the_caller_with_its_own_traceback(self, pool: LanePool) -> None:
         def culprit() -> None:

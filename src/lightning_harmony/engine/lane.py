@@ -40,15 +40,12 @@ class Lane:
         microbatch: which microbatch it runs; its number in the pool.
         request: what the parked job asks for; None before it began and after it ended.
         finished: whether there is no job, or it has ended.
-        pauses: what the job has open that is not to go on while others run. Each is called, the newest first, before
-            another lane runs; what it returns then is called before the job goes on.
     """
 
     def __init__(self, microbatch: int, pool: LanePool) -> None:
         self.microbatch = microbatch
         self.request: Any = None
         self.finished = True
-        self.pauses: dict[Any, Callable[[], Callable[[], None]]] = {}
         self._pool = pool
         self._aborted = False
         self._closing = False
@@ -71,7 +68,6 @@ class Lane:
         """
         assert self.finished
         self._job, self._aborted, self.finished = job, False, False
-        self.pauses.clear()
         self._ambient = AmbientState.capture()
         if core is not None and self._num_jobs >= NUM_FIRST_JOBS:
             keep_to(core, self._thread)
@@ -249,11 +245,8 @@ class LanePool:
         following = self._following(lane)
         if following is lane:
             return
-        go_on = [pause() for pause in reversed(lane.pauses.values())]
         self._give(following)
         lane.go.acquire()
-        for each in reversed(go_on):
-            each()
 
     def note(self, lane: Lane, error: BaseException | None) -> None:
         """Called by the lane whose job has ended, with what it raised."""
