@@ -17,9 +17,9 @@ from lightning_harmony.engine.nested import map_tensors
 from lightning_harmony.engine.rng import stream_seed
 from lightning_harmony.engine.turns import Microbatch
 from lightning_harmony.errors import CapacityError
-from lightning_harmony.lane_attributes import LaneAttributes
+from lightning_harmony.interleaving import Interleaving
 from lightning_harmony.lightning_tree import LightningTree
-from lightning_harmony.microbatches import merging_logs, num_elements, run_without_backward
+from lightning_harmony.microbatches import num_elements, run_without_backward
 from lightning_harmony.settings import Settings
 from lightning_harmony.snapshot import Snapshot
 from lightning_harmony.splitting import Samples, Splitting
@@ -37,6 +37,7 @@ class Evaluation:
     splitting: Splitting
     # Elements of the smallest batch that did not fit whole, by the name of the step.
     _too_large: dict[str, int] = field(default_factory=dict)
+    _interleaving: dict[str, Interleaving] = field(default_factory=dict)
 
     def run(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a batch whole, which is exact whatever the step does with it; in microbatches if it is too large for that.
@@ -55,7 +56,7 @@ class Evaluation:
         if samples is not None and self.engine.measures(elements, is_training=False):
             before = Snapshot(self.trainer, self.engine.devices)
         outputs: list[Any] = []
-        self.engine.on_switch = self.engine.on_set = None
+        self.engine.on_switch = self.engine.on_set = self.engine.watch = None
         whole = Microbatch(lambda: outputs.append(self._on_root(step(*args, **kwargs))), 1.0, None)
         try:
             run_without_backward(self.engine, [whole], elements)
@@ -104,11 +105,15 @@ class Evaluation:
         microbatches = [
             Microbatch(partial(run, number), 1.0, stream_seed(*key, number)) for number in range(len(sizes))
         ]
-        attributes = LaneAttributes(self.trainer.lightning_module)
         shared = UnchangedBatch(parts)
-        with merging_logs(self.engine, self.trainer._results, sizes, attributes):
-            run_without_backward(self.engine, microbatches, max(map(num_elements, parts)))
-        attributes.finish()
+        largest = max(map(num_elements, parts))
+        interleaving = self._interleaving.setdefault(name, Interleaving(self.tree, self.trainer, self.engine))
+
+        def run_all(interleave: bool) -> None:
+            run_without_backward(self.engine, microbatches, largest, interleave=interleave)
+
+        interleaving.run(run_all, sizes)
+        interleaving.finish()
         shared.check()
         try:
             ordered = [outputs[number] for number in range(len(sizes))]

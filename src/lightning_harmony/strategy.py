@@ -39,7 +39,6 @@ from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.plan.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
 from lightning_harmony.profile_cache import ProfileCache
-from lightning_harmony.profiled_actions import ProfiledActions
 from lightning_harmony.refusals import (
     refuse_other_accelerators,
     refuse_scripted,
@@ -136,7 +135,6 @@ class StrategyMixin(_Base):
         self._signals = HeldSignals()
         self._lasting = LastingObjects()
         self._loop_ends = LoopEnds()
-        self._profiled = ProfiledActions()
         self._reports = StepReports()
         self._fused = FusedGroups()
         self._last_plan: Plan | None = None
@@ -161,7 +159,7 @@ class StrategyMixin(_Base):
         state: dict[str, Any] = super().__getstate__()
         of_fit = dict.fromkeys(("_in_memory", "_executor", "_training", "_evaluation", "_buffers_before"))
         watches = {"_signals": HeldSignals(), "_lasting": LastingObjects(), "_loop_ends": LoopEnds()}
-        return {**state, **of_fit, **watches, "_profiled": ProfiledActions(), "_last_plan": self.plan}
+        return {**state, **of_fit, **watches, "_last_plan": self.plan}
 
     # ---- what Lightning asks when it is set up -------------------------------------------------------------------------
 
@@ -373,7 +371,6 @@ class StrategyMixin(_Base):
             assert self._training is not None
             self._training.start()
             self._loop_ends.begin(trainer, after_batch=self._signals.release, after_epoch=self._finish_update)
-        self._profiled.begin(tree, trainer.profiler)
 
     def _leave_memory(self, trainer: Any, reason: DoesNotFit) -> None:
         """A batch does not fit beside the model: have layers swapped for the rest."""
@@ -500,7 +497,6 @@ class StrategyMixin(_Base):
     def _tear_down(self) -> None:
         self._lasting.end()
         self._loop_ends.end()
-        self._profiled.end()
         executor, self._executor = self._executor, None
         in_memory, self._in_memory = self._in_memory, None
         self._training = self._evaluation = self._buffers_before = None

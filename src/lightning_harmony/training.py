@@ -22,9 +22,9 @@ from lightning_harmony.engine.turns import Microbatch
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.fit_summary import FitSummary
 from lightning_harmony.host_memory import refuse_too_little
-from lightning_harmony.lane_attributes import LaneAttributes
+from lightning_harmony.interleaving import Interleaving
 from lightning_harmony.lightning_tree import LightningTree
-from lightning_harmony.microbatches import TrainingStep, merging_logs, num_elements, run_without_backward
+from lightning_harmony.microbatches import TrainingStep, num_elements, run_without_backward
 from lightning_harmony.refusals import refuse_several_losses
 from lightning_harmony.settings import Settings
 from lightning_harmony.split_check import SplitCheck, batch_norms
@@ -52,7 +52,7 @@ class Training:
     summary: FitSummary
 
     def __post_init__(self) -> None:
-        self._attributes = LaneAttributes(self._module)
+        self._interleaving = Interleaving(self.tree, self.trainer, self.engine)
         self._chosen: int | None = None
         self._least_samples = 2 if batch_norms(self._module) else 1
 
@@ -138,15 +138,10 @@ class Training:
             TrainingStep(engine, self.trainer.precision_plugin, module.training_step, (batch, *like.rest), like.kwargs)
             for batch in batches
         ]
-        attributes = LaneAttributes(module)
-        attributes.begin()
-        engine.on_switch, engine.on_set = attributes.switch, attributes.set_by_layer
-        try:
-            with without_caches(module):
-                microbatches = [Microbatch(step, 1.0, None) for step in steps]
-                run_without_backward(engine, microbatches, max(step.num_elements() for step in steps))
-        finally:
-            engine.on_switch = engine.on_set = None
+        engine.on_switch = engine.on_set = engine.watch = None
+        with without_caches(module):
+            microbatches = [Microbatch(step, 1.0, None) for step in steps]
+            run_without_backward(engine, microbatches, max(step.num_elements() for step in steps))
         return [step.loss for step in steps]
 
     def _forward(self, steps: Sequence[TrainingStep], weights: Sequence[float], sizes: Sequence[int]) -> None:
@@ -154,13 +149,15 @@ class Training:
         seed = torch.initial_seed()
         seeds = [stream_seed(seed, batch_number, number) if len(steps) > 1 else None for number in range(len(steps))]
         microbatches = [Microbatch(*each) for each in zip(steps, weights, seeds, strict=True)]
-        logs = merging_logs(self.engine, self.trainer._results, sizes, self._attributes)
-        with logs, without_caches(self._module):
+        num_elements, predicted = max(step.num_elements() for step in steps), self._predicted_gradient()
+
+        def forward(interleave: bool) -> None:
             self.engine.forward(
-                microbatches,
-                num_elements=max(step.num_elements() for step in steps),
-                predicted_gradient=self._predicted_gradient(),
+                microbatches, num_elements=num_elements, predicted_gradient=predicted, interleave=interleave
             )
+
+        with without_caches(self._module):
+            self._interleaving.run(forward, sizes)
 
     def _predicted_gradient(self) -> float | None:
         """The gradient that Lightning will bring to the batch's loss.
@@ -198,7 +195,7 @@ class Training:
             unchanged.check()
             self._backward_and_report(gradient, self._asked_for(anchor), num_microbatches)
         finally:
-            self._finish_attributes()
+            self._interleaving.finish()
 
     def _asked_for(self, anchor: Any) -> frozenset[nn.Parameter] | None:
         """The parameters that the running backward asks for; None for all."""
@@ -233,15 +230,7 @@ class Training:
     def _abandon(self) -> None:
         """No backward will come."""
         self.engine.abandon()
-        self._finish_attributes()
-
-    def _finish_attributes(self) -> None:
-        late = self._attributes.finish()
-        if late:
-            self.tree.warn(
-                f"attributes of {', '.join(map(repr, late[:3]))} were changed in a step for the first time: its microbatches, "
-                "which take turns, may have seen each other's. From the next step on, each sees its own"
-            )
+        self._interleaving.finish()
 
     def _report(self, num_microbatches: int, update: str, reason: str) -> None:
         reason = f"{reason}; fused on the host" if self.fused else reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils import parametrize
 
+from lightning_harmony.engine.ambient import AmbientState
 from lightning_harmony.engine.asked import asked_for
 from lightning_harmony.engine.call_arguments import CallArguments
 from lightning_harmony.engine.call_buffers import CallBuffers
@@ -19,7 +19,6 @@ from lightning_harmony.engine.graph_size import num_nodes_made
 from lightning_harmony.engine.guise import Guise, parameter_like
 from lightning_harmony.engine.handed_out import HandedOut
 from lightning_harmony.engine.hollow_graph import HollowGraph, end_of, given, keep
-from lightning_harmony.engine.lane import CastingState
 from lightning_harmony.engine.layer import (
     GRAPH_ESCAPES,
     SwappedLayer,
@@ -221,7 +220,7 @@ class LayerCall:
         self._arguments.leave_attributes(made.tensors, HandedOut(self.residency, with_graph=False))
         changed = self._buffers.take_over(self.residency, left, before)
         if watch is not None and not changed:
-            self._casting, self._objects, self._context = CastingState(), self._leaves, contextvars.copy_context()
+            self._ambient, self._objects = AmbientState.capture(), self._leaves
             self._requires_grad = [False] * len(self.tensors)
             # Without gradients, a layer may change its inputs in place.
             self._try_narrow(watch, [Tensor.clone(tensor) for tensor in self.tensors], self._flatten(result)[0])
@@ -253,7 +252,7 @@ class LayerCall:
         self._objects = [self._snapshot(leaf, hidden) for leaf in self._leaves]
         self._attributes = self._layer.attributes.read()
         self._random = self._capture_random()
-        self._casting, self._context = CastingState(), contextvars.copy_context()
+        self._ambient = AmbientState.capture()
         before_run = [_state(tensor) for tensor in self.tensors]
         weights = UnchangedWeights(self._layer, self.residency)
         before = self._buffers.copies(self.residency)
@@ -449,11 +448,11 @@ class LayerCall:
         now = self._capture_random()
         self._random.restore(self._cuda_device(), now)
         try:
-            with torch.enable_grad(), self._casting.applied(), self._runtime.recomputing():
+            with self._ambient.entered(), torch.enable_grad(), self._runtime.recomputing():
                 made = self._arguments.made_of(self._as_given(inputs), leaves)
                 as_they_were = self._buffers.as_they_were(self.residency)
                 with self._layer.attributes.as_they_were(self._attributes), as_they_were:
-                    result = self._context.copy().run(run or self._run, *made.args, **made.kwargs), made.contents()
+                    result = self._ambient.run(run or self._run, *made.args, **made.kwargs), made.contents()
         finally:
             now.restore(self._cuda_device())
         return self._flatten(result)[0], hidden

@@ -405,6 +405,11 @@ class Swapper:
             self._device.keep_until(parked.event, parked.buffer)
         pack.accumulators, pack.parked = {}, {}
 
+    def unpark_gradients(self, pack: SwappedPack) -> None:
+        """Bring sums back that made room before."""
+        for use in list(pack.parked):
+            self._open(pack, use, add_to_earlier=False)
+
     def scale_gradients(self, pack: SwappedPack, factor: float) -> None:
         """Multiply the sums that a pack has."""
         for accumulator in pack.accumulators.values():

@@ -9,7 +9,7 @@ from math import inf
 
 from torch import Tensor, nn
 
-from lightning_harmony.engine.lane import Lane
+from lightning_harmony.engine.lane import AnyLane
 from lightning_harmony.engine.one_device import OneDevice
 from lightning_harmony.engine.stash import LaneStash
 from lightning_harmony.engine.transfer import LaneTransfers
@@ -77,9 +77,10 @@ class LaneProgress:
         pending: how many backwards it still has to run of each pack.
         calls: the layers that it called, in order.
         differentiating: whether it has come to the backward of its loss.
+        loss: where the backward follows when the caller brings its gradient.
     """
 
-    lane: Lane
+    lane: AnyLane
     microbatch: Microbatch
     stashes: list[LaneStash]
     transfers: LaneTransfers
@@ -93,6 +94,7 @@ class LaneProgress:
     pending: Counter[int] = field(default_factory=Counter)
     calls: list[int] = field(default_factory=list)
     differentiating: bool = False
+    loss: Tensor | None = None
 
     @property
     def has_come_to_its_loss(self) -> bool:
