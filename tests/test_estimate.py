@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -235,6 +236,81 @@ def test_what_fits_trains_and_what_is_far_from_it_does_not(num_microbatches: int
         elif capacity < 0.8 * result.outlook.need.num_bytes:
             assert not trains_in(capacity, num_microbatches), share
     assert verdicts == {True, False}
+
+
+class LargeVocabulary(pl.LightningModule):
+    """A language model whose logits outweigh all else; its head is registered before or after its layers."""
+
+    def __init__(self, vocabulary: int = 2000, width: int = 32, *, head_first: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        if head_first:
+            self.head = nn.Linear(width, vocabulary)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True) for _ in range(4)
+        )
+        if not head_first:
+            self.head = nn.Linear(width, vocabulary)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.embedding(batch)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Convolutions(pl.LightningModule):
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()) for _ in range(4)]
+        head = nn.Linear(channels * 256, 10)
+        self.net = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), *blocks, nn.Flatten(), head)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).logsumexp(-1).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "num_microbatches"),
+    [
+        (LargeVocabulary, torch.arange(256).view(8, 32), 4),
+        (LargeVocabulary, torch.arange(512).view(16, 32), 16),
+        (partial(LargeVocabulary, head_first=True), torch.arange(256).view(8, 32), 4),
+        (partial(LargeVocabulary, 64, 64), torch.arange(512).view(8, 64) % 64, 8),
+        (Convolutions, torch.ones(8, 3, 16, 16), 8),
+    ],
+    ids=["logits", "logits-16-microbatches", "head-registered-first", "attention", "convolutions"],
+)
+def test_the_least_capacity_that_trains_lies_between_1_percent_above_and_15_percent_below_the_estimate(
+    make: Callable[[], pl.LightningModule], data: Tensor, num_microbatches: int
+) -> None:
+    """One microbatch at a time has logits on the device: the head's backward follows its forward.
+
+    The estimate lacks up to 1 %: the losses of microbatches that have ended, and a hidden state that is still on its way.
+    """
+    result = estimate(make(), data, num_microbatches=num_microbatches, machine=MACHINE, device_memory="1GiB")
+    needed = result.outlook.need.num_bytes - MACHINE.library_bytes
+
+    def fit(capacity: int) -> None:
+        strategy = {"num_microbatches": num_microbatches, "profile_cache": False}
+        train(
+            make(),
+            data.repeat(3, *[1] * (data.dim() - 1)),
+            device_memory=capacity,
+            batch_size=len(data),
+            strategy=strategy,
+        )
+
+    fit(int(1.01 * needed))
+    with pytest.raises(CapacityError):
+        fit(int(needed / 1.15))
 
 
 def test_the_host_holds_what_is_estimated() -> None:
