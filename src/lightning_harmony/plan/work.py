@@ -47,13 +47,11 @@ class Held:
         forward_bytes: most while the layer's forward runs.
         backward_bytes: most while its backward runs.
         waiting_bytes: while the microbatch waits for its turn in the layer.
-        after_loss_bytes: while it waits for the layer's backward after that of the loss; 0 unless it was called last.
     """
 
     forward_bytes: int = 0
     backward_bytes: int = 0
     waiting_bytes: int = 0
-    after_loss_bytes: int = 0
 
 
 @dataclass(frozen=True)
