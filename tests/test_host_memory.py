@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import UserDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -35,10 +35,13 @@ BATCH_SIZE = 4
 class Wide(pl.LightningModule):
     """Many weights and few activations. Looks at reports where nothing waits for it."""
 
+    reports: ClassVar[list[Any]] = []
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
-        self.reports: list[Any] = []
+        # Not on the module: what one microbatch adds there, the next one would have to find.
+        self.reports.clear()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         report = self.trainer.strategy.step_report

@@ -772,7 +772,8 @@ def test_weights_come_once_a_phase_and_gradients_go_once_whatever_the_number_of_
         assert report.swapped_out_bytes["weights"] == 0
         assert report.num_microbatches == num_microbatches
         assert report.transferred_bytes == 0
-        assert report.host_bytes >= 4 * raw
+        # Weights and the two moments of AdamW.
+        assert report.host_bytes >= 3 * raw
     assert tight.num_packs > roomy.num_packs
     same_training.assert_within([tight], "56KiB")
     assert len(tight.peak_device_bytes) == 1

@@ -241,15 +241,26 @@ class Watch:
                 else:
                     known.places.add(place)
                     known.counters.setdefault(place, {})[name] = steps[0]
+        self._conclude_ends(known)
+        return seen.hazard
+
+    def _conclude_ends(self, known: KnownChanges) -> None:
+        """Note what is changed behind the last call of a layer alone."""
+        seen = self.seen
         for (place, name), held in seen.changed.items():
-            if (place, name) not in seen.at_calls:
+            if (place, name) in seen.at_calls:
+                continue
+            if name is ALL and place not in seen.shrank and not isinstance(held.content, set):
+                # No layer is called behind it, but the list is to be in the order of microbatches.
+                known.places.add(place)
+                known.growing.add(place)
+            else:
                 is_plain = held.kind is Kind.MODULE or held.kind is Kind.HOOKS
                 known.harmless.setdefault(place, set()).add(name if is_plain or name is ALL else ALL)
         called = {place for place, _ in seen.at_calls}
         for place, names in known.harmless.items():
             if place in called:
                 names.discard(ALL)
-        return seen.hazard
 
 
 def _what(held: Held, name: Any) -> str:
@@ -380,7 +391,12 @@ class Interleaving:
             self._attributes.finish()
             raise
         except Exception as raised:
-            late, error = f"it fails where they take turns ({type(raised).__name__}: {raised})", raised
+            found = self._attributes.late()
+            if not found:
+                # It is the step's own, or that of an update under it: to run the step again would hide it.
+                self._attributes.finish()
+                raise
+            late, error = f"{found[0]} is changed, and it fails ({type(raised).__name__}: {raised})", raised
         except BaseException:
             self._attributes.finish()
             raise
