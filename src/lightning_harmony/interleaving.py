@@ -391,12 +391,11 @@ class Interleaving:
             self._attributes.finish()
             raise
         except Exception as raised:
-            found = self._attributes.late()
-            if not found:
-                # It is the step's own, or that of an update under it: to run the step again would hide it.
+            if engine.updater.overlap.has_failed:
+                # Parameters are half updated: to run the step again would hide that.
                 self._attributes.finish()
                 raise
-            late, error = f"{found[0]} is changed, and it fails ({type(raised).__name__}: {raised})", raised
+            late, error = f"it fails where they take turns ({type(raised).__name__}: {raised})", raised
         except BaseException:
             self._attributes.finish()
             raise
