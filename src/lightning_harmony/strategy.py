@@ -40,6 +40,7 @@ from lightning_harmony.plan.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
 from lightning_harmony.profile_cache import ProfileCache
 from lightning_harmony.refusals import (
+    refuse_bitsandbytes,
     refuse_other_accelerators,
     refuse_scripted,
     refuse_several_processes,
@@ -422,6 +423,7 @@ class StrategyMixin(_Base):
     ) -> Executor:
         module = self._module
         refuse_sparse(module)
+        refuse_bitsandbytes(module)
         if store is None:
             refuse_shared_memory(module)
         smallest = min((d.capacity_bytes for d in devices if d.capacity_bytes is not None), default=None)
