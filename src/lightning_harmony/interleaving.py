@@ -250,13 +250,8 @@ class Watch:
         for (place, name), held in seen.changed.items():
             if (place, name) in seen.at_calls:
                 continue
-            if name is ALL and place not in seen.shrank and not isinstance(held.content, set):
-                # No layer is called behind it, but the list is to be in the order of microbatches.
-                known.places.add(place)
-                known.growing.add(place)
-            else:
-                is_plain = held.kind is Kind.MODULE or held.kind is Kind.HOOKS
-                known.harmless.setdefault(place, set()).add(name if is_plain or name is ALL else ALL)
+            is_plain = held.kind is Kind.MODULE or held.kind is Kind.HOOKS
+            known.harmless.setdefault(place, set()).add(name if is_plain or name is ALL else ALL)
         called = {place for place, _ in seen.at_calls}
         for place, names in known.harmless.items():
             if place in called:
