@@ -462,3 +462,22 @@ def test_everything_runs_in_the_callers_thread_where_one_microbatch_runs_after_t
     )  # fmt: skip
     trainer.fit(Net(Noted()), torch.utils.data.DataLoader(samples(8), batch_size=8))
     assert threads == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_what_is_left_behind_the_last_layer_is_that_of_the_last_microbatch(devices: int) -> None:
+    """Devices come to an end in any order where no gradient is predicted, as while batches accumulate."""
+    left: list[list[float]] = []
+    for options in ({"strategy": "auto"}, {"devices": devices}):
+        module = Net(Does(number_behind_the_layers))
+        given = HarmonyStrategy(device_memory="44KiB", num_microbatches=4, parallel="data", profile_cache=False)
+        size = 2 if "strategy" in options else 8
+        trainer = pl.Trainer(
+            strategy=options.get("strategy", given), max_epochs=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, **placed({"devices": options.get("devices", 1)}),
+            accumulate_grad_batches=24 // size,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        trainer.fit(module, torch.utils.data.DataLoader(samples(), batch_size=size))
+        left.append([module.net.factor, *module.net.helper.seen, *module.net.by_name.values()])
+    assert left[0] == left[1]

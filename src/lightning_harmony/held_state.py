@@ -43,6 +43,8 @@ _PLAIN = (
     BuiltinFunctionType,
     ModuleType,
 )
+# What is looked into by itself, or does not change: nothing tells by itself that it was changed in place.
+_UNMARKED = frozenset((*_PLAIN, *SWITCHED, tuple, nn.Parameter, torch.dtype, torch.device))
 _LIBRARIES = frozenset(
     (
         "torch",
@@ -152,8 +154,10 @@ def _joined(name: str, attribute: str) -> str:
 
 def mark_of(value: Any) -> Any:
     """What changes when an object is changed in place; None where that cannot be told, or of one that cannot be."""
+    if type(value) in _UNMARKED or isinstance(value, nn.Module):
+        return None
     if isinstance(value, Tensor):
-        return None if value.is_inference() else value._version
+        return None if isinstance(value, nn.Parameter) or value.is_inference() else value._version
     if type(value) in _LOCKS:
         return is_held(value)
     numpy: Any = sys.modules.get("numpy")

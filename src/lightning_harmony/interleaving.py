@@ -61,14 +61,14 @@ class _Watched:
         self.held = held
         self.begun = _copied(held.content)
         values = self.begun.values() if isinstance(self.begun, dict) else self.begun
-        # What is called is no place for numbers, and parameters change between steps alone.
-        marked = [(value, mark_of(value)) for value in values if not isinstance(value, nn.Parameter)]
+        marked = [(value, mark_of(value)) for value in values]
         self.marks = [(value, mark) for value, mark in marked if mark is not None]
 
     def changed(self) -> Iterator[Any]:
         """The names of what is another object now; `ALL` of a list or set that is."""
         now, before = self.held.content, self.begun
-        if have_same_content(now, before):
+        # Most are hooks that there are none of.
+        if not (now or before) or have_same_content(now, before):
             return
         if not isinstance(now, dict):
             yield ALL
@@ -248,10 +248,10 @@ class Watch:
         """Note what is changed behind the last call of a layer alone."""
         seen = self.seen
         for (place, name), held in seen.changed.items():
-            if (place, name) in seen.at_calls:
-                continue
-            is_plain = held.kind is Kind.MODULE or held.kind is Kind.HOOKS
-            known.harmless.setdefault(place, set()).add(name if is_plain or name is ALL else ALL)
+            # No layer is called behind it, and microbatches come there in their order; the first one's changes are all found.
+            if (place, name) not in seen.at_calls:
+                is_plain = held.kind is Kind.MODULE or held.kind is Kind.HOOKS
+                known.harmless.setdefault(place, set()).add(name if is_plain or name is ALL else ALL)
         called = {place for place, _ in seen.at_calls}
         for place, names in known.harmless.items():
             if place in called:

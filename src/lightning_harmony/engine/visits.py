@@ -126,7 +126,7 @@ class Visits:
             return (
                 not (self._observer.is_measuring or progress.differentiating)
                 and task == (Phase.FORWARD, plan.visits[request.position - 1])
-                and not step.turns.would_overtake_buffers(progress, request)
+                and not step.turns.would_overtake(progress, request)
             )
         if not step.fuses or step.in_backward or pack not in plan.fused or task[1] not in plan.fused:
             return False
