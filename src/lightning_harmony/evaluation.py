@@ -56,7 +56,7 @@ class Evaluation:
         if samples is not None and self.engine.measures(elements, is_training=False):
             before = Snapshot(self.trainer, self.engine.devices)
         outputs: list[Any] = []
-        self.engine.on_switch = self.engine.on_set = self.engine.watch = None
+        self.engine.notify()
         whole = Microbatch(lambda: outputs.append(self._on_root(step(*args, **kwargs))), 1.0, None)
         try:
             run_without_backward(self.engine, [whole], elements)

@@ -8,8 +8,6 @@ whose states add up, parameters, and objects of the libraries below, which no st
 from __future__ import annotations
 
 import pickle
-import random
-import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -22,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_harmony.engine.attributes import HOOKS, LONGEST, OF_TORCH
+from lightning_harmony.engine.attributes import HOOKS, LONGEST, OF_TORCH, GeneratorAccess
+from lightning_harmony.engine.nested import is_ndarray
 
 DEEPEST, MOST = 3, 20_000
 # What is in these, lanes can switch: of other classes nobody knows how they are changed.
@@ -160,24 +159,21 @@ def mark_of(value: Any) -> Any:
         return None if isinstance(value, nn.Parameter) or value.is_inference() else value._version
     if type(value) in _LOCKS:
         return is_held(value)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
+    if is_ndarray(value):
         return value.tobytes() if value.nbytes <= _SMALL_BYTES and not value.dtype.hasobject else None
     return state_of_generator(value)
 
 
 def state_of_generator(value: Any) -> Any:
     """What a generator of random numbers will draw; None of anything else."""
-    if isinstance(value, torch.Generator):
-        return bytes(value.get_state().numpy())
-    if isinstance(value, random.Random):
-        return value.getstate()
-    numpy: Any = sys.modules.get("numpy.random")
-    if numpy is not None and isinstance(value, numpy.RandomState):
-        return pickle.dumps(value.get_state(legacy=False))
-    if numpy is not None and isinstance(value, numpy.Generator):
-        return pickle.dumps(value.bit_generator.state)
-    return None
+    access = GeneratorAccess.of(value)
+    if access is None:
+        return None
+    state = access.get()
+    if isinstance(state, Tensor):
+        return bytes(state.numpy())
+    # NumPy's hold arrays, which equal each other element by element.
+    return state if isinstance(state, tuple) else pickle.dumps(state)
 
 
 def is_held(value: Any) -> bool:

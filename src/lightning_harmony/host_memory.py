@@ -17,6 +17,8 @@ from lightning_harmony.plan.memory_size import format_bytes
 
 # Host bytes of optimizer state per parameter byte, where it is known before the first step.
 STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "RMSprop": 1, "Adagrad": 1}
+# Of an optimizer that does not tell what its state will take: the two moments of Adam.
+ASSUMED_STATE_COPIES = 2
 
 
 def refuse_too_little(

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.asked import anchored, asked_for
-from lightning_harmony.engine.batch import merge_losses, merge_outputs
+from lightning_harmony.engine.batch import loss_of, merge_losses, merge_outputs
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.nested import map_tensors
 from lightning_harmony.engine.rng import RandomStreams, stream_seed
 from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.hooks import between_passes
-from lightning_harmony.host_memory import expected_state_bytes
+from lightning_harmony.host_memory import ASSUMED_STATE_COPIES, expected_state_bytes
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.logs import MicrobatchLogs
 from lightning_harmony.microbatches import num_elements
@@ -35,8 +35,6 @@ from lightning_harmony.training import DeferredBackward
 from lightning_harmony.unchanged import UnchangedBatch
 
 Result = TypeVar("Result")
-# Of an optimizer that does not tell what its state will take: the two moments of Adam.
-_ASSUMED_STATE_COPIES = 2
 
 
 class DoesNotFit(Exception):
@@ -73,7 +71,7 @@ class LastingBytes:
             return cls(weights)
         gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         state = expected_state_bytes(optimizers)
-        return cls(weights, gradients, _ASSUMED_STATE_COPIES * gradients if state is None else state)
+        return cls(weights, gradients, ASSUMED_STATE_COPIES * gradients if state is None else state)
 
     @property
     def total(self) -> int:
@@ -130,9 +128,7 @@ class InMemory:
         name = "training_step"
         fits = self._is_known_to_fit(name, args)
         if not self._module.automatic_optimization or self.tree.takes_iterator(self._module.training_step):
-            if fits:
-                return step(*args, **kwargs)
-            with self._bounded():
+            with nullcontext() if fits else self._bounded():
                 return step(*args, **kwargs)
         sizes, parts = self._split(args, kwargs)
         self._num_microbatches = len(sizes)
@@ -144,10 +140,11 @@ class InMemory:
                 if len(sizes) == 1:
                     return step(*args, **kwargs)
                 return self._run(args, kwargs, sizes, parts, predicts=False)
-        if not fits:
-            with self._keeping_gradients():
-                return self._watched(name, args, partial(self._run, args, kwargs, sizes, parts, predicts=True))
-        return self._run(args, kwargs, sizes, parts, predicts=True)
+        run = partial(self._run, args, kwargs, sizes, parts, predicts=True)
+        if fits:
+            return run()
+        with self._keeping_gradients():
+            return self._watched(name, args, run)
 
     def show_start(self) -> None:
         """Where Lightning shows its model summary, say that nothing is swapped."""
@@ -273,7 +270,7 @@ class InMemory:
         for batch in batches:
             with self.trainer.precision_plugin.train_step_context():
                 output = self._module.training_step(batch, *like.rest, **like.kwargs)
-            loss = output.get("loss") if isinstance(output, Mapping) else output
+            loss = loss_of(output)
             losses.append(loss if isinstance(loss, Tensor) else None)
         return losses
 
@@ -306,7 +303,7 @@ class InMemory:
                     logs.microbatch = number
                 with self.trainer.precision_plugin.train_step_context():
                     output = self._module.training_step(part, *rest, **kwargs)
-                loss = output.get("loss") if isinstance(output, Mapping) else output
+                loss = loss_of(output)
                 if predicts and number == 0:
                     # Where Lightning zeroes them: after the first forward, before the first backward.
                     for parameter in zeroed:

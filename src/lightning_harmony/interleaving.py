@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_harmony.engine.ambient import OF_PROCESS
-from lightning_harmony.engine.containers import have_same_content
+from lightning_harmony.engine.containers import copied_content, have_same_content
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
 from lightning_harmony.held_state import Held, Kind, held_by, is_held, mark_of, state_of_generator
@@ -48,18 +48,12 @@ _OTHER_SETTINGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _copied(content: Any) -> Any:
-    if isinstance(content, dict):
-        return dict(content)
-    return set(content) if isinstance(content, set) else list(content)
-
-
 class _Watched:
     """A place, as a microbatch found it when it began."""
 
     def __init__(self, held: Held) -> None:
         self.held = held
-        self.begun = _copied(held.content)
+        self.begun = copied_content(held.content)
         values = self.begun.values() if isinstance(self.begun, dict) else self.begun
         marked = [(value, mark_of(value)) for value in values]
         self.marks = [(value, mark) for value, mark in marked if mark is not None]
@@ -167,12 +161,10 @@ class Watch:
         key = held.name, name
         seen.at_calls.setdefault(key, layer)
         if name is ALL:
-            if not _grew(each.begun, held.content):
-                seen.shrank.add(held.name)
-                if not isinstance(held.content, list | set) or not has_tensors([*held.content, *each.begun]):
-                    self._note_hazard(f"{_what(held, name)} is changed", layer)
-            elif self._microbatch == 1:
-                seen.lengths.setdefault(held.name, {len(each.begun)}).add(len(held.content))
+            if self._note_growth(each):
+                return
+            if not isinstance(held.content, list | set) or not has_tensors([*held.content, *each.begun]):
+                self._note_hazard(f"{_what(held, name)} is changed", layer)
             return
         before, now = each.begun.get(name, MISSING), held.content.get(name, MISSING)
         if is_switched(held.kind, name, now, before):
@@ -198,14 +190,21 @@ class Watch:
         key = held.name, name
         self.seen.changed[key] = held
         if name is ALL:
-            if not _grew(each.begun, held.content):
-                self.seen.shrank.add(held.name)
-            elif self._microbatch == 1:
-                self.seen.lengths.setdefault(held.name, {len(each.begun)}).add(len(held.content))
+            self._note_growth(each)
             return
         before, now = each.begun.get(name, MISSING), held.content.get(name, MISSING)
         step = now - before if type(now) is int and type(before) is int else None
         self.seen.steps.setdefault(key, []).append(step)
+
+    def _note_growth(self, each: _Watched) -> bool:
+        """Note whether a list or set that is changed has only grown, and return that."""
+        held, seen = each.held, self.seen
+        if not _grew(each.begun, held.content):
+            seen.shrank.add(held.name)
+            return False
+        if self._microbatch == 1:
+            seen.lengths.setdefault(held.name, {len(each.begun)}).add(len(held.content))
+        return True
 
     def _note_hazard(self, what: str, layer: str) -> None:
         self._note(what, f"layer {layer!r}")
@@ -290,28 +289,33 @@ def _locks_held(frame: FrameType | None) -> Iterator[str]:
         frame = frame.f_back
 
 
+class _Versions:
+    """Tells which buffers of a model change."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [(buffer, _version(buffer)) for buffer in model.buffers()]
+
+    def changed(self) -> set[int]:
+        """Those that have changed since, by their identity."""
+        return {id(buffer) for buffer, version in self._buffers if _version(buffer) != version}
+
+
 class _Undo:
     """What a step that microbatches take turns in changes beside attributes: buffers, and the states of metrics."""
 
     def __init__(self, model: nn.Module, changing: set[int]) -> None:
         self._changing = changing
-        self._buffers = [(buffer, _version(buffer)) for buffer in model.buffers()]
-        self._copies = [(buffer, buffer.detach().clone()) for buffer, _ in self._buffers if id(buffer) in changing]
+        self._versions = _Versions(model)
+        self._copies = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if id(buffer) in changing]
         self._metrics = [
-            (vars(metric), dict(vars(metric)), {name: _state(value) for name, value in metric._defaults.items()})
+            (vars(metric), dict(vars(metric)), {name: _state(vars(metric).get(name)) for name in metric._defaults})
             for metric in model.modules()
             if isinstance(metric, Metric)
         ]
-        for attributes, _, states in self._metrics:
-            states.update({name: _state(attributes.get(name)) for name in states})
-
-    def changed(self) -> set[int]:
-        """The buffers that have changed since, by their identity."""
-        return {id(buffer) for buffer, version in self._buffers if _version(buffer) != version}
 
     def restore(self) -> bool:
         """Make all what it was; whether that is possible."""
-        if not self.changed() <= self._changing:
+        if not self._versions.changed() <= self._changing:
             return False
         with torch.no_grad():
             for buffer, copy in self._copies:
@@ -368,8 +372,8 @@ class Interleaving:
             sizes: how many samples each has. What they log is logged as one batch's.
         """
         engine = self._engine
-        engine.on_switch = engine.on_set = engine.watch = None
         if len(sizes) == 1:
+            engine.notify()
             forward(False)
             return
         if not self.is_earned:
@@ -377,25 +381,19 @@ class Interleaving:
             return
         undo = _Undo(self._model, self._changing)
         self._attributes.begin()
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
-            late = self._run_in_turns(forward, sizes)
+            self._run_in_turns(forward, sizes)
+            return
         except _Unsafe as unsafe:
             late = str(unsafe)
-        except (CapacityError, PlanError):
-            self._attributes.finish()
-            raise
-        except Exception as raised:
-            if engine.updater.overlap.has_failed:
-                # Parameters are half updated: to run the step again would hide that.
+        except BaseException as raised:
+            # Where an update has failed, parameters are half updated: to run the step again would hide that.
+            is_users = isinstance(raised, Exception) and not isinstance(raised, CapacityError | PlanError)
+            if not is_users or engine.updater.overlap.has_failed:
                 self._attributes.finish()
                 raise
             late, error = f"it fails where they take turns ({type(raised).__name__}: {raised})", raised
-        except BaseException:
-            self._attributes.finish()
-            raise
-        if late is None:
-            return
         engine.abandon()
         self._attributes.undo()
         if not undo.restore():
@@ -411,8 +409,12 @@ class Interleaving:
         """The step is over."""
         self._attributes.finish()
 
-    def _run_in_turns(self, forward: Callable[[bool], None], sizes: Sequence[int]) -> str | None:
-        """Let microbatches take turns; what is found to speak against that, if anything is."""
+    def _run_in_turns(self, forward: Callable[[bool], None], sizes: Sequence[int]) -> None:
+        """Let microbatches take turns.
+
+        Raises:
+            _Unsafe: if something is found to speak against that.
+        """
         engine = self._engine
         logs = MicrobatchLogs(self._trainer._results, sizes)
 
@@ -421,9 +423,9 @@ class Interleaving:
             if not engine.is_sequential:
                 self._attributes.switch(microbatch)
 
-        engine.on_switch, engine.on_set = switch, self._attributes.set_by_layer
         # Larger microbatches than ever before run one after the other.
-        engine.watch = watch = Watch(self._model, self._others)
+        watch = Watch(self._model, self._others)
+        engine.notify(on_switch=switch, on_set=self._attributes.set_by_layer, watch=watch)
         with logs:
             forward(True)
             late = [] if engine.is_sequential else self._attributes.late()
@@ -431,22 +433,21 @@ class Interleaving:
                 raise _Unsafe(f"{late[0]} is changed")
         if engine.is_sequential:
             self._conclude(watch, len(sizes))
-        return None
 
     def _run_in_sequence(self, forward: Callable[[bool], None], sizes: Sequence[int]) -> None:
-        engine = self._engine
         logs = MicrobatchLogs(self._trainer._results, sizes)
-        undo = _Undo(self._model, set())
 
         def switch(microbatch: int) -> None:
             logs.microbatch = microbatch
 
-        engine.on_switch, engine.on_set = switch, None
-        engine.watch = watch = Watch(self._model, self._others) if self.hazard is None else None
+        # Once there is a hazard, nothing that is seen would let them take turns again.
+        watch = Watch(self._model, self._others) if self.hazard is None else None
+        before = _Versions(self._model) if watch is not None else None
+        self._engine.notify(on_switch=switch, watch=watch)
         with logs:
             forward(False)
-        self._changing |= undo.changed()
-        if watch is not None:
+        if watch is not None and before is not None:
+            self._changing |= before.changed()
             self._conclude(watch, len(sizes))
 
     def _conclude(self, watch: Watch, num_microbatches: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.attributes import OF_TORCH
-from lightning_harmony.engine.containers import have_same_content
+from lightning_harmony.engine.containers import copied_content, have_same_content
 from lightning_harmony.engine.derived import OutOfReach
 from lightning_harmony.held_state import Held, Kind, held_by
 
@@ -60,7 +60,7 @@ class _Space:
         self.counters = known.counters.get(held.name, {}) if isinstance(held.content, dict) else {}
         self.grows = held.name in known.growing and not isinstance(held.content, dict)
         self.is_passed_on = self.grows and held.name in known.passed_on
-        self.base = self.seen = _copied(self.content)
+        self.base = self.seen = copied_content(self.content)
         self.own: dict[int, dict[Any, Any]] = {}
 
     def leave(self, microbatch: int) -> None:
@@ -69,7 +69,7 @@ class _Space:
             changed = self._changed()
             if changed:
                 self.own.setdefault(microbatch, {}).update(changed)
-            self.seen = _copied(self.content)
+            self.seen = copied_content(self.content)
         # In an earlier turn, too: it has found that again in this one.
         again = {
             name: self._base_of(name) if self._goes(name, value) else self._newest(name)
@@ -77,7 +77,7 @@ class _Space:
         }
         if again:
             self._set(again)
-            self.seen = _copied(self.content)
+            self.seen = copied_content(self.content)
 
     def enter(self, microbatch: int) -> None:
         """Make everything that a microbatch has changed what it made of it, and counters what they are in its turn."""
@@ -87,7 +87,7 @@ class _Space:
         }
         if own or counted:
             self._set({**own, **counted})
-            self.seen = _copied(self.content)
+            self.seen = copied_content(self.content)
 
     def finish(self) -> None:
         """Make everything what the microbatches leave one after the other."""
@@ -132,7 +132,7 @@ class _Space:
     def _changed(self) -> dict[Any, Any]:
         if not isinstance(self.content, dict):
             has_own = self.grows or (self.kind is Kind.CONTAINER and has_tensors([*self.content, *self.seen]))
-            return {None: _copied(self.content)} if has_own and ALL not in self.harmless else {}
+            return {None: copied_content(self.content)} if has_own and ALL not in self.harmless else {}
         values = {name: self.content.get(name, MISSING) for name in {**self.seen, **self.content}}
         return {name: value for name, value in values.items() if self._is_own(name, value)}
 
@@ -179,13 +179,6 @@ def is_switched(kind: Kind, name: Any, value: Any, before: Any) -> bool:
             and not isinstance(before, OutOfReach)
         )
     return kind is Kind.HOOKS or (kind is Kind.CONTAINER and has_tensors([value, before]))
-
-
-def _copied(content: Any) -> Any:
-    """The content of a container as it is, in one whose class says nothing."""
-    if isinstance(content, dict):
-        return dict(content)
-    return set(content) if isinstance(content, set) else list(content)
 
 
 def has_tensors(values: Iterable[Any]) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from lightning_harmony.engine.batch import loss_of
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.nested import leaves_of, map_tensors
 from lightning_harmony.engine.turns import Microbatch
@@ -39,7 +40,7 @@ class TrainingStep:
         """Run it; return the loss with its graph."""
         with self._precision.train_step_context():
             output = self._step(*self._args, **self._kwargs)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = loss_of(output)
         if not isinstance(loss, Tensor):
             self.output = output
             return None

@@ -373,7 +373,7 @@ class StrategyMixin(_Base):
             self._training.start()
             self._loop_ends.begin(trainer, after_batch=self._signals.release, after_epoch=self._finish_update)
 
-    def _leave_memory(self, trainer: Any, reason: DoesNotFit) -> None:
+    def _leave_memory(self, reason: DoesNotFit) -> None:
         """A batch does not fit beside the model: have layers swapped for the rest."""
         in_memory, self._in_memory = self._in_memory, None
         assert in_memory is not None
@@ -382,7 +382,7 @@ class StrategyMixin(_Base):
             torch.cuda.empty_cache()
         self._lightning.info(f"Harmony: {reason}: layers are swapped from now on.")
         move_optimizer_state(self.optimizers, torch.device("cpu"))
-        self._swap_layers(trainer, [in_memory.device], sets_up_optimizers=False)
+        self._swap_layers(in_memory.trainer, [in_memory.device], sets_up_optimizers=False)
         assert self._executor is not None
         self._executor.catch_up()
 
@@ -529,7 +529,7 @@ class StrategyMixin(_Base):
                 return self._in_memory.training_step(super().training_step, args, kwargs)
             except DoesNotFit as reason:
                 shortage = reason
-            self._leave_memory(self._in_memory.trainer, shortage)
+            self._leave_memory(shortage)
         if self._training is None:
             # The fit is over, and the module an ordinary one.
             return super().training_step(*args, **kwargs)
@@ -653,7 +653,7 @@ class StrategyMixin(_Base):
                 return self._in_memory.evaluate(name, step, args, kwargs)
             except DoesNotFit as reason:
                 shortage = reason
-            self._leave_memory(self._in_memory.trainer, shortage)
+            self._leave_memory(shortage)
         if self._evaluation is None:
             # The loops are over, and the module is an ordinary one.
             return step(*args, **kwargs)

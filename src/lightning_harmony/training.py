@@ -138,7 +138,7 @@ class Training:
             TrainingStep(engine, self.trainer.precision_plugin, module.training_step, (batch, *like.rest), like.kwargs)
             for batch in batches
         ]
-        engine.on_switch = engine.on_set = engine.watch = None
+        engine.notify()
         with without_caches(module):
             microbatches = [Microbatch(step, 1.0, None) for step in steps]
             run_without_backward(engine, microbatches, max(step.num_elements() for step in steps))

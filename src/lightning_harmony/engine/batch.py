@@ -194,6 +194,11 @@ def merge_evaluations(outputs: Sequence[Any], sizes: Sequence[int], *, averages:
     return _merge(outputs, sizes, _must_be_same, averages=averages)
 
 
+def loss_of(output: Any) -> Any:
+    """Where Lightning finds the loss in what a training_step returned; it may be none."""
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
 def merge_losses(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Add up the losses of microbatches, each of one element, whatever their shapes, as accumulation would."""
     return torch.stack([loss.reshape(()) * weight for loss, weight in zip(losses, weights, strict=True)]).sum()

@@ -107,6 +107,13 @@ def have_same_content(one: Any, other: Any) -> bool:
     return bool(one == other) if isinstance(one, set) else all(map(is_, one, other))
 
 
+def copied_content(content: Any) -> Any:
+    """A list, dict, set or deque as it is, in a list, dict or set: classes of one's own may copy otherwise."""
+    if isinstance(content, dict):
+        return dict(content)
+    return set(content) if isinstance(content, set) else list(content)
+
+
 def _exchange(content: Any, exchange: Callable[[Any], Any]) -> Any:
     if isinstance(content, dict):
         return {name: exchange(value) for name, value in content.items()}

@@ -104,9 +104,7 @@ class Executor:
         self.traffic = Traffic()
         # Whether a step has come to its end: the first one changes nothing before.
         self.has_succeeded = False
-        self.on_switch: Callable[[int], None] | None = None
-        self.on_set: Callable[[dict[str, Any], set[str]], None] | None = None
-        self.watch: StepWatch | None = None
+        self.notify()
         swapped_layers = [
             SwappedLayer(index, layer.name, layer.module, list(layer.module.parameters()), compute_dtype)
             for index, layer in enumerate(layers)
@@ -194,6 +192,22 @@ class Executor:
         """Whether layers were called in a backward, as reentrant checkpointing does."""
         return self._sums.reentrant
 
+    def notify(
+        self,
+        *,
+        on_switch: Callable[[int], None] | None = None,
+        on_set: Callable[[dict[str, Any], set[str]], None] | None = None,
+        watch: StepWatch | None = None,
+    ) -> None:
+        """Say who is told of the steps from now on: nobody else than these.
+
+        Args:
+            on_switch: told which microbatch has its turn.
+            on_set: told what attributes the own code of a layer has set.
+            watch: told of microbatches that run one after the other, if there are several.
+        """
+        self._on_switch, self._on_set, self._watch = on_switch, on_set, watch
+
     @property
     def is_running(self) -> bool:
         """Whether lanes run, or wait for each other: parameters are then not what they are between hooks."""
@@ -277,7 +291,7 @@ class Executor:
         )
         step, is_alone = self._step, len(microbatches) == 1
         step.is_sequential = is_alone or is_measuring or not interleave
-        step.watch = self.watch if step.is_sequential and not is_alone else None
+        step.watch = self._watch if step.is_sequential and not is_alone else None
         predicted = predicted_gradient if self._predicts else None
         # Where work space isn't known, a lane goes from pack to pack.
         step.fuses = predicted is not None and self._planner.is_planned and not is_measuring
@@ -352,7 +366,7 @@ class Executor:
                 self._visits.enter_loss(progress)
             self._run_backward(progress, loss)
 
-    def _run_here(self, progress: LaneProgress, until: Phase) -> None:
+    def _run_here(self, progress: LaneProgress) -> None:
         """Run a microbatch in the calling thread, as far as its loss, or from there on."""
         lane = progress.lane
         assert isinstance(lane, CallerLane)
@@ -582,7 +596,7 @@ class Executor:
             whole = torch.compiler.set_stance("force_eager") if len(self.devices) > 1 else nullcontext()
             with whole, functions_as_operations():
                 if step.is_sequential:
-                    self._run_one_after_another(until)
+                    self._run_one_after_another()
                 else:
                     self._lanes.drive(partial(self._next, until))
         except torch.OutOfMemoryError as error:
@@ -601,12 +615,12 @@ class Executor:
             for device in self.devices:
                 device.join_lanes()
 
-    def _run_one_after_another(self, until: Phase) -> None:
+    def _run_one_after_another(self) -> None:
         self._is_driving = True
         try:
             for progress in self._step.turns.running:
                 if not progress.lane.finished:
-                    self._run_here(progress, until)
+                    self._run_here(progress)
         finally:
             self._is_driving = False
 
@@ -655,16 +669,16 @@ class Executor:
             self._step.turns.take(progress, number)
         elif request is not None:
             self._visits.enter_loss(progress)
-        if self.on_switch is not None:
-            self.on_switch(progress.lane.microbatch)
+        if self._on_switch is not None:
+            self._on_switch(progress.lane.microbatch)
         phase = Phase.FORWARD if request is None else request.phase
         self._observer.begin_turn(self.devices[number], phase, pack)
         self._visits.note_task(number, progress, phase, pack)
         return Grant(progress, number, phase, pack)
 
     def _note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
-        if self.on_set is not None:
-            self.on_set(attributes, names)
+        if self._on_set is not None:
+            self._on_set(attributes, names)
 
     def _draw_on(self, number: int) -> None:
         """Random numbers are drawn on another device from now on."""

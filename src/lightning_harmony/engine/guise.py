@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.opaque import ObjectSnapshot, is_opaque
+from lightning_harmony.engine.opaque import with_tensors
 
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
@@ -69,16 +69,7 @@ def _on_device(value: Any, device: torch.device) -> Any:
     """A value that was set on a tensor, with its tensors on a device; the value itself if they are there."""
     if isinstance(value, Tensor):
         return value.to(device)
-    if not is_opaque(value):
-        return value
-    try:
-        snapshot = ObjectSnapshot(value)
-    except TypeError:
-        return value
-    moved = [tensor.to(device) for tensor in snapshot.tensors]
-    if all(one is other for one, other in zip(moved, snapshot.tensors, strict=True)):
-        return value
-    return snapshot.restore(moved)
+    return with_tensors(value, lambda tensor: tensor.to(device))
 
 
 def _attributes_of(tensor: Tensor) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_harmony.engine.attributes import Attributes
 from lightning_harmony.engine.guise import Guise
 from lightning_harmony.engine.host_store import lies_in
-from lightning_harmony.engine.opaque import ObjectSnapshot, is_opaque
+from lightning_harmony.engine.opaque import with_tensors
 from lightning_harmony.engine.pack import Residency
 
 
@@ -37,14 +37,7 @@ class HandedOut:
 
     def object(self, value: Any) -> Any:
         """Something else that the call returns, in which tensors may be."""
-        if not is_opaque(value):
-            return value
-        try:
-            snapshot = ObjectSnapshot(value)
-        except TypeError:
-            return value
-        copies = self._copies(snapshot.tensors)
-        return snapshot.restore([copies.get(id(tensor), tensor) for tensor in snapshot.tensors]) if copies else value
+        return with_tensors(value, self._kept)
 
     def guise(self, guise: Guise) -> Guise:
         """What a tensor of the call looks like, in whose attributes tensors may be."""
@@ -60,8 +53,8 @@ class HandedOut:
 
     def _copies(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
         """What takes the places of some, by their identity."""
-        return {
-            id(tensor): self.tensor(tensor)
-            for tensor in tensors
-            if lies_in(tensor, self._residency.weights) and not (self._with_graph and tensor.requires_grad)
-        }
+        return {id(tensor): kept for tensor in tensors if (kept := self._kept(tensor)) is not tensor}
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """One in an object or an attribute."""
+        return tensor if self._with_graph and tensor.requires_grad else self.tensor(tensor)
