@@ -369,6 +369,32 @@ class WithStatistics(Later):
         return WithStatistics(self.does)
 
 
+class WithStatisticsOfNoLayer(Later):
+    """Has buffers that the code between layers changes, in a module without parameters."""
+
+    def __init__(self, does: Any) -> None:
+        super().__init__(does)
+        self.norm = nn.BatchNorm1d(nets.WIDTH, affine=False)
+
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().run(self.norm(x), y)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WithStatisticsOfNoLayer:
+        torch.manual_seed(0)
+        return WithStatisticsOfNoLayer(self.does)
+
+
+class WithLateStatistics(WithStatisticsOfNoLayer):
+    """Normalizes from its third step on."""
+
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().run(x, y) if self.count >= 8 else Later.run(self, x, y)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WithLateStatistics:
+        torch.manual_seed(0)
+        return WithLateStatistics(self.does)
+
+
 LATE = [
     number_on_the_module,
     number_in_a_dict,
@@ -378,7 +404,7 @@ LATE = [
 ]
 
 
-@pytest.mark.parametrize("kind", [Later, WithStatistics])
+@pytest.mark.parametrize("kind", [Later, WithStatistics, WithStatisticsOfNoLayer, WithLateStatistics])
 @pytest.mark.parametrize("does", LATE, ids=lambda does: does.__name__)
 def test_a_step_in_which_that_shows_late_is_run_again(does: Any, kind: Any) -> None:
     assert_same_training(Net(kind(does)), samples(40), batch_size=8)

@@ -36,9 +36,12 @@ from lightning_harmony.lane_attributes import (
 )
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.logs import MicrobatchLogs
+from lightning_harmony.snapshot import undo_of_tensor
 
 # Of a step, watching takes at most this share, beside one microbatch at whose calls everything is looked at.
 _SHARE = 0.01
+# Buffers up to this size are copied before each step in which microbatches take turns.
+_SMALL_BYTES = 64 * 1024
 _OWN_PACKAGE = __name__.partition(".")[0]
 # Settings of the process that no lane switches.
 _OTHER_SETTINGS: dict[str, Callable[[], Any]] = {
@@ -304,9 +307,9 @@ class _Undo:
     """What a step that microbatches take turns in changes beside attributes: buffers, and the states of metrics."""
 
     def __init__(self, model: nn.Module, changing: set[int]) -> None:
-        self._changing = changing
         self._versions = _Versions(model)
-        self._copies = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if id(buffer) in changing]
+        kept = [buffer for buffer in model.buffers() if _is_kept(buffer, changing)]
+        self._kept, self._undo = set(map(id, kept)), [undo_of_tensor(buffer) for buffer in kept]
         self._metrics = [
             (vars(metric), dict(vars(metric)), {name: _state(vars(metric).get(name)) for name in metric._defaults})
             for metric in model.modules()
@@ -315,15 +318,20 @@ class _Undo:
 
     def restore(self) -> bool:
         """Make all what it was; whether that is possible."""
-        if not self._versions.changed() <= self._changing:
+        if not self._versions.changed() <= self._kept:
             return False
         with torch.no_grad():
-            for buffer, copy in self._copies:
-                buffer.copy_(copy)
+            for undo in self._undo:
+                undo()
         for attributes, before, states in self._metrics:
             attributes.clear()
             attributes.update(before, **states)
         return True
+
+
+def _is_kept(buffer: Tensor, changing: set[int]) -> bool:
+    """Whether a buffer is copied: of small ones no version tells that they change, as statistics of normalizations are."""
+    return id(buffer) in changing or buffer.numel() * buffer.element_size() <= _SMALL_BYTES
 
 
 def _version(buffer: Tensor) -> int:

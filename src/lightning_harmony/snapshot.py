@@ -115,7 +115,7 @@ def _undo_of(value: Any) -> Callable[[], None] | None:
     if isinstance(value, nn.Parameter):
         return None
     if isinstance(value, Tensor):
-        return _undo_tensor(value)
+        return undo_of_tensor(value)
     if type(value) in (list, deque):
         return _undo_sequence(value)
     if is_ndarray(value):
@@ -133,7 +133,8 @@ def _is_countable(value: Any) -> bool:
     return isinstance(attributes, dict) and not any(isinstance(held, _OF_THREADS) for held in attributes.values())
 
 
-def _undo_tensor(value: Tensor) -> Callable[[], None]:
+def undo_of_tensor(value: Tensor) -> Callable[[], None]:
+    """What makes a tensor, which is no parameter, what it is now. A copy is kept."""
     before = value.detach().clone()
     # Inference tensors count no versions, and are written to in inference mode alone.
     version = None if value.is_inference() else value._version
