@@ -465,9 +465,19 @@ class Interleaving:
             self._refuse_turns(hazard, num_microbatches)
 
     def _refuse_turns(self, hazard: str, num_microbatches: int) -> None:
+        found = f"{hazard}, where others that took turns would find it so"
+        self.end(found, num_microbatches, "keep that in a local variable, or pass it to layers as an argument")
+
+    def end(self, hazard: str, num_microbatches: int, way_out: str) -> None:
+        """Microbatches take turns no more.
+
+        Args:
+            hazard: what speaks against it.
+            num_microbatches: of a step.
+            way_out: how the user could let them take turns.
+        """
         self.hazard = hazard
         self._tree.info(
-            f"microbatches run one after the other: {hazard}, where others that took turns would find it so. Results are "
-            f"exact, but each layer is swapped in {num_microbatches} times as often. To let them take turns, keep that in a "
-            "local variable, or pass it to layers as an argument"
+            f"microbatches run one after the other: {hazard}. Results are exact, but each layer is swapped in "
+            f"{num_microbatches} times as often. To let them take turns, {way_out}"
         )

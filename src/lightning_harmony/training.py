@@ -21,7 +21,7 @@ from lightning_harmony.engine.rng import stream_seed
 from lightning_harmony.engine.turns import Microbatch
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.fit_summary import FitSummary
-from lightning_harmony.host_memory import refuse_too_little
+from lightning_harmony.host_budget import HostBudget
 from lightning_harmony.interleaving import Interleaving
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.microbatches import TrainingStep, num_elements, run_without_backward
@@ -53,6 +53,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self._interleaving = Interleaving(self.tree, self.trainer, self.engine)
+        self._budget = HostBudget(self.engine, self.trainer)
         self._chosen: int | None = None
         self._least_samples = 2 if batch_norms(self._module) else 1
 
@@ -63,8 +64,8 @@ class Training:
             CapacityError: if the host has too little memory.
         """
         layers = [self._module.get_submodule(name).parameters() for pack in self.engine.plan.packs for name in pack]
-        is_deferred = self._runs_alone() or self.deferred.policy.choose()[0] == "deferred"
-        refuse_too_little(self.trainer.optimizers, layers, is_deferred=is_deferred)
+        is_deferred = self._runs_alone() or self._is_deferred()
+        self._budget.refuse_too_little(layers, is_deferred=is_deferred)
         self.summary.show_start(runs_alone=self._runs_alone())
 
     def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -156,8 +157,15 @@ class Training:
                 microbatches, num_elements=num_elements, predicted_gradient=predicted, interleave=interleave
             )
 
+        if self._interleaving.is_earned:
+            short = self._budget.keep(len(sizes), is_deferred=self._is_deferred())
+            if short is not None:
+                self._interleaving.end(short, len(sizes), "use smaller batches, or add host memory")
         with without_caches(self._module):
             self._interleaving.run(forward, sizes)
+
+    def _is_deferred(self) -> bool:
+        return self.deferred.policy.choose()[0] == "deferred"
 
     def _predicted_gradient(self) -> float | None:
         """The gradient that Lightning will bring to the batch's loss.

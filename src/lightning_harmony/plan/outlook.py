@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost, pack_cost
 from lightning_harmony.plan.deciding import decide
-from lightning_harmony.plan.host_gradients import bytes_beside_state
+from lightning_harmony.plan.host_need import HostNeed, bytes_beside_state
 from lightning_harmony.plan.line import on_line
 from lightning_harmony.plan.machine import Machine
 from lightning_harmony.plan.plan import Plan, Predicted, visits_of
@@ -52,28 +52,6 @@ class Need:
     def num_bytes(self) -> int:
         """All of it."""
         return self.state_bytes + self.work_bytes + self.live_bytes + self.other_bytes
-
-
-@dataclass(frozen=True)
-class HostNeed:
-    """What a training takes of the host's memory.
-
-    Attributes:
-        weight_bytes: parameters.
-        gradient_bytes: the most of their gradients that is there beside the optimizer's state.
-        optimizer_bytes: the optimizer's state.
-        stash_bytes: the stash of all microbatches.
-    """
-
-    weight_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    stash_bytes: int
-
-    @property
-    def num_bytes(self) -> int:
-        """All of it."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.stash_bytes
 
 
 @dataclass(frozen=True)

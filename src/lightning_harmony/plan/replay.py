@@ -37,7 +37,7 @@ from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.device_memory import DeviceMemory
 from lightning_harmony.plan.footprint import Footprint, footprints
-from lightning_harmony.plan.host_gradients import RING
+from lightning_harmony.plan.host_need import RING
 from lightning_harmony.plan.lowering import device_update_bytes, lower, owner, summing_devices
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Plan, Predicted
