@@ -436,9 +436,13 @@ class Interleaving:
         engine.notify(on_switch=switch, on_set=self._attributes.set_by_layer, watch=watch)
         with logs:
             forward(True)
-            late = [] if engine.is_sequential else self._attributes.late()
-            if late:
-                raise _Unsafe(f"{late[0]} is changed")
+            if not engine.is_sequential:
+                late = self._attributes.late()
+                if late:
+                    raise _Unsafe(f"{late[0]} is changed")
+                buffer = engine.buffer_of_several_visits()
+                if buffer is not None:
+                    raise _Unsafe(f"{buffer} is changed")
         if engine.is_sequential:
             self._conclude(watch, len(sizes))
 
@@ -459,10 +463,16 @@ class Interleaving:
             self._conclude(watch, len(sizes))
 
     def _conclude(self, watch: Watch, num_microbatches: int) -> None:
-        hazard = watch.conclude(self._known, num_microbatches)
+        hazard, buffer = watch.conclude(self._known, num_microbatches), self._engine.buffer_of_several_visits()
         self._is_shown = True
         if hazard is not None:
             self._refuse_turns(hazard, num_microbatches)
+        elif buffer is not None:
+            self._refuse_buffer(buffer, num_microbatches)
+
+    def _refuse_buffer(self, buffer: str, num_microbatches: int) -> None:
+        changed = f"{buffer} is changed in one call, and found so in a later one"
+        self.end(changed, num_microbatches, "give each call a module of its own")
 
     def _refuse_turns(self, hazard: str, num_microbatches: int) -> None:
         found = f"{hazard}, where others that took turns would find it so"

@@ -70,6 +70,7 @@ class CallBuffers:
         ]
         resident.update({key: tensor.detach() for key in changed if (tensor := left[key]) is not None})
         residency.dirty_buffers.update(changed)
+        layer.changed_buffers.update(changed)
         return changed
 
     def keep(self, before: Mapping[BufferKey, Tensor], changed: Iterable[BufferKey]) -> None:

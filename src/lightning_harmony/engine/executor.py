@@ -218,6 +218,14 @@ class Executor:
         """Whether the microbatches of the step run one after the other, in the calling thread."""
         return self._step.is_sequential
 
+    def buffer_of_several_visits(self) -> str | None:
+        """In a step, a buffer that a microbatch changes in one visit of a layer and finds in another; None if none is."""
+        for progress in self._step.turns.running:
+            found = self._model.buffer_of_several_visits(progress.calls)
+            if found is not None:
+                return found
+        return None
+
     def _use(self, plan: Plan) -> None:
         self._placement.use(plan, self._model.layers)
 

@@ -81,6 +81,7 @@ class SwappedLayer:
             layers, which may share modules.
         is_training: whether a training step runs, in which nobody else may change its buffers.
         num_compared_calls: how many of its calls were looked at for changes that no version tells.
+        changed_buffers: those that its calls have changed in this step.
         host_buffers: in a training step, the host's buffers as they should be, and their versions: one dict for all layers.
         holds_tensors: whether functions of the user's own keep tensors in its graph beside those that autograd saves, by the
             number of nodes of each graph of it that was looked at.
@@ -112,6 +113,7 @@ class SwappedLayer:
         self.num_compared_calls = 0
         self.holds_tensors: dict[int, bool] = {}
         self.is_training = False
+        self.changed_buffers: set[BufferKey] = set()
         self.host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         self.compute_dtype = compute_dtype
         types = {parameter: dtype_on_device(parameter, compute_dtype) for parameter in self.parameters}
