@@ -7,6 +7,7 @@ microbatch after the other, as plain accumulation does, and is watched.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -390,6 +391,7 @@ class Interleaving:
         undo = _Undo(self._model, self._changing)
         self._attributes.begin()
         error: BaseException | None = None
+        too_large: CapacityError | None = None
         try:
             self._run_in_turns(forward, sizes)
             return
@@ -397,11 +399,15 @@ class Interleaving:
             late = str(unsafe)
         except BaseException as raised:
             # Where an update has failed, parameters are half updated: to run the step again would hide that.
-            is_users = isinstance(raised, Exception) and not isinstance(raised, CapacityError | PlanError)
-            if not is_users or engine.updater.overlap.has_failed:
+            may_repeat = isinstance(raised, Exception) and not isinstance(raised, PlanError)
+            if not may_repeat or engine.updater.overlap.has_failed:
                 self._attributes.finish()
                 raise
             late, error = f"it fails where they take turns ({type(raised).__name__}: {raised})", raised
+            if isinstance(raised, CapacityError):
+                # Without the frames of the attempt, which hold what it has allocated.
+                error = too_large = CapacityError(str(raised))
+        gc.collect()
         engine.abandon()
         self._attributes.undo()
         if not undo.restore():
@@ -410,7 +416,9 @@ class Interleaving:
                 "HarmonyStrategy(num_microbatches=1), or pass it to layers as an argument"
             )
         self._run_in_sequence(forward, sizes)
-        if error is not None and self.hazard is None:
+        if too_large is not None:
+            self.end(f"they do not fit together ({too_large})", len(sizes), "use more device_memory")
+        elif error is not None and self.hazard is None:
             self._refuse_turns(late, len(sizes))
 
     def finish(self) -> None:

@@ -70,12 +70,9 @@ class StrategyMixin(_Base):
     Args:
         device_memory: the capacity of each device, in bytes or as text such as "16GiB", or a list with that of each;
             None for what is free on it (on the CPU: no limit).
-        num_microbatches: how many microbatches a batch is split into; "auto" for the number that is predicted to be fastest,
-            of those that divide the first batch. It is chosen from what an earlier fit measured, or else after the first step,
-            which has the default's, and stays for the fit. As it depends on measured times, so does what depends on it.
-        microbatch_size: how many samples a microbatch has. Give at most one of the two; with neither, a batch is split
-            into 4 microbatches, of 2 samples at least where the model has BatchNorm. A batch with fewer samples is split
-            into as many as it has.
+        num_microbatches: how many microbatches a batch is split into; None or "auto" for the fewest that fit, which the first
+            step finds: one, or twice as many as devices if there are several, and twice as many again until a step fits.
+        microbatch_size: how many samples a microbatch has. Give at most one of the two.
         layers: the classes of the modules to schedule as layers, or a predicate on name and module; None to find them.
         update: when parameters are updated: "just-in-time", pack by pack in the backward; "deferred", after it, under the
             forward of the next batch unless something looks at parameters before; or "auto", just in time unless something
