@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import nets
 import pytest
 import torch
+from copies import Late, Prompt
 from same_training import SEED, Net, Reports, compare, room, train_harmony, trainer_for
 from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
 from torch import Tensor, nn
@@ -234,24 +235,6 @@ class Buffered(Wide):
         super().__init__()
         for block in self.blocks:
             block.register_buffer("mask", torch.ones(256 * 1024))
-
-
-class Prompt(HostStream):
-    """Copies before anything else goes on."""
-
-    def submit(self, work: Any, *others: Any, **named: Any) -> Any:
-        event = super().submit(work, *others, **named)
-        event.synchronize()
-        return event
-
-
-class Late(HostStream):
-    """Copies that nobody sees end before they are waited for."""
-
-    def submit(self, work: Any, *others: Any, **named: Any) -> Any:
-        event = super().submit(work, *others, **named)
-        event.done = lambda: False  # type: ignore[method-assign]
-        return event
 
 
 class Peaks(Reports):
