@@ -323,8 +323,7 @@ class TestForeseen:
         assert on_demand is not None
         assert run.reports[-1].swapped_in_bytes == on_demand.reports[-1].swapped_in_bytes
 
-    @pytest.mark.parametrize("stream", [Prompt, Late])
-    @pytest.mark.parametrize("num_microbatches", [2, 4])
+    @pytest.mark.parametrize(("num_microbatches", "stream"), [(2, Late), (4, Prompt)])
     def test_bytes_and_peaks_where_a_turn_of_the_forward_takes_several_packs(
         self, num_microbatches: int, stream: type[HostStream], monkeypatch: pytest.MonkeyPatch
     ) -> None:
