@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import nets
@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from same_training import Net, assert_same_training, placed, room, trainer_for
+from same_training import Net, Update, assert_same_training, placed, room, trainer_for
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
@@ -407,7 +407,8 @@ LATE = [
 @pytest.mark.parametrize("kind", [Later, WithStatistics, WithStatisticsOfNoLayer, WithLateStatistics])
 @pytest.mark.parametrize("does", LATE, ids=lambda does: does.__name__)
 def test_a_step_in_which_that_shows_late_is_run_again(does: Any, kind: Any) -> None:
-    assert_same_training(Net(kind(does)), samples(40), batch_size=8)
+    updates = get_args(Update) if kind is Later else ["just in time"]
+    assert_same_training(Net(kind(does)), samples(40), batch_size=8, updates=updates)
 
 
 def alarm(net: Blocks, x: Tensor, y: Tensor) -> Tensor:

@@ -339,7 +339,8 @@ class _Replay:
         computing = [span for span in device.spans if span.stream == COMPUTE]
         return DevicePrediction(
             spans=tuple(device.spans),
-            peak_bytes=max([device.memory.most_bytes, *(num_bytes for _, num_bytes in memory)]),
+            peak_bytes=(peak := max([device.memory.most_bytes, *(num_bytes for _, num_bytes in memory)])),
+            bound_bytes=max(peak, device.memory.bound_bytes),
             memory=memory,
             compute_seconds=sum(span.end_seconds - span.start_seconds for span in computing),
             swapped_in_bytes=dict(device.swapped_in),
