@@ -314,29 +314,35 @@ class Convolutions(pl.LightningModule):
     ],
     ids=["logits", "logits-16-microbatches", "head-registered-first", "attention", "convolutions"],
 )
-def test_the_least_capacity_that_trains_lies_between_1_percent_above_and_15_percent_below_the_estimate(
-    make: Callable[[], pl.LightningModule], data: Tensor, num_microbatches: int
+def test_the_least_capacity_for_taking_turns_lies_between_1_percent_above_and_15_percent_below_the_estimate(
+    make: Callable[[], pl.LightningModule], data: Tensor, num_microbatches: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One microbatch at a time has logits on the device: the head's backward follows its forward.
 
+    With less than is estimated, microbatches run one after the other, if they can.
     The estimate lacks up to 1 %: the losses of microbatches that have ended, and a hidden state that is still on its way.
     """
     result = estimate(make(), data, num_microbatches=num_microbatches, machine=MACHINE, device_memory="1GiB")
     needed = result.outlook.need.num_bytes - MACHINE.library_bytes
 
-    def fit(capacity: int) -> None:
+    def takes_turns(capacity: int) -> bool:
+        caplog.clear()
         strategy = {"num_microbatches": num_microbatches, "profile_cache": False}
-        train(
-            make(),
-            data.repeat(3, *[1] * (data.dim() - 1)),
-            device_memory=capacity,
-            batch_size=len(data),
-            strategy=strategy,
-        )
+        try:
+            with caplog.at_level("INFO"):
+                train(
+                    make(),
+                    data.repeat(3, *[1] * (data.dim() - 1)),
+                    device_memory=capacity,
+                    batch_size=len(data),
+                    strategy=strategy,
+                )
+        except CapacityError:
+            return False
+        return not [message for message in caplog.messages if "do not fit together" in message]
 
-    fit(int(1.01 * needed))
-    with pytest.raises(CapacityError):
-        fit(int(needed / 1.15))
+    assert takes_turns(int(1.01 * needed))
+    assert not takes_turns(int(needed / 1.15))
 
 
 def test_the_host_holds_what_is_estimated() -> None:
