@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_harmony import tracebacks
 from lightning_harmony.checkpoints import refuse_directory, refuse_sharded
 from lightning_harmony.deferred_update import DeferredUpdate
 from lightning_harmony.engine.compiled import is_compiled
@@ -520,6 +521,12 @@ class StrategyMixin(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training_step on each microbatch; the backward runs when that of the result does."""
+        try:
+            return self._train(args, kwargs)
+        except Exception as error:
+            raise error.with_traceback(tracebacks.of_user(error))  # noqa: B904
+
+    def _train(self, args: Any, kwargs: Any) -> Any:
         if self._in_memory is not None:
             self._reports.begin(None)
             try:
@@ -541,8 +548,11 @@ class StrategyMixin(_Base):
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward of the batch's loss."""
-        with self._restoring_buffers():
-            return super().backward(*args, **kwargs)
+        try:
+            with self._restoring_buffers():
+                return super().backward(*args, **kwargs)
+        except Exception as error:
+            raise error.with_traceback(tracebacks.of_user(error))  # noqa: B904
 
     @contextmanager
     def _restoring_buffers(self) -> Generator[None, None, None]:
@@ -645,6 +655,12 @@ class StrategyMixin(_Base):
         return self._evaluate("predict_step", super().predict_step, args, kwargs)
 
     def _evaluate(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return self._run_evaluation(name, step, args, kwargs)
+        except Exception as error:
+            raise error.with_traceback(tracebacks.of_user(error))  # noqa: B904
+
+    def _run_evaluation(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._in_memory is not None:
             try:
                 return self._in_memory.evaluate(name, step, args, kwargs)
