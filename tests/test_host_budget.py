@@ -11,6 +11,8 @@ from same_training import Net, compare, train_harmony, train_plain
 from torch import Tensor, nn
 
 from lightning_harmony import CapacityError, HarmonyStrategy, StepReport
+from lightning_harmony.engine.free_memory import HostMemory
+from lightning_harmony.host_budget import room_on_host
 from lightning_harmony.host_memory import state_bytes
 from lightning_harmony.plan.host_need import RING
 
@@ -129,3 +131,9 @@ def test_only_what_the_host_has_no_room_for_is_refused(monkeypatch: pytest.Monke
             Host(most, monkeypatch, **arguments).train(16, **options)
     with pytest.raises(CapacityError, match="host is 1 KiB short"):
         Host(most - 1024, monkeypatch).train(16)
+
+
+def test_the_system_keeps_a_share_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for memory, room in ((HostMemory(100, 50), 46), (HostMemory(100, 3), 0), (None, None)):
+        monkeypatch.setattr("lightning_harmony.host_budget.host_memory", lambda memory=memory: memory)
+        assert room_on_host() == room

@@ -9,21 +9,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.executor import Executor
-from lightning_harmony.engine.free_memory import free_host_bytes
+from lightning_harmony.engine.free_memory import host_memory
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.host_memory import expected_state_bytes, state_bytes
 from lightning_harmony.plan.host_need import bytes_beside_state, ring_within, stash_bytes
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Plan
 
-# What stays free, as a share: what allocators cannot use again, and libraries that are loaded later.
-_SPARED_SHARE = 0.02
+# What stays free, as a share of all: what the system wants for itself and for files, what allocators cannot use again, and
+# what libraries take later. With 2 % of what was free, a host of 125 GiB ran out.
+_SPARED_SHARE = 0.04
 
 
 def room_on_host() -> int | None:
     """What a fit may take of the host's memory; None where the system doesn't tell."""
-    free = free_host_bytes()
-    return None if free is None else int(free * (1 - _SPARED_SHARE))
+    memory = host_memory()
+    return None if memory is None else max(memory.free - int(_SPARED_SHARE * memory.total), 0)
 
 
 class HostBudget:

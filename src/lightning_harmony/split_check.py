@@ -74,8 +74,8 @@ class SplitCheck:
             # Python 3.10 has no notes.
             if hasattr(error, "add_note"):
                 error.add_note(
-                    f"the batch of {sum(sizes)} samples was split into {len(sizes)} microbatches of {_few(sizes)}; a step that needs all samples at once runs with "
-                    "HarmonyStrategy(num_microbatches=1)"
+                    f"the batch of {sum(sizes)} samples was split into {len(sizes)} microbatches of {_few(sizes)}; a step "
+                    "that needs all samples at once runs with HarmonyStrategy(num_microbatches=1)"
                 )
             raise
 

@@ -4,14 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from lightning_harmony.engine.free_memory import free_host_bytes
+from lightning_harmony.engine.free_memory import HostMemory, free_host_bytes, host_memory
 
 GIB = 2**30
 
 
 def system(root: Path, files: dict[str, str]) -> Path:
     """A machine with 100 GiB available, as far as it tells."""
-    for name, text in {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable:   {100 * 2**20} kB\n", **files}.items():
+    for name, text in {
+        "proc/meminfo": f"MemTotal: {128 * 2**20} kB\nMemAvailable:   {100 * 2**20} kB\n",
+        **files,
+    }.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -24,7 +27,7 @@ def test_free_host_memory_is_positive_where_the_system_tells() -> None:
 
 
 def test_what_no_system_tells_is_not_known(tmp_path: Path) -> None:
-    assert free_host_bytes(tmp_path) is None
+    assert host_memory(tmp_path) is None
 
 
 def test_without_limits_all_that_is_available_is_free(tmp_path: Path) -> None:
@@ -33,7 +36,7 @@ def test_without_limits_all_that_is_available_is_free(tmp_path: Path) -> None:
         "sys/fs/cgroup/user/memory.max": "max\n",
         "sys/fs/cgroup/user/memory.current": "1",
     }
-    assert free_host_bytes(system(tmp_path, files)) == 100 * GIB
+    assert host_memory(system(tmp_path, files)) == HostMemory(128 * GIB, 100 * GIB)
 
 
 GROUPS = {
@@ -71,7 +74,7 @@ def test_a_control_groups_limit_counts_and_its_cached_files_do_not(tmp_path: Pat
         files[f"{folder}/memory.{usage}"] = f"{4 * GIB}\n"
         files[f"{folder}/memory.stat"] = stat
     root = system(tmp_path, files)
-    assert free_host_bytes(root) == 6 * GIB + 4
+    assert host_memory(root) == HostMemory(10 * GIB, 6 * GIB + 4)
 
 
 def test_a_group_beyond_its_limit_leaves_nothing(tmp_path: Path) -> None:
@@ -81,4 +84,4 @@ def test_a_group_beyond_its_limit_leaves_nothing(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory.current": "20",
         "sys/fs/cgroup/memory.stat": "",
     }
-    assert free_host_bytes(system(tmp_path, files)) == 0
+    assert host_memory(system(tmp_path, files)) == HostMemory(10, 0)

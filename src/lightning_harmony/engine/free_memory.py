@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 
-def free_host_bytes(root: Path = Path("/")) -> int | None:
-    """Host memory that can still be taken without swapping to disk; None where the system doesn't tell.
+class HostMemory(NamedTuple):
+    """The host's memory, as far as the process may have it.
+
+    Attributes:
+        total: bytes of all of it.
+        free: bytes that can still be taken without swapping to disk.
+    """
+
+    total: int
+    free: int
+
+
+def free_host_bytes() -> int | None:
+    """Host memory that can still be taken without swapping to disk; None where the system doesn't tell."""
+    memory = host_memory()
+    return None if memory is None else memory.free
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory | None:
+    """The host's memory; None where the system doesn't tell.
 
     A container, or a job of a cluster, has a limit of its own, which the system's figures say nothing of.
 
@@ -18,10 +37,11 @@ def free_host_bytes(root: Path = Path("/")) -> int | None:
         fields = _fields((root / "proc/meminfo").read_text().replace(":", " "))
     except OSError:
         return None
-    return max(min([fields["MemAvailable"] * 1024, *_rooms(root)]), 0)
+    limits = [HostMemory(fields["MemTotal"] * 1024, fields["MemAvailable"] * 1024), *_limits(root)]
+    return HostMemory(min(limit.total for limit in limits), max(min(limit.free for limit in limits), 0))
 
 
-def _rooms(root: Path) -> Iterator[int]:
+def _limits(root: Path) -> Iterator[HostMemory]:
     """What each control group leaves to the process, whichever of those above it has the limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -47,7 +67,7 @@ def _rooms(root: Path) -> Iterator[int]:
             if most != "max":
                 # Cached files count as used, and go when the memory is wanted.
                 cached = stat.get(f"{prefix}active_file", 0) + stat.get(f"{prefix}inactive_file", 0)
-                yield int(most) - now + cached
+                yield HostMemory(int(most), int(most) - now + cached)
             group = group.parent
 
 
