@@ -54,9 +54,6 @@ class Clock(dict[str, int]):
 
     def join(self, other: Clock) -> None:
         """Both have happened."""
-        # Most often all is known that the other one knows.
-        if self.items() >= other.items():
-            return
         known = self.get
         for name, tick in other.items():
             if tick > known(name, 0):
@@ -279,12 +276,12 @@ class Detector:
     @property
     def here(self) -> Here:
         """Of the calling thread. Lanes and who drives them have one order, and so one clock."""
-        here: Here | None = getattr(self._local, "here", None)
-        if here is None:
+        if not hasattr(self._local, "here"):
             is_worker = threading.current_thread().name.startswith("harmony-") and not (
                 threading.current_thread().name.startswith("harmony-lane")
             )
-            here = self._local.here = Here(self, Clock() if is_worker else self._baton, self.places)
+            self._local.here = Here(self, Clock() if is_worker else self._baton, self.places)
+        here: Here = self._local.here
         return here
 
     def default_stream(self, number: int) -> FakeStream:
@@ -503,11 +500,6 @@ class Mode(TorchDispatchMode):
     def __init__(self, detector: Detector) -> None:
         super().__init__()
         self._detector = detector
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # There is nothing to compile, and to tell so takes time in each operation.
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
