@@ -66,6 +66,12 @@ def is_replaced(place: Place) -> bool:
     return entries.get(place.key) is not place.parameter
 
 
+def bytes_of(keys: Iterable[BufferKey]) -> int:
+    """Bytes of buffers."""
+    buffers = [owner._buffers[name] for owner, name in keys]
+    return sum(buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None)
+
+
 class SwappedLayer:
     """What is scheduled: a module whose calls are intercepted, or a parameter that glue uses on its own.
 
@@ -154,6 +160,11 @@ class SwappedLayer:
         """These buffers of the host were made what the layer, or one that shares them, made of them on a device."""
         self.buffer_writes.update(key for key in keys if key in self._own_buffers)
         self.note_host_buffers(keys)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of its buffers."""
+        return bytes_of(self.buffers)
 
     @property
     def num_buffer_writes(self) -> int:

@@ -30,6 +30,7 @@ from lightning_harmony.engine.opaque import ObjectSnapshot, StashedObject, is_op
 from lightning_harmony.engine.pack import Residency
 from lightning_harmony.engine.rng import RandomState
 from lightning_harmony.engine.stash import Stashed
+from lightning_harmony.engine.strides import is_sparse
 from lightning_harmony.engine.tree import flatten
 from lightning_harmony.engine.unchanged_weights import UnchangedWeights
 from lightning_harmony.errors import UnsupportedModelError
@@ -230,6 +231,11 @@ class LayerCall:
         """Run the layer on `tensors` and stash what its recompute needs."""
         self._use = self._runtime.expect_backward(self._layer)
         self._requires_grad = [tensor.requires_grad for tensor in self.tensors]
+        if any(tensor.requires_grad and is_sparse(tensor) for tensor in self.tensors):
+            raise UnsupportedModelError(
+                f"layer {self._layer.name!r} is given a sparse tensor that needs gradients, whose graph cannot be made "
+                "anew: pass its values, and make it within the layer, or train where the model fits"
+            )
         self._homes = [self._runtime.home(tensor) for tensor in self.tensors]
         self.tensors = self._runtime.brought(self.tensors, self.residency)
         with self._runtime.running(self._layer, self.residency, takes_objects=self._arguments.have_objects):

@@ -5,6 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+
+
+def is_sparse(tensor: Tensor) -> bool:
+    """Whether a tensor has a sparse layout, and so no strides."""
+    return tensor.layout in _SPARSE
+
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one range of memory, each place once."""

@@ -70,6 +70,8 @@ class Transfers:
         is_inference = torch.is_inference_mode_enabled() and tensor.is_inference()
         # Not through the mode below: its choice of a device is not the one that is asked for here.
         with torch._C.DisableTorchFunction(), target.selected(), torch.inference_mode(is_inference), torch.no_grad():
+            if tensor.layout is not torch.strided:
+                return self._copy_of_parts(came_from, tensor.detach(), target, task)
             source = compact(tensor.detach())
             num_bytes = source.numel() * source.element_size()
             self._admit(to, num_bytes)
@@ -78,6 +80,12 @@ class Transfers:
                 copied.copy_(source, non_blocking=True)
             self._traffic.transferred += num_bytes
             return restore(copied, tensor.size(), tensor.stride())
+
+    def _copy_of_parts(self, came_from: Device, tensor: Tensor, target: Device, task: Task | None) -> Tensor:
+        """A copy of a sparse or jagged tensor, whose parts torch alone knows."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        with self._timing(came_from, target, num_bytes), target.receiving(came_from, num_bytes, task):
+            return tensor.to(target.torch_device, copy=True)
 
 
 class LaneTransfers:
@@ -158,7 +166,7 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, copied: Tensor, transfers: Transfers) -> Tensor:
         ctx.transfers, ctx.home = transfers, transfers.home(tensor)
-        return copied.view_as(copied)
+        return copied.view_as(copied) if copied.layout is torch.strided else copied.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -124,7 +124,8 @@ class VirtualDevice(Device):
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether its storage is counted here."""
-        return tensor.layout is torch.strided and _owners.get(tensor.untyped_storage()._cdata) is self
+        parts = (tensor,) if tensor.layout is torch.strided else _parts_of_sparse(tensor)
+        return any(_owners.get(part.untyped_storage()._cdata) is self for part in parts)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
