@@ -87,7 +87,7 @@ class SwappedLayer:
             layers, which may share modules.
         is_training: whether a training step runs, in which nobody else may change its buffers.
         num_compared_calls: how many of its calls were looked at for changes that no version tells.
-        changed_buffers: those that its calls have changed in this step.
+        changed_buffers: those that layers have changed in this step: one set for all layers, which may share modules.
         host_buffers: in a training step, the host's buffers as they should be, and their versions: one dict for all layers.
         holds_tensors: whether functions of the user's own keep tensors in its graph beside those that autograd saves, by the
             number of nodes of each graph of it that was looked at.
