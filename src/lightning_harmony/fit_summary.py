@@ -122,7 +122,9 @@ def _table(
     assert plan.profile is not None
     gradients = [cost.gradient_bytes for cost in plan.profile.pack_costs(plan.packs)]
     state = optimizer_state.expected_state_bytes(optimizers)
-    most = waiting_bytes(gradients, is_deferred=is_deferred, ring=engine.updater.ring)
+    most = waiting_bytes(gradients, is_deferred=is_deferred)
+    if engine.pool.limit is not None:
+        most = min(most, engine.pool.limit)
     on_host = {
         "weights": format_bytes(engine.store.num_bytes),
         "gradients": format_bytes(most) if most == sum(gradients) else f"up to {format_bytes(most)}",

@@ -12,7 +12,7 @@ from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.free_memory import host_memory
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.optimizer_state import expected_state_bytes, state_bytes
-from lightning_harmony.plan.host_need import bytes_beside_state, ring_within, stash_bytes
+from lightning_harmony.plan.host_need import bytes_beside_state
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Plan
 
@@ -31,13 +31,14 @@ class HostBudget:
     """Keeps gradients and the stash within what the host has left beside weights and optimizer state.
 
     Args:
-        engine: whose they are. As many packs' gradients may wait for their update there as there is room for.
+        engine: whose they are. As many packs' gradients may wait for their update there as there is room for; where the
+            stash of all microbatches leaves none, microbatches run one after the other.
         trainer: of whose optimizers the state comes with their first step.
     """
 
     def __init__(self, engine: Executor, trainer: Any) -> None:
         self._engine, self._trainer = engine, trainer
-        self._kept_to: tuple[Plan, int, bool] | None = None
+        self._limited_for: tuple[Plan, bool] | None = None
 
     def refuse_too_little(self, layers: Iterable[Iterable[nn.Parameter]], *, is_deferred: bool) -> None:
         """Refuse to train where gradients and optimizer state will not fit, however few gradients wait.
@@ -63,51 +64,31 @@ class HostBudget:
                 + _ways_out(is_deferred)
             )
 
-    def keep(self, num_microbatches: int, *, is_deferred: bool) -> str | None:
-        """Before microbatches take turns, let as many gradients wait as there is room for beside their stash.
+    def limit(self) -> None:
+        """Before a step: what gradients and the stash may take, as long as nothing more is known of the plan."""
+        known = self._engine.plan, self._engine.has_succeeded
+        if self._limited_for == known:
+            return
+        self._limited_for = known
+        room, pool = room_on_host(), self._engine.pool
+        # The first step's gradients go as its state comes.
+        to_come = self._state_to_come() if self._engine.has_succeeded else 0
+        pool.limit = None if room is None else room + pool.num_bytes - to_come
+
+    def check(self, *, is_deferred: bool) -> None:
+        """After a forward, when all of the stash is there: see that the backward will have room for gradients.
 
         Args:
-            num_microbatches: of the step.
             is_deferred: whether its updates follow the backward.
 
-        Returns:
-            What the host is short of, in words, where microbatches have to run one after the other; None if they need not.
-
         Raises:
-            CapacityError: if it is short of as much then.
+            CapacityError: saying how many bytes the host is short.
         """
-        plan, pool = self._engine.plan, self._engine.pool
-        if self._kept_to == (plan, num_microbatches, is_deferred) or plan.profile is None:
-            return None
-        self._kept_to = plan, num_microbatches, is_deferred
-        room = room_on_host()
-        if room is None:
-            return None
-        packs, stash = plan.profile.pack_costs(plan.packs), stash_bytes(plan, num_microbatches)
-        gradients = sum(cost.gradient_bytes for cost in packs)
-        if stash + gradients > room:
-            # Buffers of another plan have other sizes.
-            pool.release()
-            room = room_on_host() or 0
-        # What the pool has is for the same.
-        room += pool.num_bytes - self._state_to_come()
-        if is_deferred:
-            # Those of the last step stay until its successor's backward, which the fused packs are ahead of.
-            if stash + gradients + sum(packs[number].gradient_bytes for number in plan.fused) <= room:
-                return None
-            gradients *= 2
-        else:
-            self._engine.updater.ring = ring_within([cost.gradient_bytes for cost in packs], room - stash)
-            if self._engine.updater.ring:
-                return None
-        of_one = stash // num_microbatches
-        free = f"{format_bytes(max(room, 0))} are free beside weights and optimizer state"
-        if of_one + gradients > room:
-            raise CapacityError(
-                f"the host is {format_bytes(of_one + gradients - room)} short: gradients take {format_bytes(gradients)} and "
-                f"the stash of a microbatch {format_bytes(of_one)}, where {free}. {_ways_out(is_deferred)}"
-            )
-        return f"the stash of all takes {format_bytes(stash)} of the host, where {free}"
+        pool, gradients = self._engine.pool, self._engine.gradient_bytes
+        # Lightning zeroes what parameters still have of the step before.
+        needed = sum(gradients) - self._engine.updater.kept_bytes if is_deferred else max(gradients, default=0)
+        if not pool.has_room(needed):
+            raise pool.shortage(needed)
 
     def _state_to_come(self) -> int:
         optimizers = self._trainer.optimizers

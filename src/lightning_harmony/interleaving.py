@@ -415,7 +415,7 @@ class Interleaving:
             )
         self._run_in_sequence(forward, sizes)
         if isinstance(error, CapacityError):
-            self.end(f"they do not fit together ({error})", len(sizes), "use more device_memory")
+            self.end(f"they do not fit together ({error})", len(sizes), "use smaller batches, or more memory")
         elif error is not None and self.hazard is None:
             self._refuse_turns(late, len(sizes))
 

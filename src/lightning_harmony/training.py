@@ -193,11 +193,10 @@ class Training:
             self.engine.forward(
                 microbatches, num_elements=num_elements, predicted_gradient=predicted, interleave=interleave
             )
+            if not self.engine.is_sequential:
+                self._budget.check(is_deferred=self._is_deferred())
 
-        if self._interleaving.is_earned:
-            short = self._budget.keep(len(sizes), is_deferred=self._is_deferred())
-            if short is not None:
-                self._interleaving.end(short, len(sizes), "use smaller batches, or add host memory")
+        self._budget.limit()
         with without_caches(self._module):
             self._interleaving.run(forward, sizes)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.host_store import ALIGNMENT, KEPT_STEPS, HostPool, HostStore, lay_out
 from lightning_harmony.engine.stream import Happened
 from lightning_harmony.engine.virtual_device import VirtualDevice
+from lightning_harmony.errors import CapacityError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 
@@ -259,6 +260,25 @@ class TestHostPool:
         small, _ = pool.take(99)
         assert small.numel() == 99
         assert pool.num_bytes == 199
+
+    def test_takes_no_more_than_its_limit(self) -> None:
+        pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+        pool.limit = 300
+        kept, _ = pool.take(200)
+        assert pool.has_room(100)
+        assert not pool.has_room(101)
+        with pytest.raises(CapacityError, match=r"host is at least .* short: gradients and the stash may take 300 "):
+            pool.take(101)
+        pool.provide(60, 4)
+        assert pool.num_bytes == kept.numel() + 60
+
+    def test_buffers_of_other_sizes_go_where_room_is_short(self) -> None:
+        pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+        pool.limit = 300
+        pool.provide(50, 6)
+        assert pool.has_room(300)
+        large, _ = pool.take(290)
+        assert pool.num_bytes == large.numel()
 
     def test_its_buffers_end_with_it(self) -> None:
         """What counted them kept it, and all free buffers with it, until the process ended."""

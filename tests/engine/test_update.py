@@ -293,15 +293,19 @@ def test_that_one_step_waits_for_its_update_says_nothing_of_the_others(pool: Hos
     assert outlast == [False, True, True]
 
 
-def test_few_packs_wait_for_their_update(pool: HostPool, updater: Updater) -> None:
-    parameters = some_parameters(RING + 1)
+@pytest.mark.parametrize("room", [None, 3], ids=["few packs", "little room"])
+def test_few_packs_wait_for_their_update(pool: HostPool, updater: Updater, room: int | None) -> None:
+    """Those of more packs, or of more than the host has room for, are held up until others are updated."""
+    parameters = some_parameters(RING + 1 if room is None else room + 1)
+    num_bytes = lay_out(parameters[:1])[1]
+    pool.limit = None if room is None else room * num_bytes
     gate = Gate()
     updater.begin(SGD(parameters, lr=1.0), [[p] for p in parameters])
     waited = threading.Event()
 
     def deliver() -> None:
         for index, parameter in enumerate(parameters):
-            updater.await_room()
+            updater.await_room(num_bytes)
             source = on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)}, event=gate)
             updater.deliver([parameter], [source])
         waited.set()

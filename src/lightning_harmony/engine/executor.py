@@ -188,6 +188,11 @@ class Executor:
         return self._placement.plan
 
     @property
+    def gradient_bytes(self) -> list[int]:
+        """What the gradients of each pack take on the host."""
+        return [pack.gradient_layout()[1] for pack in self._placement.packs]
+
+    @property
     def reentrant(self) -> bool:
         """Whether layers were called in a backward, as reentrant checkpointing does."""
         return self._sums.reentrant
@@ -343,7 +348,8 @@ class Executor:
             )
 
     def _plan_step(self, num_elements: int, num_microbatches: int) -> None:
-        plan = self._planner.before_step(num_elements, num_microbatches, self._runtime.find_glue_layer)
+        has_room = self.pool.has_room(sum(self.gradient_bytes))
+        plan = self._planner.before_step(num_elements, num_microbatches, self._runtime.find_glue_layer, has_room)
         if plan is not None:
             self._use(plan)
             self.step_plan = plan

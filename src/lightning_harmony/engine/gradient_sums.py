@@ -173,9 +173,10 @@ class GradientSums:
         placement = self._placement
         for index in packs:
             self._delivered.add(index)
-            self._updater.await_room()
-            gradients: list[HostGradients] = []
             summing = self._summing(index)
+            sums = [placement.residents[number].packs[index].accumulators.values() for number in summing]
+            self._updater.await_room(sum(each.buffer.numel() for several in sums for each in several))
+            gradients: list[HostGradients] = []
             if placement.plan.just_in_time:
                 self._add_up(index, summing)
                 if self._updates_there(index, summing):

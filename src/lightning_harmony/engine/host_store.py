@@ -18,6 +18,8 @@ from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.stream import Event
 from lightning_harmony.engine.strides import is_dense
 from lightning_harmony.engine.touched_memory import SharedMemory
+from lightning_harmony.errors import CapacityError
+from lightning_harmony.plan.memory_size import format_bytes
 
 # CUDA's allocator aligns to 512 bytes and kernels are chosen by alignment: a swapped parameter keeps what it had.
 ALIGNMENT = 512
@@ -238,10 +240,12 @@ class HostPool:
 
     Attributes:
         making_seconds: how long it has taken to make buffers.
+        limit: the most bytes that all buffers may take; None for no limit.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self.making_seconds = 0.0
+        self.limit: int | None = None
         self._allocate = allocate
         self._lock = threading.Lock()
         self._free: dict[int, list[_Free]] = defaultdict(list)
@@ -261,15 +265,42 @@ class HostPool:
         peak, self._existing.peak_bytes = self._existing.peak_bytes, self._existing.num_bytes
         return peak
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes can be taken, if need be in place of buffers that nobody uses."""
+        with self._lock:
+            unused = sum(size * len(several) for size, several in self._free.items())
+        return self.limit is None or self.num_bytes - unused + num_bytes <= self.limit
+
     def take(self, num_bytes: int) -> tuple[Tensor, list[Event]]:
-        """A buffer, and the events after which it may be written."""
+        """A buffer, and the events after which it may be written.
+
+        Raises:
+            CapacityError: if it would exceed the limit.
+        """
         with self._lock:
             if self._free[num_bytes]:
                 # The newest: what many steps do not need shows in the age of the others.
                 free = self._free[num_bytes].pop()
                 return free.buffer, [] if free.last_use is None else [free.last_use]
             self._missed[num_bytes] += 1
+        if self._excess(num_bytes) > 0:
+            # Those of other sizes, which another plan needed.
+            self.release()
+            if self._excess(num_bytes) > 0:
+                raise self.shortage(num_bytes)
         return self._make(num_bytes), []
+
+    def shortage(self, num_bytes: int) -> CapacityError:
+        """What to raise where so many bytes would exceed the limit."""
+        return CapacityError(
+            f"the host is at least {format_bytes(max(self._excess(num_bytes), 0))} short: gradients and the stash may take "
+            f"{format_bytes(self.limit or 0)} there, beside weights and optimizer state. Add host memory, use smaller "
+            'batches, train fewer parameters, choose an optimizer with less state, or Trainer(precision="bf16-true")'
+        )
+
+    def _excess(self, num_bytes: int) -> int:
+        """By how much a new buffer would exceed the limit."""
+        return 0 if self.limit is None else self.num_bytes + num_bytes - self.limit
 
     def take_missed(self) -> Counter[int]:
         """How many buffers of each size had to be made for who took them, since this was last asked."""
@@ -278,8 +309,8 @@ class HostPool:
         return missed
 
     def provide(self, num_bytes: int, number: int = 1) -> None:
-        """Make buffers of a size until so many are free: who takes them need not wait for that."""
-        while len(self._free[num_bytes]) < number:
+        """Make buffers of a size until so many are free, within the limit: who takes them need not wait for that."""
+        while len(self._free[num_bytes]) < number and self._excess(num_bytes) <= 0:
             self.give(self._make(num_bytes), None)
 
     def _make(self, num_bytes: int) -> Tensor:

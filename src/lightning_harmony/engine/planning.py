@@ -162,6 +162,8 @@ class Planner:
         self.measured_elements = -1
         self.is_planned = False
         self.knows_casts = False
+        # The step that has shown it, until the next one begins.
+        self._cast: SeenStep | None = None
         self._calls: list[int] = []
         self._kinds: dict[int, str] = {}
         self._has_begun = self._has_read = False
@@ -192,7 +194,11 @@ class Planner:
     # ---- before and after a step ---------------------------------------------------------------------------------------
 
     def before_step(
-        self, num_elements: int, num_microbatches: int, find: Callable[[str], SwappedLayer | None]
+        self,
+        num_elements: int,
+        num_microbatches: int,
+        find: Callable[[str], SwappedLayer | None],
+        has_room: bool,
     ) -> Plan | None:
         """What to run a training step by; None for the plan in use.
 
@@ -200,7 +206,15 @@ class Planner:
             num_elements: of the largest microbatch.
             num_microbatches: of the batch.
             find: makes a layer of a parameter, given by its name, that glue used in an earlier fit; None if there is none.
+            has_room: whether the host has room for all gradients, which a step that is measured leaves there.
         """
+        cast, self._cast = self._cast, None
+        if cast is not None:
+            # What was measured is the work with weights as they are: once more, with the narrow ones, which need less.
+            if has_room:
+                return self._measured_anew(cast)
+            self._calls = cast.calls
+            return self._planned(cast.num_elements, cast.num_microbatches)
         if self._has_begun or self._records is None:
             return None
         self._has_begun = True
@@ -229,8 +243,8 @@ class Planner:
         if seen.is_measured:
             self.measured_elements = seen.num_elements
         if seen.is_cast and not self.knows_casts and any(layer.narrow for layer in self._layers):
-            # What was measured is the work with weights as they are: once more, with the narrow ones.
-            return self._measured_anew(seen)
+            self._cast, self.knows_casts, self.measured_elements = seen, True, -1
+            return self.layer_by_layer(seen.calls)
         if not self.is_planned:
             return self._from_measured(seen) if seen.calls else None
         if seen.is_measured:
@@ -281,7 +295,7 @@ class Planner:
         if self.is_planned and not self._is_to_be_checked:
             return None
         self._has_begun = self._rests_on_record = self._is_to_be_checked = False
-        self.is_planned, self.measured_elements = False, -1
+        self._cast, self.is_planned, self.measured_elements = None, False, -1
         self._measured.forget_layers()
         return self.layer_by_layer(range(len(self._layers)))
 

@@ -144,7 +144,6 @@ class Updater:
         speeds: of the updates just in time.
         norms: of the gradients of this step, where they were asked for.
         postponed: the update of the step before, where it runs under this one's forward.
-        ring: how many packs' gradients may wait for an update just in time.
     """
 
     def __init__(
@@ -163,7 +162,6 @@ class Updater:
         self.overlap = Overlap(spared_threads=spared_threads, on_update=on_update)
         self.norms = Norms(spared_cores)
         self.postponed = PostponedUpdate(self._stream, devices, self.overlap)
-        self.ring = RING
         self._step = _Step()
         self._known: frozenset[Tensor] = frozenset()
         self._held_back: list[tuple[list[nn.Parameter], list[list[_Part]], list[Event]]] | None = None
@@ -291,12 +289,22 @@ class Updater:
             parameter.grad = None
         return share
 
-    def await_room(self) -> None:
-        """Wait until the gradients of few packs alone wait for an update just in time."""
+    @property
+    def kept_bytes(self) -> int:
+        """What gradients take that parameters, or users, have from earlier steps."""
+        return sum(source.buffer.numel() for source, _ in self._held)
+
+    def await_room(self, num_bytes: int) -> None:
+        """Wait until the gradients of few packs alone wait for an update just in time, and there is room for others.
+
+        Args:
+            num_bytes: what those take.
+        """
         if self._step.optimizer is None or self._held_back is not None:
             return
-        waiting = [event for event in self._submitted if not event.done()]
-        if len(waiting) >= self.ring:
+        while waiting := [event for event in self._submitted if not event.done()]:
+            if len(waiting) < RING and self._pool.has_room(num_bytes):
+                return
             wait_for_one(waiting)
 
     def finish(self) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightning_harmony.plan.plan import Plan
-
 # How many packs' gradients may be on their way into an update just in time, where the host has room for them. The fused packs,
 # up to a quarter of them, become final together. What waits when the backward ends is all that the host has to do under the
 # next forward: with 8, it ran out of work there. More would only take host memory, as the device's work is launched far ahead.
@@ -60,19 +58,3 @@ def bytes_beside_state(packs: Iterable[int], state_bytes: int, *, is_deferred: b
     """
     packs = list(packs)
     return max(waiting_bytes(packs, is_deferred=is_deferred, ring=ring), sum(packs) - state_bytes)
-
-
-def ring_within(packs: Iterable[int], room: int) -> int:
-    """How many packs' gradients may wait for an update just in time, within some bytes; 0 where not even one's fit."""
-    packs = list(packs)
-    fitting = [ring for ring in range(1, RING + 1) if waiting_bytes(packs, is_deferred=False, ring=ring) <= room]
-    return max(fitting, default=0)
-
-
-def stash_bytes(plan: Plan, num_microbatches: int) -> int:
-    """What the stash of microbatches that take turns comes to; 0 of a plan that rests on no measurement."""
-    if plan.profile is None:
-        return 0
-    costs = plan.profile.pack_costs(plan.packs)
-    swapped = (pack for position, pack in enumerate(plan.visits) if not plan.keeps_graph(position))
-    return num_microbatches * sum(costs[pack].stash_bytes for pack in swapped)
