@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import lightning_harmony.strategy
-from lightning_harmony.engine import cuda_device, executor, hollow_graph, stash, swap, visits
+from lightning_harmony.engine import cuda_device, executor, saved_tensors, stash, swap, visits
 from lightning_harmony.engine import stream as stream_module
 from lightning_harmony.engine.cuda_device import CudaDevice
 from lightning_harmony.engine.device import Device
@@ -204,26 +204,62 @@ class Here:
         self.on_host = False
         # The streams that were current from an autograd node's number on: a node runs on the one that it was made on.
         self.since: list[int] = [-1]
-        self.were: list[dict[int, FakeStream]] = [{}]
+        self.were: list[tuple[Place | None, dict[int, FakeStream]]] = [(None, {})]
         self._detector = detector
+        # The autograd node that runs, and what was current before the backward.
+        self._node: int | None = None
+        self.of_nodes: set[FakeStream] = set()
+        self._outside: tuple[Place | None, dict[int, FakeStream]] = None, {}
+
+    def _follow_engine(self) -> None:
+        """On GPUs the autograd engine runs a node on the stream on which it was made, after those that made its gradients."""
+        node: Any = torch._C._current_autograd_node()
+        number = None if node is None or hasattr(node, "variable") else node._sequence_nr()
+        if number == self._node:
+            return
+        if self._node is None:
+            self._outside = self.device, self.streams
+        self._node = number
+        device, streams = self._outside if number is None else self.at(number)
+        for place in self.default:
+            last, stream = (
+                each.get(place.number) or self._detector.default_stream(place.number)
+                for each in (self.streams, streams)
+            )
+            self.of_nodes.add(stream)
+            if last is not stream:
+                stream.clock.join(last.clock)
+        self._make_current(device, streams)
+
+    def runs_node_on(self, stream: FakeStream) -> bool:
+        """Whether the engine runs a node on a stream."""
+        number = stream.device.number
+        current = self.streams.get(number) or self._detector.default_stream(number)
+        return self._node is not None and current is stream
 
     def current_device(self) -> Place:
         """The current one: the first if none was chosen."""
+        self._follow_engine()
         return self.device or self.default[0]
 
     def current_stream(self, device: Any = None) -> FakeStream:
         """That of a device."""
+        self._follow_engine()
         number = (device if isinstance(device, Place) else self.current_device()).number
         return self.streams.get(number) or self._detector.default_stream(number)
 
     def set(self, device: Place | None, streams: dict[int, FakeStream]) -> None:
         """Make these current."""
+        self._follow_engine()
+        self._make_current(device, streams)
+
+    def _make_current(self, device: Place | None, streams: dict[int, FakeStream]) -> None:
         self.device, self.streams = device, streams
         self.since.append(torch._C._autograd._get_sequence_nr())
-        self.were.append(streams)
+        self.were.append((device, streams))
 
-    def at(self, sequence_number: int) -> dict[int, FakeStream]:
-        """The streams that were current when a node was made."""
+    def at(self, sequence_number: int) -> tuple[Place | None, dict[int, FakeStream]]:
+        """The device and the streams that were current when a node was made."""
         return self.were[bisect.bisect_right(self.since, sequence_number) - 1]
 
 
@@ -385,7 +421,6 @@ class Detector:
             return
         number = min(devices, default=here.current_device().number)
         stream = here.current_stream(self.places[number])
-        self.check_node(name, number, stream)
         for leaf in fresh:
             if self.block(leaf) is None:
                 self.allocate(leaf, stream)
@@ -412,7 +447,14 @@ class Detector:
     def _access(self, stream: FakeStream, name: str, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         tick, where = stream.tick(), _where()
         access = Access(stream.name, tick, f"{name} on {stream.name} in {where}")
-        written = list(written)
+        read, written = list(read), list(written)
+        if self.here.runs_node_on(stream) and not _is_unpacking(sys._getframe(1)):
+            # The engine tells the allocator of gradients that come from other streams.
+            blocks = [block for tensor in read if (block := self.block(tensor)) is not None]
+            for block in blocks:
+                is_known = block.pool in self.here.of_nodes or bool(block.recorded)
+                if is_known and block.pool is not stream and stream not in block.recorded:
+                    block.recorded.append(stream)
         self._touch(access, stream.clock, read, written)
 
     def _access_host(self, name: str, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
@@ -461,19 +503,6 @@ class Detector:
         on_host = [tensor for tensor in [*read, *written] if self.block(tensor) is None]
         is_blocking = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
         return bool(on_host) and (is_blocking or not self._host_memory(on_host[0]))
-
-    def check_node(self, name: str, number: int, stream: FakeStream, *, in_python: bool = False) -> None:
-        """On GPUs the autograd engine runs a node on the stream on which it was made."""
-        node: Any = torch._C._current_autograd_node()
-        # One in Python chooses streams by itself, within.
-        if node is None or isinstance(node, torch._C._FunctionBase) is not in_python or hasattr(node, "variable"):
-            return
-        # Nor is it the node that computes while what it saved is brought back, or made again.
-        if _is_unpacking(sys._getframe(1)):
-            return
-        made_on = self.here.at(node._sequence_nr()).get(number) or self.default_stream(number)
-        if made_on is not stream:
-            self._report(f"{name} of {node.name()}", f"made on {made_on.name}", f"run on {stream.name} in {_where()}")
 
     def _report(self, what: str, first: str, second: str) -> None:
         self.races[Race(what, first, second)] = None
@@ -650,13 +679,6 @@ class FakeCudaDevice(CudaDevice):
         """Whether that is the current one."""
         return self.detector.here.current_stream(self.torch_device) is self.detector.default_stream(self.number)
 
-    def computing(self) -> AbstractContextManager[None]:
-        """A lane hands over from where the engine has it."""
-        if not self.is_on_compute_stream():
-            current = self.detector.here.current_stream(self.torch_device)
-            self.detector.check_node("computing", self.number, current, in_python=True)
-        return super().computing()
-
     @contextmanager
     def lane(self, number: int) -> Iterator[None]:
         """Show the detector what the lane's thread does, too."""
@@ -794,7 +816,7 @@ def detecting(monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: It
     monkeypatch.setattr(cuda_device, "flat_buffer", flat)
     monkeypatch.setattr(stream_module, "torch", FakeTorch())
     monkeypatch.setattr(stash, "_keep_until_computed", _keep_until_computed)
-    for module in (executor, hollow_graph, swap, visits):
+    for module in (executor, saved_tensors, swap, visits):
         # What the engine does is to be seen, too.
         monkeypatch.setattr(module, "no_dispatch", nullcontext)
     try:

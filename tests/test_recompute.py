@@ -462,10 +462,6 @@ class GivesAModule(Blocks):
     [
         (lambda: Blocks(ChangesALargeTensor), "1MiB", "'history' of a layer was changed in place .*register_buffer"),
         (Vmapped, None, r"within a transformation of torch.func .*HarmonyStrategy\(layers=\.\.\.\)"),
-        # Recomputed, and with the graph of the forward kept.
-        (GivesByAttribute, "60KiB", r"layer 'net.blocks.\d' takes a tensor that needs gradients .* from an attribute"),
-        (GivesByAttribute, None, r"layer 'net.blocks.\d' takes a tensor that needs gradients .* from an attribute"),
-        (GivesInAnObject, None, r"layer 'net.blocks.\d' takes a tensor that needs gradients inside an object"),
         # On two devices the gradient of that use was lost.
         (
             lambda: GivesAModule(Decodes),
@@ -481,6 +477,22 @@ def test_what_would_go_wrong_is_refused(net: Any, memory: Any, message: str, dev
     trainer = pl.Trainer(strategy=strategy, **_options(3, devices))
     with pytest.raises(UnsupportedModelError, match=message):
         trainer.fit(Net(net()), torch.utils.data.DataLoader(samples(), batch_size=4))
+
+
+@pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "60KiB"), (2, None), (2, "60KiB")])
+@pytest.mark.parametrize("net", [GivesByAttribute, GivesInAnObject])
+def test_a_tensor_that_comes_by_an_attribute_or_in_an_object_keeps_its_gradient(
+    net: type[nn.Module], devices: int, memory: Any
+) -> None:
+    torch.manual_seed(0)
+    assert_same_training(
+        Net(net()),
+        samples(),
+        num_microbatches=2,
+        batch_size=4,
+        devices=devices,
+        device_memory=memory,
+    )
 
 
 class SharesNorm(Blocks):

@@ -112,6 +112,14 @@ class LaneTransfers:
         self._copies[key] = forget, version_of(tensor), copied, version_of(copied)
         return copied
 
+    def within(self, tensors: Iterable[Tensor], to: int) -> LaneTransfers:
+        """The transfers within a layer of the lane: its copies are not for work outside. Those of some tensors are there."""
+        transfers = LaneTransfers(self._transfers, self._lane)
+        for key in [(id(tensor), to) for tensor in tensors]:
+            if key in self._copies:
+                transfers._copies[key] = self._copies[key]
+        return transfers
+
     def made(self, tensors: Iterable[Tensor]) -> None:
         """The lane has made these."""
         for tensor in tensors:
