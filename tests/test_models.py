@@ -889,7 +889,7 @@ def test_a_graph_goes_on_inside_an_object_that_a_layer_returns(saves: bool) -> N
 
 
 def test_the_logits_of_routers_reach_the_loss_bit_for_bit_by_the_hooks_that_collect_them() -> None:
-    assert_same_and_swapped(build(lambda: mixtral(router_loss=True)), tokens(), "260KiB")
+    assert_same_training(build(lambda: mixtral(router_loss=True)), tokens(), num_microbatches=2, batch_size=4)
 
 
 def test_routers_may_be_layers_of_their_own() -> None:
