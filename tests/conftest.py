@@ -83,14 +83,25 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def exact_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On GPUs, too, plain Lightning and harmony have the same bits: kernels sum in one order, and both update on the host."""
+def exact_on_gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On GPUs, too, plain Lightning and harmony have the same bits: kernels sum in one order, and both update on the host.
+
+    A model that fits is updated on the GPU, as in plain Lightning.
+    """
     on_gpus = same_training.accelerator == "gpu"
-    for tree in ("lightning.pytorch", "pytorch_lightning") if on_gpus else ():
+    updates_on_host = on_gpus and request.node.get_closest_marker("in_memory") is None
+    for tree in ("lightning.pytorch", "pytorch_lightning") if updates_on_host else ():
         host_update.install(monkeypatch, tree)
     torch.use_deterministic_algorithms(on_gpus, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def swapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests' models are small: they are swapped although they fit, but where a test is about models that fit."""
+    if request.node.get_closest_marker("in_memory") is None:
+        monkeypatch.setattr("lightning_harmony.strategy.fits", lambda lasting, device: False)
 
 
 @pytest.fixture(autouse=True)

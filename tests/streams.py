@@ -819,6 +819,7 @@ def detecting(monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: It
     for module in (executor, saved_tensors, swap, visits):
         # What the engine does is to be seen, too.
         monkeypatch.setattr(module, "no_dispatch", nullcontext)
+    monkeypatch.setattr(stream_module, "out_of_sight", torch.no_grad)
     try:
         with detector.watching():
             yield detector

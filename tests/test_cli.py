@@ -1,5 +1,6 @@
 """The command line."""
 
+import re
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -157,3 +158,48 @@ class TestTrace:
             main(["trace", str(tmp_path / "step.json")])
         assert stopped.value.code == 2
         assert problem in capsys.readouterr().err
+
+
+class TestWrongInput:
+    """Each ended in a traceback."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["estimate", "../../x"], "'../../x' is no import path"),
+            (["estimate", "..x"], "'..x' is no import path"),
+            (["estimate", "math.pi"], r"math\.pi\(\) cannot be built: TypeError: 'float' object is not callable"),
+            (["estimate", "collections.OrderedDict", "a=1", "b"], "'b' is no argument of the model"),
+            (["estimate", "torch.nn.Linear", "width=3"], r"torch\.nn\.Linear\(width=3\) cannot be built: TypeError"),
+            (["estimate", "torch.nn.ReLU", "--batch", "int64[99999999999999999999]"], "is no batch"),
+            (["estimate", "torch.nn.ReLU", "--machine", "{deep}"], "does not describe a machine"),
+            (["estimate", "torch.nn.ReLU", "--machine", "{folder}"], "neither a machine that is known"),
+            (["estimate", "--config", "{deep}", "torch.nn.ReLU"], "is no configuration"),
+            (["estimate", "--config", "{numbers}", "torch.nn.ReLU"], "must hold names and values"),
+            (["plan", "{deep}"], "this is not a plan, for it is not JSON"),
+            (["plan", "{folder}"], "Is a directory"),
+            (["plan", "{nan}"], r"profile\.machine\.swap_in_bytes_per_second is nan"),
+            (["plan", "{plan}", "--html", "{folder}"], "Is a directory"),
+            (["trace", "{deep}"], "this is not a recorded step, for it is not JSON"),
+            (["trace", "{plan}"], "this is not a recorded step"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+    )
+    def test_is_named_in_one_line(
+        self, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert STEP.profile is not None
+        nan = replace(STEP, profile=replace(STEP.profile, machine=MachineLimits(None, float("nan"))))
+        texts = {
+            "deep": "[" * 100_000,
+            "numbers": "model: {}\ntrainer: 5\n",
+            "plan": STEP.to_json(),
+            "nan": nan.to_json(),
+        }
+        for name, text in texts.items():
+            (tmp_path / name).write_text(text)
+        places = {name: str(tmp_path / name) for name in texts} | {"folder": str(tmp_path)}
+        with pytest.raises(SystemExit) as stopped:
+            main([argument.format(**places) for argument in arguments])
+        assert stopped.value.code == 2
+        assert re.search(message, capsys.readouterr().err)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -201,16 +202,18 @@ def test_a_rehearsal_counts_what_the_executor_measures(net: type[nn.Module], pre
     # Nodes of a backward that come before the first saved tensor run in the turn before: here autocast's of an output.
     width = module.net.embed.embedding_dim
     cast = size * data.shape[1] * width * 2 if precision == "bf16-mixed" else 0
+    # One microbatch after the other: the loss of the first one, of four bytes, is still there in the turns of the next.
+    loss_bytes = 4
     for layer in profile.layers:
         ours, theirs = layer.cost, strategy.known[layer.cost.name]
         assert (ours.weight_bytes, ours.gradient_bytes) == (theirs.weight_bytes, theirs.gradient_bytes)
         assert ours.graph_bytes == theirs.graph_bytes, ours.name
         if net in (TiedByCode, OwnParameters):
             # The gradient of a weight that glue uses makes all others' sums way from lane to lane: not all is measured.
-            assert ours.backward_work_bytes + cast >= theirs.backward_work_bytes, ours.name
+            assert ours.backward_work_bytes + cast + loss_bytes >= theirs.backward_work_bytes, ours.name
             assert abs(theirs.forward_work_bytes - ours.forward_work_bytes) <= slack + ours.weight_bytes, ours.name
         else:
-            assert abs(ours.backward_work_bytes - theirs.backward_work_bytes) <= cast, ours.name
+            assert -cast <= theirs.backward_work_bytes - ours.backward_work_bytes <= cast + loss_bytes, ours.name
             assert abs(theirs.forward_work_bytes - ours.forward_work_bytes) <= slack, ours.name
 
 
@@ -240,6 +243,81 @@ def test_what_fits_trains_and_what_is_far_from_it_does_not(num_microbatches: int
     assert verdicts == {True, False}
 
 
+class LargeVocabulary(pl.LightningModule):
+    """A language model whose logits outweigh all else; its head is registered before or after its layers."""
+
+    def __init__(self, vocabulary: int = 2000, width: int = 32, *, head_first: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        if head_first:
+            self.head = nn.Linear(width, vocabulary)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True) for _ in range(4)
+        )
+        if not head_first:
+            self.head = nn.Linear(width, vocabulary)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.embedding(batch)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Convolutions(pl.LightningModule):
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()) for _ in range(4)]
+        head = nn.Linear(channels * 256, 10)
+        self.net = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), *blocks, nn.Flatten(), head)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).logsumexp(-1).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "num_microbatches"),
+    [
+        (LargeVocabulary, torch.arange(256).view(8, 32), 4),
+        (LargeVocabulary, torch.arange(512).view(16, 32), 16),
+        (partial(LargeVocabulary, head_first=True), torch.arange(256).view(8, 32), 4),
+        (partial(LargeVocabulary, 64, 64), torch.arange(512).view(8, 64) % 64, 8),
+        (Convolutions, torch.ones(8, 3, 16, 16), 8),
+    ],
+    ids=["logits", "logits-16-microbatches", "head-registered-first", "attention", "convolutions"],
+)
+def test_the_least_capacity_that_trains_lies_between_1_percent_above_and_15_percent_below_the_estimate(
+    make: Callable[[], pl.LightningModule], data: Tensor, num_microbatches: int
+) -> None:
+    """One microbatch at a time has logits on the device: the head's backward follows its forward.
+
+    The estimate lacks up to 1 %: the losses of microbatches that have ended, and a hidden state that is still on its way.
+    """
+    result = estimate(make(), data, num_microbatches=num_microbatches, machine=MACHINE, device_memory="1GiB")
+    needed = result.outlook.need.num_bytes - MACHINE.library_bytes
+
+    def fit(capacity: int) -> None:
+        strategy = {"num_microbatches": num_microbatches, "profile_cache": False}
+        train(
+            make(),
+            data.repeat(3, *[1] * (data.dim() - 1)),
+            device_memory=capacity,
+            batch_size=len(data),
+            strategy=strategy,
+        )
+
+    fit(int(1.01 * needed))
+    with pytest.raises(CapacityError):
+        fit(int(needed / 1.15))
+
+
 def test_the_host_holds_what_is_estimated() -> None:
     result = estimate(GPT, batch_of(8), num_microbatches=4, device_memory=1_400_000, machine=MACHINE)
     module = GPT()
@@ -250,7 +328,8 @@ def test_the_host_holds_what_is_estimated() -> None:
     assert host.gradient_bytes == parameter_bytes
     assert host.stash_bytes == report.swapped_out_bytes["stash"]
     # The update takes gradients away as fast as it makes state: all of them are never there together with all of it.
-    held = host.weight_bytes + host.optimizer_bytes + host.stash_bytes
+    # In this first step, one microbatch after the other has inputs of its layers in the stash.
+    held = host.weight_bytes + host.optimizer_bytes + host.stash_bytes // 4
     assert 0.95 * held <= report.host_bytes <= host.num_bytes
 
 

@@ -238,3 +238,54 @@ def test_hooks_draw_from_the_process_and_not_from_a_microbatch() -> None:
         drawn.append(callback.drawn)
     assert len(drawn[0]) > 4
     assert all(other == drawn[0] for other in drawn)
+
+
+# --- Callbacks whose hooks are not on their class.
+
+
+class Proxy:
+    """Passes on what it is asked for."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Clips(pl.Callback):
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Proxy(pl.callbacks.LambdaCallback(on_train_batch_end=lambda *_: None)),
+        lambda: Proxy(Clips()),
+        lambda: Mock(spec=pl.Callback, **{"state_dict.return_value": {}}),
+        lambda: Mock(wraps=Clips(), **{"state_dict.return_value": {}}),
+        lambda: pl.callbacks.LambdaCallback(on_train_batch_end=Mock()),
+    ],
+    ids=["proxy", "proxy that clips", "mock", "mock that clips", "lambda"],
+)
+def test_a_callback_whose_hooks_are_not_on_its_class_is_heard_as_in_plain_lightning(make: Callable[[], Any]) -> None:
+    assert_same(*(trained(Model(), strategy, callbacks=[make()]) for strategy in ("auto", whole())))
+
+
+def test_a_hook_whose_code_cannot_be_seen_may_read_gradients() -> None:
+    class Reads:
+        def __call__(self, trainer: Any, module: Any, *args: Any) -> None:
+            seen.append([parameter.grad.clone() for parameter in module.parameters()])
+
+    sights = []
+    for strategy in ("auto", whole()):
+        seen: list[list[Tensor]] = []
+        callback = pl.callbacks.LambdaCallback(on_train_batch_end=Reads())
+        swapped = trained(Model(), strategy, callbacks=[callback])
+        sights.append(seen)
+    assert "is no Python function" in swapped.strategy.step_report.update_reason
+    for one, other in zip(*sights, strict=True):
+        assert all(map(torch.equal, one, other))

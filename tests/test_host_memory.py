@@ -6,8 +6,9 @@ import gc
 import threading
 import time
 import weakref
+from collections import UserDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy
 from lightning_harmony.engine.stream import HostStream
+from lightning_harmony.host_memory import StateSize, state_bytes
 from lightning_harmony.plan.host_gradients import RING
 
 pytestmark = [
@@ -33,10 +35,13 @@ BATCH_SIZE = 4
 class Wide(pl.LightningModule):
     """Many weights and few activations. Looks at reports where nothing waits for it."""
 
+    reports: ClassVar[list[Any]] = []
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
-        self.reports: list[Any] = []
+        # Not on the module: what one microbatch adds there, the next one would have to find.
+        self.reports.clear()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         report = self.trainer.strategy.step_report
@@ -161,3 +166,62 @@ def test_only_what_the_host_has_no_room_for_is_refused(monkeypatch: pytest.Monke
     free -= 1024
     with pytest.raises(CapacityError, match="host is 1 KiB short"):
         fit(strategy())
+
+
+class TestStateThatGrowsWhileItIsCounted:
+    """An update that outlasts its step makes the state of a parameter that trains late, in its own thread."""
+
+    @staticmethod
+    def stepped(optimizer: type[torch.optim.Optimizer], num_parameters: int = 3, **options: Any) -> Any:
+        parameters = [nn.Parameter(torch.ones(4)) for _ in range(num_parameters)]
+        made = optimizer(parameters, **options)
+        sum(parameter.sum() for parameter in parameters).backward()
+        made.step()
+        return made
+
+    def test_is_counted_all_the_same(self) -> None:
+        optimizer = self.stepped(torch.optim.Adam)
+        late = nn.Parameter(torch.ones(4))
+
+        class Grows(UserDict[str, Any]):
+            """A parameter's state: the update comes between it and the next one."""
+
+            def keys(self) -> Any:
+                optimizer.state[late] = {"exp_avg": torch.zeros(4)}
+                return super().keys()
+
+        first = optimizer.param_groups[0]["params"][0]
+        optimizer.state[first] = Grows(optimizer.state[first])
+        assert state_bytes([optimizer]) == 3 * (2 * 16 + 4)
+        assert late in optimizer.state
+
+    def test_is_counted_again_when_a_parameter_trains_late(self) -> None:
+        optimizer, size = self.stepped(torch.optim.Adam), StateSize()
+        assert size.num_bytes([optimizer]) == 3 * (2 * 16 + 4)
+        optimizer.state[nn.Parameter(torch.ones(4))] = {"exp_avg": torch.zeros(4)}
+        assert size.num_bytes([optimizer]) == state_bytes([optimizer]) == 3 * (2 * 16 + 4) + 16
+
+    def test_is_not_walked_through_after_each_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        optimizer, size = self.stepped(torch.optim.Adam), StateSize()
+        before = size.num_bytes([optimizer])
+        monkeypatch.setattr(
+            "lightning_harmony.host_memory.state_bytes", lambda optimizers: pytest.fail("counted again")
+        )
+        assert size.num_bytes([optimizer]) == before
+
+    def test_is_counted_again_where_it_is_a_history(self) -> None:
+        parameter = nn.Parameter(torch.ones(4))
+        optimizer, size = torch.optim.LBFGS([parameter], max_iter=2), StateSize()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (parameter**4).sum()
+            loss.backward()
+            return loss
+
+        counted = []
+        for _ in range(3):
+            optimizer.step(closure)
+            counted.append(size.num_bytes([optimizer]))
+            assert counted[-1] == state_bytes([optimizer])
+        assert counted[0] < counted[-1]

@@ -1,3 +1,4 @@
+from functools import partial
 from importlib import import_module
 
 import nets
@@ -18,8 +19,8 @@ from test_lightning import (
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, MinMetric, SumMetric
 
+from lightning_harmony.lightning_tree import classes_of
 from lightning_harmony.logs import MicrobatchLogs
-from lightning_harmony.strategy import strategy_class
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -364,7 +365,7 @@ def test_harmony_shows_what_training_on_the_whole_batch_shows(tree, tmp_path):
     generator = torch.Generator().manual_seed(1)
     # The last batch is ragged, and so are the microbatches of each.
     data = TensorDataset(torch.randn(21, 4, generator=generator), torch.randn(21, generator=generator))
-    for strategy in ("auto", strategy_class(tree)(num_microbatches=3)):
+    for strategy in ("auto", classes_of(tree).HarmonyStrategy(num_microbatches=3)):
         callback = observer()
         trainer = pl.Trainer(
             strategy=strategy,
@@ -431,3 +432,51 @@ def test_what_a_layer_logs_is_logged_once(kind, memory):
     names = ("count", "largest_epoch") if not manual else ("count", "largest_epoch", "largest_step", "mean")
     assert {name: plain[name] for name in names} == {name: swapped[name] for name in names}
     assert plain["count"] == NUM_STEPS * (1 if manual else NUM_MICROBATCHES)
+
+
+class Logs(nets.Block):
+    """Has been given a way to log, as nested modules are."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    def forward(self, x):
+        x = super().forward(x)
+        self.log("count", 1.0, reduce_fx="sum", on_step=False, on_epoch=True)
+        return x
+
+
+def by_log_dict(module):
+    return lambda name, value, **options: module.log_dict({name: value}, **options)
+
+
+def by_trainer(module):
+    def log(*args, **options):
+        module.trainer.lightning_module.log(*args, **options)
+
+    return log
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@pytest.mark.parametrize("num_microbatches", [1, NUM_MICROBATCHES])
+@pytest.mark.parametrize(
+    "way",
+    [lambda module: module.log, lambda module: partial(module.log, prog_bar=True), by_log_dict, by_trainer],
+    ids=["bound method", "partial", "log_dict", "trainer"],
+)
+def test_what_a_layer_logs_is_logged_once_by_whatever_way(way, num_microbatches):
+    """Only the module's attribute `log` was replaced while a layer was recomputed: a bound method logged again."""
+    counts = []
+    for strategy, more in (
+        ("auto", {"accumulate_grad_batches": num_microbatches}),
+        (harmony(device_memory=CAPACITY, num_microbatches=num_microbatches), {}),
+    ):
+        torch.manual_seed(0)
+        module = Model()
+        module.net.blocks[1] = Logs(way(module))
+        trainer = trainer_for(strategy, **more)
+        trainer.fit(module, loader(BATCH_SIZE // num_microbatches if strategy == "auto" else BATCH_SIZE))
+        counts.append(trainer.callback_metrics["count"].item())
+        assert "log" not in vars(trainer.fit_loop.epoch_loop._results)
+    assert counts[0] == counts[1] == NUM_STEPS * num_microbatches

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_harmony import HarmonyMonitor
 from lightning_harmony.engine.postponed import Share
-from lightning_harmony.monitor import monitor_class
+from lightning_harmony.lightning_tree import classes_of
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.recording import Recording, read_recording
 from lightning_harmony.plan.replay import predict
@@ -87,6 +87,7 @@ def test_each_step_is_logged_as_its_report_tells(tmp_path: Path) -> None:
         "transferred_bytes": report.transferred_bytes,
         "host_bytes": report.host_bytes,
         **{f"peak_device_bytes/{device}": peak for device, peak in enumerate(report.peak_device_bytes)},
+        **{f"reserved_device_bytes/{device}": most for device, most in enumerate(report.reserved_device_bytes)},
         **{f"busy/{device}": busy for device, busy in enumerate(report.busy)},
         "update_hidden": report.update_hidden,
         **{f"swapped_in_bytes/{kind}": value for kind, value in report.swapped_in_bytes.items()},
@@ -133,7 +134,7 @@ def test_it_serves_both_trees(tree: str, tmp_path: Path) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     logger = import_module(f"{tree}.loggers").CSVLogger(tmp_path)
-    monitor = monitor_class(tree)()
+    monitor = classes_of(tree).HarmonyMonitor()
     assert isinstance(monitor, import_module(tree).Callback)
     trainer = trainer_for(
         "harmony", tree=import_module(tree), callbacks=[monitor], logger=logger, log_every_n_steps=1, max_steps=2

@@ -403,11 +403,11 @@ class ReadsWhatNeedsGradients(nets.Block):
 class GivesByAttribute(Blocks):
     def __init__(self) -> None:
         super().__init__(ReadsWhatNeedsGradients)
-        self.make = nn.Linear(nets.WIDTH, nets.WIDTH)
+        self.make = nn.ModuleList(nn.Linear(nets.WIDTH, nets.WIDTH) for _ in range(4))
 
     def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            block.context = self.make(x)
+        for make, block in zip(self.make, self.blocks, strict=True):
+            block.context = make(x)
             x = block(x)
         return x
 
@@ -426,8 +426,8 @@ class GivesInAnObject(GivesByAttribute):
         self.blocks = nn.ModuleList(ReadsAnObject() for _ in range(4))
 
     def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, SimpleNamespace(tensor=self.make(x)))
+        for make, block in zip(self.make, self.blocks, strict=True):
+            x = block(x, SimpleNamespace(tensor=make(x)))
         return x
 
 

@@ -12,13 +12,15 @@ TREES = ["lightning.pytorch", "pytorch_lightning"]
 IS_REGISTERED = "from {tree}.strategies import StrategyRegistry; assert 'harmony' in StrategyRegistry"
 SINGLE_DEVICE_STAND_IN = """
 import sys, types
-stand_in = types.ModuleType("lightning_harmony.strategy")
-def strategy_class(tree):
+def of_single_device(tree):
     from importlib import import_module
     single_device = import_module(tree + ".strategies").SingleDeviceStrategy
     return type("HarmonyStrategy", (single_device,), {"__init__": lambda self: single_device.__init__(self, "cpu")})
-stand_in.strategy_class = strategy_class
-sys.modules["lightning_harmony.strategy"] = stand_in
+for each in ("lightning.pytorch", "pytorch_lightning"):
+    name = "lightning_harmony." + each.replace(".", "_")
+    stand_in = types.ModuleType(name)
+    stand_in.__getattr__ = lambda attribute, each=each: of_single_device(each)
+    sys.modules[name] = stand_in
 """
 
 

@@ -79,7 +79,7 @@ def said(
 ) -> list[str]:
     """The warnings of a fit."""
     precision = options.pop("precision", "32-true")
-    strategy = HarmonyStrategy(num_microbatches=num_microbatches, **options)
+    strategy = HarmonyStrategy(num_microbatches=num_microbatches, **{"check_loss": True, **options})
     trainer = trainer_for(strategy, 3, [], precision=precision, devices=devices)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -119,50 +119,40 @@ def test_a_mean_over_samples_is_not_complained_of(precision: str) -> None:
     ("net", "options"),
     [
         (Contrastive, {"num_microbatches": 1}),
-        (Contrastive, {"loss_reduction": "mean"}),
+        (Contrastive, {"check_loss": False}),
         (Fails, {}),
         (lambda: torch.compile(Contrastive(), backend="eager"), {}),
         (lambda: Drawing(lambda: float(torch.rand(()))), {}),
         (lambda: Drawing(random.random), {}),
         (lambda: Drawing(np.random.rand), {}),
     ],
-    ids=["whole", "accepted", "fails", "compiled", "torch", "python", "numpy"],
+    ids=["whole", "by default", "fails", "compiled", "torch", "python", "numpy"],
 )
 def test_nothing_is_said_where_nothing_can_be_told_or_nobody_wants_to_know(net: Any, options: Any) -> None:
     assert said(net(), **options) == []
 
 
-class OverEdges(nets.Language):
-    """Of a graph whose nodes have one row each, and whose edges are numbers of nodes."""
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        x = self.embed(batch["nodes"])
-        first, second = batch["edges"]
-        loss: Tensor = self.logits(self.body((x[first] + x[second])[None])).logsumexp(-1).mean()
-        return loss
+class NeedsEight(nets.Language):
+    def forward(self, batch: Tensor) -> Tensor:
+        if len(batch) != 8:
+            raise IndexError(f"8 samples are needed, not {len(batch)}")
+        return super().forward(batch)
 
 
-def notes_of_failing(batch: Any, **options: Any) -> list[str]:
-    trainer = trainer_for(HarmonyStrategy(**options), 1, [])
-    with pytest.raises(IndexError) as failed:
-        trainer.fit(Net(OverEdges()), DataLoader([batch], batch_size=None))
-    return [note for note in getattr(failed.value, "__notes__", []) if "microbatches" in note]
-
-
-@pytest.mark.cpu  # A GPU says no more than that an assertion failed, and computes nothing from then on.
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take no notes")
-@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
-def test_an_error_of_a_batch_that_may_be_split_wrongly_says_how_it_was_split() -> None:
-    """Nodes were taken for samples: the user saw an index out of bounds, deep in the model, that is not out of bounds."""
-    nodes, edges = torch.arange(8), torch.randint(4, 8, (2, 20), generator=torch.Generator().manual_seed(0))
-    (note,) = notes_of_failing({"nodes": nodes, "edges": edges}, num_microbatches=2)
-    assert "2 microbatches" in note
-    assert "8 samples" in note
-    assert "Tensors of 2 rows" in note
+@pytest.mark.parametrize("memory", [None, "48KiB"], ids=["in memory", "swapped"])
+def test_an_error_of_a_microbatch_says_how_its_batch_was_split(memory: str | None) -> None:
+    def notes(**options: Any) -> list[str]:
+        trainer = trainer_for(HarmonyStrategy(device_memory=memory, **options), 1, [])
+        with pytest.raises(IndexError) as failed:
+            trainer.fit(Net(NeedsEight()), DataLoader(nets.tokens(6), batch_size=6))
+        return [note for note in getattr(failed.value, "__notes__", []) if "microbatches" in note]
+
+    (note,) = notes(num_microbatches=4)
+    assert "the batch of 6 samples was split into 4 microbatches of 2, 2, 1, 1" in note
     assert "num_microbatches=1" in note
-    # What is wrong with a whole batch has other reasons, and so has what is wrong with one that is all split.
-    assert notes_of_failing({"nodes": nodes, "edges": edges + 8}, num_microbatches=1) == []
-    assert notes_of_failing({"nodes": nodes + nets.VOCABULARY, "edges": edges[:, :8].T}, num_microbatches=2) == []
+    # What is wrong with a whole batch has other reasons.
+    assert notes(num_microbatches=1) == []
 
 
 class Frozen(OrderedDict[str, Any]):
@@ -213,11 +203,12 @@ class Rows(pl.loggers.logger.DummyLogger):
 
 @pytest.mark.filterwarnings("ignore:.*normalize with the statistics of microbatches")
 @pytest.mark.filterwarnings("ignore:The number of training batches")
-def test_the_check_leaves_no_trace() -> None:
+@pytest.mark.parametrize("memory", [None, "1MiB"], ids=["in memory", "swapped"])
+def test_the_check_leaves_no_trace(memory: str | None) -> None:
     left = []
-    for reduction in (None, "mean"):
+    for check_loss in (True, False):
         module, logger = Untidy(), Rows()
-        strategy = HarmonyStrategy(num_microbatches=2, loss_reduction=reduction)
+        strategy = HarmonyStrategy(num_microbatches=2, check_loss=check_loss, device_memory=memory)
         trainer = trainer_for(strategy, 3, [])
         trainer.loggers = [logger]
         torch.manual_seed(1)
@@ -294,10 +285,10 @@ class Adapted(nets.Language):
 def test_the_check_merges_nothing_into_weights() -> None:
     # `eval()` did, and what undid the check knew no weights: training went on with the adapter counted twice.
     weights = []
-    for reduction in (None, "mean"):
+    for check_loss in (True, False):
         torch.manual_seed(3)
         module = Net(Adapted())
-        strategy = HarmonyStrategy(num_microbatches=2, loss_reduction=reduction)
+        strategy = HarmonyStrategy(num_microbatches=2, check_loss=check_loss)
         trainer_for(strategy, 1, []).fit(module, DataLoader(nets.tokens(8), batch_size=8))
         weights.append(module.net.merging.weight.detach().clone())
     assert torch.equal(*weights)

@@ -12,10 +12,9 @@ from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelE
 if TYPE_CHECKING:
     from lightning_harmony.engine.report import StepReport
     from lightning_harmony.estimation import Estimate, estimate
-    from lightning_harmony.monitor import HarmonyMonitor
+    from lightning_harmony.lightning_pytorch import HarmonyMonitor, HarmonyPrecision, HarmonyStrategy
     from lightning_harmony.plan.machine import Machine
-    from lightning_harmony.precision import HarmonyPrecision
-    from lightning_harmony.strategy import HarmonyStrategy
+    from lightning_harmony.plan.plan import Plan
 
 __all__ = [
     "CapacityError",
@@ -24,6 +23,7 @@ __all__ = [
     "HarmonyPrecision",
     "HarmonyStrategy",
     "Machine",
+    "Plan",
     "PlanError",
     "StepReport",
     "UnsupportedModelError",
@@ -34,18 +34,14 @@ autoload.install()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "HarmonyStrategy":
-        from lightning_harmony.strategy import HarmonyStrategy
+    if name in ("HarmonyMonitor", "HarmonyPrecision", "HarmonyStrategy"):
+        from lightning_harmony import lightning_pytorch
 
-        return HarmonyStrategy
-    if name == "HarmonyMonitor":
-        from lightning_harmony.monitor import HarmonyMonitor
+        return getattr(lightning_pytorch, name)
+    if name == "Plan":
+        from lightning_harmony.plan.plan import Plan
 
-        return HarmonyMonitor
-    if name == "HarmonyPrecision":
-        from lightning_harmony.precision import HarmonyPrecision
-
-        return HarmonyPrecision
+        return Plan
     if name == "StepReport":
         from lightning_harmony.engine.report import StepReport
 

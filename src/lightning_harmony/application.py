@@ -34,9 +34,16 @@ def find_model(path: str, arguments: Mapping[str, Any]) -> Any:
     if Path(path).exists() and Path(path).suffix != ".py":
         return import_module("transformers").AutoConfig.from_pretrained(path, **arguments)
     found = import_by_path(path)
-    if isinstance(found, type) and hasattr(found, "model_type") and hasattr(found, "to_dict"):
+    build = partial(_build, path, found, arguments)
+    return build() if isinstance(found, type) and hasattr(found, "model_type") and hasattr(found, "to_dict") else build
+
+
+def _build(path: str, found: Any, arguments: Mapping[str, Any]) -> Any:
+    try:
         return found(**arguments)
-    return partial(found, **arguments)
+    except Exception as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        raise ValueError(f"{path}({given}) cannot be built: {type(error).__name__}: {error}") from error
 
 
 def import_by_path(path: str) -> Any:
@@ -48,6 +55,8 @@ def import_by_path(path: str) -> Any:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     module, _, name = path.replace(":", ".").rpartition(".")
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        raise ValueError(f"{path!r} is no import path: give package.module.Name, as seen from the current folder")
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -69,7 +78,7 @@ def parse_arguments(texts: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"{text!r} is no argument of the model: write name=value, as in n_layer=24")
         try:
             arguments[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             arguments[name] = value
     return arguments
 
@@ -94,7 +103,10 @@ def parse_batch(text: str) -> Any:
                 '"input_ids=int64[8, 128], labels=int64[8, 128]"'
             )
         shape = [int(number) for number in match[3].replace(",", " ").split()]
-        tensors.append((match[1], torch.empty(shape, dtype=dtype, device="meta")))
+        try:
+            tensors.append((match[1], torch.empty(shape, dtype=dtype, device="meta")))
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"{text!r} is no batch: {error}") from error
         place = match.end()
     names = [name for name, _ in tensors if name is not None]
     if not tensors or (names and len(set(names)) < len(tensors)):
@@ -115,7 +127,9 @@ def read_config(path: str, model: str | None) -> dict[str, Any]:
         ValueError: if the file cannot be read, or names no class.
     """
     values = _read_yaml(path)
-    section = values.get("model")
+    section, trainer = values.get("model") or {}, values.get("trainer") or {}
+    if not isinstance(trainer, dict) or not isinstance(section, dict):
+        raise ValueError(f"{path}: its sections model and trainer must hold names and values")
     arguments: dict[str, Any] = {
         "model": _builder(_with_class(section, model, "model", path), "lightning.pytorch.LightningModule")
     }
@@ -123,7 +137,6 @@ def read_config(path: str, model: str | None) -> dict[str, Any]:
         data = _builder(values["data"], "lightning.pytorch.LightningDataModule")()
         data.setup("fit")
         arguments["batch"] = next(iter(data.train_dataloader()))
-    trainer = values.get("trainer") or {}
     if trainer.get("precision") is not None:
         arguments["precision"] = trainer["precision"]
     if trainer.get("gradient_clip_val") or (trainer.get("accumulate_grad_batches") or 1) != 1:
@@ -142,7 +155,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     yaml = import_module("yaml")
     try:
         values = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{path} is no configuration of a LightningCLI application: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} is no configuration of a LightningCLI application: it has no sections")
@@ -152,7 +165,6 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
 
 def _with_class(section: Any, name: str | None, what: str, path: str) -> dict[str, Any]:
-    section = section or {}
     if "class_path" in section:
         return dict(section)
     if name is None:

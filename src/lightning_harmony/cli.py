@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from lightning_harmony.application import find_model, parse_arguments, parse_batch, read_config
-from lightning_harmony.engine.free_memory import free_device_bytes, free_host_bytes
+from lightning_harmony.engine.cuda_memory import CudaBudget
+from lightning_harmony.engine.free_memory import free_host_bytes
 from lightning_harmony.engine.measure import measure_machine
 from lightning_harmony.errors import PlanError, UnsupportedModelError
 from lightning_harmony.estimation import estimate
@@ -53,19 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show_plan(
                 read_plan(options.plan), grid=options.grid, png=options.png, html=options.html, trace=options.trace
             )
-        except (PlanError, ImportError, OSError) as error:
+        except (PlanError, ImportError, OSError, ValueError) as error:
             parser.exit(2, f"lightning-harmony plan: {error}\n")
         return 0
     if options.command == "trace":
         try:
             show_recording(read_recording(options.recording), png=options.png, html=options.html, trace=options.trace)
-        except (PlanError, ImportError, OSError) as error:
+        except (PlanError, ImportError, OSError, ValueError) as error:
             parser.exit(2, f"lightning-harmony trace: {error}\n")
         return 0
     if options.command == "estimate":
         try:
             return _estimate(options)
-        except (ValueError, UnsupportedModelError) as error:
+        except (ValueError, ImportError, OSError, UnsupportedModelError) as error:
             parser.exit(2, f"lightning-harmony estimate: {error}\n")
     print(measure_machine().to_json() if options.measure else "\n".join(describe_machine()))
     return 0
@@ -206,7 +207,7 @@ def describe_machine() -> list[str]:
     free = free_host_bytes()
     lines.append(f"host: {'unknown' if free is None else format_bytes(free)} free")
     for index in range(torch.cuda.device_count()):
-        usable = format_bytes(free_device_bytes(torch.device("cuda", index)))
+        usable = format_bytes(CudaBudget.of(torch.device("cuda", index), None).capacity_bytes)
         lines.append(
             f"cuda:{index}: {torch.cuda.get_device_name(index)}, {usable} for HarmonyStrategy(device_memory=None)"
         )

@@ -164,7 +164,7 @@ class Estimate:
             f"device  {device_verdict}: needs {format_bytes(need.num_bytes)}, and uses up to "
             f"{format_bytes(outlook.peak_bytes)} where it has it",
             f"        most {where}: {format_bytes(need.state_bytes)} weights and gradients, "
-            f"{format_bytes(need.work_bytes)} work space, {format_bytes(need.live_bytes)} of all microbatches, "
+            f"{format_bytes(need.work_bytes)} work space, {format_bytes(need.live_bytes)} of other microbatches, "
             f"{format_bytes(need.other_bytes)} besides",
             f"host    {host_verdict}: {format_bytes(host.num_bytes)} = {format_bytes(host.weight_bytes)} weights + "
             f"{format_bytes(host.gradient_bytes)} gradients + {format_bytes(host.optimizer_bytes)} optimizer + "

@@ -10,19 +10,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from lightning_harmony.engine.batch import can_be_split, merge_evaluations, split_batch
+from lightning_harmony.engine.batch import Indivisible, merge_evaluations
 from lightning_harmony.engine.executor import Executor
+from lightning_harmony.engine.nested import map_tensors
 from lightning_harmony.engine.rng import stream_seed
 from lightning_harmony.engine.turns import Microbatch
 from lightning_harmony.errors import CapacityError
-from lightning_harmony.lane_attributes import LaneAttributes
+from lightning_harmony.interleaving import Interleaving
 from lightning_harmony.lightning_tree import LightningTree
-from lightning_harmony.microbatches import merging_logs, num_elements, run_without_backward
+from lightning_harmony.microbatches import num_elements, run_without_backward
 from lightning_harmony.settings import Settings
 from lightning_harmony.snapshot import Snapshot
+from lightning_harmony.splitting import Samples, Splitting
 from lightning_harmony.unchanged import UnchangedBatch
 
 
@@ -34,8 +34,10 @@ class Evaluation:
     trainer: Any
     engine: Executor
     settings: Settings
+    splitting: Splitting
     # Elements of the smallest batch that did not fit whole, by the name of the step.
     _too_large: dict[str, int] = field(default_factory=dict)
+    _interleaving: dict[str, Interleaving] = field(default_factory=dict)
 
     def run(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a batch whole, which is exact whatever the step does with it; in microbatches if it is too large for that.
@@ -47,20 +49,20 @@ class Evaluation:
             kwargs: more of the same.
         """
         elements = num_elements(args)
-        sizes = self._sizes(name, args)
-        if sizes and elements >= self._too_large.get(name, sys.maxsize):
-            return self._run_in_microbatches(name, step, sizes, args, kwargs)
+        samples, sizes = self._samples_and_sizes(name, args[0])
+        if samples is not None and elements >= self._too_large.get(name, sys.maxsize):
+            return self._run_in_microbatches(name, step, samples, sizes, args, kwargs)
         before = None
-        if sizes and self.engine.measures(elements, is_training=False):
+        if samples is not None and self.engine.measures(elements, is_training=False):
             before = Snapshot(self.trainer, self.engine.devices)
         outputs: list[Any] = []
-        self.engine.on_switch = self.engine.on_set = None
+        self.engine.notify()
         whole = Microbatch(lambda: outputs.append(self._on_root(step(*args, **kwargs))), 1.0, None)
         try:
             run_without_backward(self.engine, [whole], elements)
             return outputs[0]
         except CapacityError:
-            if before is None:
+            if before is None or samples is None:
                 raise
         # Not within the except clause: the error's frames hold what the attempt has allocated.
         gc.collect()
@@ -71,28 +73,28 @@ class Evaluation:
             f"a batch of {sum(sizes)} samples exceeds the device's memory in {name}, which is run again in {len(sizes)} "
             "microbatches: what it logs and returns is averaged and joined over them"
         )
-        return self._run_in_microbatches(name, step, sizes, args, kwargs)
+        return self._run_in_microbatches(name, step, samples, sizes, args, kwargs)
 
-    def _sizes(self, name: str, args: Any) -> tuple[int, ...]:
-        """The microbatches into which a batch can be split if it must; empty if it cannot."""
+    def _samples_and_sizes(self, name: str, batch: Any) -> tuple[Samples | None, tuple[int, ...]]:
+        """The samples of a batch, and those of the microbatches into which it can be split if it must; None if it cannot."""
         if self.tree.takes_iterator(getattr(self.trainer.lightning_module, name)):
-            return ()
+            return None, (1,)
         try:
-            batch_size = self.tree.batch_size(args[0])
-        except Exception:
-            return ()
-        sizes = self.settings.evaluation_sizes(batch_size)
-        return sizes if len(sizes) > 1 and can_be_split(args[0], batch_size) else ()
+            samples = self.splitting.find_samples(batch)
+        except Indivisible:
+            return None, (1,)
+        sizes = self.settings.evaluation_sizes(samples.number)
+        return samples if len(sizes) > 1 else None, sizes
 
     def _on_root(self, output: Any) -> Any:
         """What a step returns, where the model's own code expects it."""
-        return output if len(self.engine.devices) < 2 else tree_map_only(Tensor, self.engine.to_root, output)
+        return output if len(self.engine.devices) < 2 else map_tensors(self.engine.to_root, output)
 
     def _run_in_microbatches(
-        self, name: str, step: Callable[..., Any], sizes: Sequence[int], args: Any, kwargs: Any
+        self, name: str, step: Callable[..., Any], samples: Samples, sizes: Sequence[int], args: Any, kwargs: Any
     ) -> Any:
         batch, batch_number, *rest = args
-        parts = split_batch(batch, sum(sizes), sizes)
+        parts = self.splitting.split(batch, samples, sizes)
         outputs: dict[int, Any] = {}
 
         def run(number: int) -> None:
@@ -103,11 +105,15 @@ class Evaluation:
         microbatches = [
             Microbatch(partial(run, number), 1.0, stream_seed(*key, number)) for number in range(len(sizes))
         ]
-        attributes = LaneAttributes(self.trainer.lightning_module)
         shared = UnchangedBatch(parts)
-        with merging_logs(self.engine, self.trainer._results, sizes, attributes):
-            run_without_backward(self.engine, microbatches, max(map(num_elements, parts)))
-        attributes.finish()
+        largest = max(map(num_elements, parts))
+        interleaving = self._interleaving.setdefault(name, Interleaving(self.tree, self.trainer, self.engine))
+
+        def run_all(interleave: bool) -> None:
+            run_without_backward(self.engine, microbatches, largest, interleave=interleave)
+
+        interleaving.run(run_all, sizes)
+        interleaving.finish()
         shared.check()
         try:
             ordered = [outputs[number] for number in range(len(sizes))]

@@ -36,6 +36,23 @@ _BLIND_CALLBACKS = frozenset({
 })  # fmt: skip
 
 
+def savers_on_exception(tree: LightningTree, trainer: Any) -> list[str]:
+    """Hooks that may save the state while an exception unwinds: it must be of one step, also where the backward raises."""
+    named = [
+        f"callback {type(callback).__name__} has on_exception"
+        for callback in trainer.callbacks
+        if tree.overrides(callback, "on_exception")
+        and (_saves_on_exception(callback) or not _is_blind(tree, callback, "on_exception"))
+    ]
+    if tree.overrides(trainer.datamodule, "on_exception"):
+        named.append(f"{type(trainer.datamodule).__name__}.on_exception is overridden")
+    return named
+
+
+def _saves_on_exception(callback: Any) -> bool:
+    return type(callback).__name__ == "OnExceptionCheckpoint" or bool(getattr(callback, "save_on_exception", False))
+
+
 def gradient_readers(tree: LightningTree, trainer: Any) -> list[str]:
     """Hooks that are overridden and see gradients, or may change them."""
     module, plugin = trainer.lightning_module, type(trainer.precision_plugin)
@@ -50,10 +67,10 @@ def gradient_readers(tree: LightningTree, trainer: Any) -> list[str]:
         if tree.overrides(callback, hook)
     ]
     return readers + [
-        f"{type(owner).__name__}.{hook} reads gradients"
+        f"{type(owner).__name__}.{hook} {reason}"
         for owner in (module, *trainer.callbacks)
         for hook in _HOOKS_AFTER
-        if tree.overrides(owner, hook) and not _GRADIENTS.isdisjoint(_names(getattr(owner, hook)))
+        if tree.overrides(owner, hook) and (reason := _why_reader(getattr(owner, hook))) is not None
     ]
 
 
@@ -63,15 +80,22 @@ def _is_users(tree: LightningTree, plugin: type, hook: str) -> bool:
     return found is not None and not found.__module__.startswith((f"{tree.name}.plugins.", "lightning_harmony."))
 
 
-def _names(hook: Any) -> Iterator[str]:
-    """What the code of a hook names, as far as that can be seen without running it."""
-    codes = [getattr(getattr(hook, "__func__", hook), "__code__", None)]
+def _why_reader(hook: Any) -> str | None:
+    """Why a hook may see gradients; None if it does not."""
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    if not isinstance(code, CodeType):
+        return "is no Python function, so that it may read gradients"
+    return None if _GRADIENTS.isdisjoint(_names(code)) else "reads gradients"
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """What code names, as far as that can be seen without running it."""
+    codes = [code]
     while codes:
         code = codes.pop()
-        if code is not None:
-            yield from code.co_names
-            yield from (constant for constant in code.co_consts if isinstance(constant, str))
-            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        yield from code.co_names
+        yield from (constant for constant in code.co_consts if isinstance(constant, str))
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
 def between_passes(tree: LightningTree, trainer: Any) -> list[str]:
@@ -103,7 +127,8 @@ def onlooker(tree: LightningTree, trainer: Any) -> str | None:
 def _is_blind(tree: LightningTree, callback: Any, hook: str) -> bool:
     """Whether a hook is one of Lightning's, or that of `HarmonyMonitor`, which reads reports; and nobody has wrapped it."""
     kind = type(callback)
-    if hook in vars(callback):
+    # A proxy or a mock has hooks that its class has not.
+    if hook in getattr(callback, "__dict__", ()) or not hasattr(kind, hook):
         return False
     if kind.__name__ in _BLIND_CALLBACKS and kind.__module__.startswith(f"{tree.name}.callbacks."):
         return True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from lightning_harmony.plan.memory_size import format_bytes
 
 # Host bytes of optimizer state per parameter byte, where it is known before the first step.
 STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "RMSprop": 1, "Adagrad": 1}
+# Of an optimizer that does not tell what its state will take: the two moments of Adam.
+ASSUMED_STATE_COPIES = 2
 
 
 def refuse_too_little(
@@ -69,6 +72,39 @@ def _expected(optimizer: Optimizer) -> int | None:
 
 
 def state_bytes(optimizers: Sequence[Optimizer]) -> int:
-    """What the state of optimizers takes now."""
-    tensors = [leaf for one in optimizers for state in one.state.values() for leaf in tree_leaves(dict(state))]
+    """What the state of optimizers takes now. An update may add to it meanwhile."""
+    # Copies of dictionaries are made at once. Beside those of parameters, an optimizer may keep entries of its own.
+    states = [_copied(state) for one in optimizers for state in list(one.state.values())]
+    tensors = [leaf for state in states for leaf in tree_leaves(state)]
     return sum(leaf.numel() * leaf.element_size() for leaf in tensors if isinstance(leaf, Tensor))
+
+
+class StateSize:
+    """What the state of optimizers takes, counted again when it has changed: models have thousands of parameters."""
+
+    def __init__(self) -> None:
+        self._counted: dict[int, tuple[tuple[int, int], int]] = {}
+
+    def num_bytes(self, optimizers: Sequence[Optimizer]) -> int:
+        """What it takes now."""
+        return sum(self._of(number, optimizer) for number, optimizer in enumerate(optimizers))
+
+    def _of(self, number: int, optimizer: Optimizer) -> int:
+        mark = id(optimizer.state), len(optimizer.state)
+        counted = self._counted.get(number)
+        if counted is not None and counted[0] == mark:
+            return counted[1]
+        num_bytes = state_bytes([optimizer])
+        # A history in a list grows, and what is None may become a tensor: those are counted each time.
+        states = [_copied(state) for state in list(optimizer.state.values())]
+        if all(isinstance(state, dict) and state and _is_settled(state) for state in states):
+            self._counted[number] = mark, num_bytes
+        return num_bytes
+
+
+def _copied(state: Any) -> Any:
+    return dict(state) if isinstance(state, Mapping) else state
+
+
+def _is_settled(state: dict[str, Any]) -> bool:
+    return all(isinstance(value, Tensor | int | float) for value in state.values())

@@ -50,14 +50,10 @@ class LightningTree:
         self.part("utilities.rank_zero").rank_zero_warn(message)
 
 
-def class_for(tree: str, name: str, mixin: type, base: type) -> Any:
-    """A class of ours for a Lightning tree, which says where it is imported from.
+def classes_of(tree: str) -> Any:
+    """The module with `HarmonyStrategy`, `HarmonyPrecision` and `HarmonyMonitor` for a tree.
 
     Args:
         tree: "lightning.pytorch" or "pytorch_lightning".
-        name: of the class.
-        mixin: what it adds, in the module that has the class for "lightning.pytorch".
-        base: the tree's own class.
     """
-    module = mixin.__module__ if tree == "lightning.pytorch" else "lightning_harmony.pytorch_lightning"
-    return type(name, (mixin, base), {"tree": tree, "__doc__": mixin.__doc__, "__module__": module})
+    return import_module(f"lightning_harmony.{tree.replace('.', '_')}")

@@ -6,6 +6,7 @@ whole batch in the epoch's. So the calls are held back while the microbatches ru
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,25 +22,37 @@ _Merge = Callable[[list[Tensor], list[Any]], Tensor]
 
 
 @contextmanager
-def unheard(module: Any) -> Iterator[None]:
-    """The context in which a layer's code runs again: what it logs has been logged.
+def unheard(trainer: Any) -> Iterator[None]:
+    """The context in which a layer's code runs again: what it logs has been logged, by whatever way it came to `log`.
+
+    All ways end at Lightning's result collection, which hears nothing of this thread. On their way they find the name of the
+    hook that ran when the code ran first: another one would begin the values of an epoch anew.
 
     Args:
-        module: the LightningModule.
+        trainer: of the module.
     """
-    attributes = vars(module)
-    own = attributes.get("log")
-    attributes["log"] = _ignore
+    results, module = trainer._results, trainer.lightning_module
+    if results is None:
+        yield
+        return
+    heard, own, thread = results.log, vars(results).get("log"), threading.get_ident()
+
+    def log(*args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() != thread:
+            heard(*args, **kwargs)
+
+    hook = module._current_fx_name
+    results.log = log
+    if hook in (None, "backward"):
+        module._current_fx_name = "training_step"
     try:
         yield
     finally:
-        del attributes["log"]
-        if own is not None:
-            attributes["log"] = own
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    pass
+        module._current_fx_name = hook
+        if own is None:
+            del results.log
+        else:
+            results.log = own
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_harmony.engine.batch import loss_of
 from lightning_harmony.engine.executor import Executor
+from lightning_harmony.engine.nested import leaves_of, map_tensors
 from lightning_harmony.engine.turns import Microbatch
-from lightning_harmony.lane_attributes import LaneAttributes
-from lightning_harmony.logs import MicrobatchLogs
 
 
 class TrainingStep:
@@ -42,47 +40,25 @@ class TrainingStep:
         """Run it; return the loss with its graph."""
         with self._precision.train_step_context():
             output = self._step(*self._args, **self._kwargs)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = loss_of(output)
         if not isinstance(loss, Tensor):
             self.output = output
             return None
         self.loss, self.requires_grad = self._engine.to_root(loss), loss.requires_grad
-        self.output = tree_map_only(Tensor, self._engine.to_root, output)
+        self.output = map_tensors(self._engine.to_root, output)
         return loss
 
 
 def num_elements(value: Any) -> int:
     """Elements of all tensors in a batch."""
-    return sum(leaf.numel() for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return sum(leaf.numel() for leaf in leaves_of(value) if isinstance(leaf, Tensor))
 
 
-@contextmanager
-def merging_logs(engine: Executor, results: Any, sizes: Sequence[int], attributes: LaneAttributes) -> Iterator[None]:
-    """A context in which microbatches of these sizes run, and what they log is logged as one batch's.
-
-    What they keep on modules is each one's own, also after the context, until `attributes` hear that the step is over.
-    """
-    engine.on_switch = engine.on_set = None
-    if len(sizes) == 1:
-        yield
-        return
-    logs = MicrobatchLogs(results, sizes)
-
-    def switch(microbatch: int) -> None:
-        logs.microbatch = microbatch
-        attributes.switch(microbatch)
-
-    attributes.begin()
-    engine.on_switch, engine.on_set = switch, attributes.set_by_layer
-    try:
-        with logs:
-            yield
-    except BaseException:
-        attributes.finish()
-        raise
-
-
-def run_without_backward(engine: Executor, microbatches: Sequence[Microbatch], num_elements: int) -> None:
+def run_without_backward(
+    engine: Executor, microbatches: Sequence[Microbatch], num_elements: int, *, interleave: bool = False
+) -> None:
     """Run steps that nobody differentiates, the largest of which has so many elements."""
-    engine.forward(microbatches, num_elements=num_elements, predicted_gradient=None, is_training=False)
+    engine.forward(
+        microbatches, num_elements=num_elements, predicted_gradient=None, is_training=False, interleave=interleave
+    )
     engine.abandon()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_harmony.engine.report import StepReport
-from lightning_harmony.lightning_tree import class_for
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base
@@ -17,7 +15,7 @@ else:
     _Base = object
 
 
-class HarmonyMonitorMixin(_Base):
+class MonitorMixin(_Base):
     """Logs the step report of `HarmonyStrategy` to the Trainer's loggers, every `log_every_n_steps`.
 
     What it logs are the fields of `StepReport` that are numbers, under names such as ``harmony/seconds`` and
@@ -72,6 +70,9 @@ class HarmonyMonitorMixin(_Base):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Ask for what is wanted of this step."""
         recorder = trainer.strategy.recorder
+        if recorder is None:
+            self._say_what_is_missing(trainer)
+            return
         recorder.measures_busy = bool(trainer.loggers) and trainer._logger_connector.should_update_logs
         if self.trace_step is not None and _step(trainer) == self.trace_step and not self._has_asked:
             self._has_asked = recorder.records_next = True
@@ -84,9 +85,20 @@ class HarmonyMonitorMixin(_Base):
             for logger in trainer.loggers:
                 logger.log_metrics(_figures(report, logger.group_separator), step=_step(trainer))
         self._logged = report
+        if recorder is None:
+            return
         recording, recorder.recording = recorder.recording, None
         if recording is not None:
             self._write(trainer, recording.to_json())
+
+    def _say_what_is_missing(self, trainer: Any) -> None:
+        """The model fits: nothing is swapped that could be recorded."""
+        if self.trace_step is not None and _step(trainer) == self.trace_step and not self._has_asked:
+            self._has_asked = True
+            import_module(f"{self.tree}.utilities.rank_zero").rank_zero_warn(
+                f"HarmonyMonitor(trace_step={self.trace_step}) records nothing: the model fits on its device, where nothing "
+                "is swapped; HarmonyStrategy(device_memory=...) with less than it takes has its layers swapped"
+            )
 
     def _write(self, trainer: Any, text: str) -> None:
         file = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir) / f"step-{self.trace_step}.json"
@@ -108,6 +120,7 @@ def _figures(report: StepReport, separator: str) -> dict[str, float]:
         "swapped_in_bytes": report.swapped_in_bytes,
         "swapped_out_bytes": report.swapped_out_bytes,
         "peak_device_bytes": dict(enumerate(report.peak_device_bytes)),
+        "reserved_device_bytes": dict(enumerate(report.reserved_device_bytes)),
         "busy": dict(enumerate(report.busy)),
     }
     single = {
@@ -120,16 +133,3 @@ def _figures(report: StepReport, separator: str) -> dict[str, float]:
     figures: dict[str, float] = {name: value for name, value in single.items() if value is not None}
     figures |= {f"{name}{separator}{key}": value for name, values in several.items() for key, value in values.items()}
     return {f"harmony{separator}{name}": float(value) for name, value in figures.items()}
-
-
-@cache
-def monitor_class(tree: str) -> Any:
-    """`HarmonyMonitor` for a Lightning tree, "lightning.pytorch" or "pytorch_lightning"."""
-    base = import_module(f"{tree}.callbacks").Callback
-    return class_for(tree, "HarmonyMonitor", HarmonyMonitorMixin, base)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "HarmonyMonitor":
-        return monitor_class("lightning.pytorch")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from lightning_harmony.lightning_tree import class_for
+from lightning_harmony.lightning_tree import classes_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision as _Base
@@ -29,7 +29,7 @@ _PLUGINS = {
 _UNSUPPORTED = ("TransformerEnginePrecision", "BitsandbytesPrecision", "DeepSpeedPrecision", "FSDPPrecision")
 
 
-class HarmonyPrecisionMixin(_Base):
+class PrecisionMixin(_Base):
     """The precision in which a model trains while its layers are swapped, for `Trainer(plugins=...)`.
 
     All but "bf16-compute" do what Lightning's plugin of that name does, and `Trainer(precision=...)` is the usual way to ask
@@ -102,21 +102,15 @@ class HarmonyPrecisionMixin(_Base):
 
 
 @cache
-def precision_class(tree: str) -> Any:
-    """`HarmonyPrecision` for a Lightning tree, "lightning.pytorch" or "pytorch_lightning"."""
-    base = import_module(f"{tree}.plugins.precision").Precision
-    return class_for(tree, "HarmonyPrecision", HarmonyPrecisionMixin, base)
-
-
-@cache
 def _kind(tree: str, precision: str) -> Any:
+    """The class of instances for a precision: it is also Lightning's plugin for that."""
     if precision not in _PLUGINS:
         allowed = ", ".join(map(repr, _PLUGINS))
         raise ValueError(f"HarmonyPrecision({precision!r}): one of {allowed} is needed")
     base = getattr(import_module(f"{tree}.plugins.precision"), _PLUGINS[precision])
     # Lightning saves the state of a plugin, its scaler, under this name: other strategies are to find it there.
     names = {"__qualname__": base.__qualname__, "__module__": __name__}
-    return type("HarmonyPrecision", (precision_class(tree), base), names)
+    return type("HarmonyPrecision", (classes_of(tree).HarmonyPrecision, base), names)
 
 
 def _without_init(tree: str, precision: str) -> Any:
@@ -149,9 +143,3 @@ def refuse_unsupported(plugin: Any) -> None:
                 f"{type(plugin).__name__} does not work with Trainer(strategy='harmony'): it manages parameters itself; "
                 "choose Trainer(precision='32-true'), 'bf16-mixed', '16-mixed', 'bf16-true' or '64-true'"
             )
-
-
-def __getattr__(name: str) -> Any:
-    if name == "HarmonyPrecision":
-        return precision_class("lightning.pytorch")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

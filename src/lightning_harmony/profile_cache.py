@@ -50,7 +50,7 @@ class ProfileCache:
             record = Record.from_json(self.file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except (OSError, UnicodeDecodeError, RecursionError, PlanError) as error:
+        except (OSError, UnicodeDecodeError, PlanError) as error:
             self._warn(f"the cached profile {str(self.file)!r} is not used, and measured anew: {error}")
             return None
         differences = [

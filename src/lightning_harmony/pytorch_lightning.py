@@ -1,11 +1,30 @@
 """For `pytorch_lightning`, whose Trainer takes its own classes only, not those of `lightning`: the same names."""
 
-from lightning_harmony.monitor import monitor_class
-from lightning_harmony.precision import precision_class
-from lightning_harmony.strategy import strategy_class
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.strategies import ParallelStrategy, SingleDeviceStrategy
+
+from lightning_harmony.monitor import MonitorMixin
+from lightning_harmony.precision import PrecisionMixin
+from lightning_harmony.strategy import StrategyMixin
 
 __all__ = ["HarmonyMonitor", "HarmonyPrecision", "HarmonyStrategy"]
 
-HarmonyMonitor = monitor_class("pytorch_lightning")
-HarmonyPrecision = precision_class("pytorch_lightning")
-HarmonyStrategy = strategy_class("pytorch_lightning")
+
+class HarmonyStrategy(StrategyMixin, ParallelStrategy):  # type: ignore[misc]  # noqa: D101
+    __doc__ = StrategyMixin.__doc__
+    tree = "pytorch_lightning"
+
+
+class HarmonyPrecision(PrecisionMixin, Precision):  # type: ignore[misc]  # noqa: D101
+    __doc__ = PrecisionMixin.__doc__
+    tree = "pytorch_lightning"
+
+
+class HarmonyMonitor(MonitorMixin, Callback):  # type: ignore[misc]  # noqa: D101
+    __doc__ = MonitorMixin.__doc__
+    tree = "pytorch_lightning"
+
+
+# Lightning compiles models only for strategies that it knows: this one, too, has one logical device.
+SingleDeviceStrategy.register(HarmonyStrategy)

@@ -58,6 +58,21 @@ def refuse_sparse(module: nn.Module) -> None:
             )
 
 
+def refuse_bitsandbytes(module: nn.Module) -> None:
+    """Refuse weights of bitsandbytes where layers are swapped: they change themselves in the forward of their module.
+
+    Raises:
+        UnsupportedModelError: naming the first.
+    """
+    for name, parameter in module.named_parameters():
+        if type(parameter).__module__.partition(".")[0] == "bitsandbytes":
+            raise UnsupportedModelError(
+                f"parameter {name!r} is a {type(parameter).__name__} of bitsandbytes, which changes itself in the forward of "
+                "its layer, so that swapping it would train to other weights: give the device enough memory to hold the model "
+                "as a whole, with HarmonyStrategy(device_memory=...), or use unquantized weights"
+            )
+
+
 def refuse_shared_memory(module: nn.Module) -> None:
     """Refuse parameters that lie in the memory of another one, or of a buffer: each is swapped by itself.
 

@@ -40,6 +40,6 @@ def register_loaded_trees() -> None:
 
 
 def _build(tree: str, **kwargs: Any) -> Any:
-    from lightning_harmony.strategy import strategy_class
+    from lightning_harmony.lightning_tree import classes_of
 
-    return strategy_class(tree)(**kwargs)
+    return classes_of(tree).HarmonyStrategy(**kwargs)

@@ -26,7 +26,8 @@ class Settings:
         chooses_number: whether the number of microbatches is chosen by what is predicted.
         compile_options: of `torch.compile`; None not to compile.
         reduction: how losses are merged.
-        checks_reduction: whether nobody said so, and it is to be checked.
+        check_loss: whether to check that the loss of a batch is that of its samples, so merged.
+        split_batch: the user's function that takes a batch apart, given the samples of each microbatch.
     """
 
     capacities: tuple[int | None, ...]
@@ -36,7 +37,8 @@ class Settings:
     layers: Collection[type] | Callable[[str, nn.Module], bool] | None
     update: str
     reduction: str
-    checks_reduction: bool
+    check_loss: bool
+    split_batch: Callable[[Any, Sequence[int]], Sequence[Any]] | None
     parallel: Parallel
     compile_options: Mapping[str, Any] | None
     plan: Plan | None
@@ -52,6 +54,8 @@ class Settings:
         layers: Any,
         update: str,
         loss_reduction: str | None,
+        check_loss: bool,
+        split_batch: Any,
         parallel: Parallel,
         compile_layers: Any,
         plan: Plan | str | Path | None,
@@ -75,6 +79,13 @@ class Settings:
         _one_of("update", update, ("auto", "just-in-time", "deferred"))
         _one_of("loss_reduction", loss_reduction, ("mean", "sum", None))
         _one_of("parallel", parallel, ("pipeline", "data"))
+        if not isinstance(check_loss, bool):
+            raise ValueError(f"HarmonyStrategy(check_loss={check_loss!r}): True or False is needed")
+        if split_batch is not None and not callable(split_batch):
+            raise ValueError(
+                f"HarmonyStrategy(split_batch={split_batch!r}): a function is needed, which takes a batch and the samples of "
+                "each microbatch, and returns the microbatches"
+            )
         each = device_memory if isinstance(device_memory, list | tuple) else [device_memory]
         capacities = tuple(None if one is None else parse_bytes(one) for one in each)
         compile_options = _compile_options(compile_layers)
@@ -93,7 +104,8 @@ class Settings:
             layers=layers,
             update=update,
             reduction=loss_reduction or "mean",
-            checks_reduction=loss_reduction is None,
+            check_loss=check_loss,
+            split_batch=split_batch,
             parallel=parallel,
             compile_options=compile_options,
             plan=given,

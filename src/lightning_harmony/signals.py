@@ -1,4 +1,4 @@
-"""Signals whose handlers save a checkpoint, as those that queue a job again do: they wait until a step is over.
+"""Signals that somebody handles in Python wait until a step is over, so that their handlers find a whole state to save.
 
 In the middle of a step no state is whole: some packs are updated and others not, and lanes see stand-ins for parameters.
 """
@@ -8,15 +8,16 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
-
-#: SLURM and its like send these before they end a job. Ctrl-C and SIGTERM are heard at once: Lightning saves nothing then.
-_HELD = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class HeldSignals:
-    """Holds back signals that somebody handles in Python, and delivers them later."""
+    """Holds back signals that somebody handles in Python, and delivers them later.
+
+    Ctrl-C is heard at once where it raises KeyboardInterrupt, as it does unless somebody handles it otherwise. Python passes
+    over what is raised while it runs the callback of a weak reference: such a Ctrl-C is delivered again when the step ends.
+    """
 
     def __init__(self) -> None:
         self._handlers: dict[signal.Signals, Any] = {}
@@ -26,19 +27,23 @@ class HeldSignals:
         """From now on, only note them. Outside of the main thread nothing can be held, nor handled."""
         if self._handlers or threading.current_thread() is not threading.main_thread():
             return
-        for number in _HELD:
-            if callable(handler := signal.getsignal(number)):
+        for number in signal.Signals:
+            handler = signal.getsignal(number)
+            if callable(handler):
                 self._handlers[number] = handler
                 signal.signal(number, self._note)
 
     def release(self) -> None:
-        """Deliver those that arrived, each once, and hold no more."""
+        """Deliver those that arrived, each once, and hold no more. What handlers raise is raised when all have run."""
         handlers, self._handlers = self._handlers, {}
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            # The step may have set another one meanwhile.
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
         arrived, self._arrived = self._arrived, {}
-        for number in arrived:
-            signal.raise_signal(number)
+        with ExitStack() as stack:
+            for number in reversed(arrived):
+                stack.callback(signal.raise_signal, number)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -54,3 +59,6 @@ class HeldSignals:
 
     def _note(self, number: int, frame: Any) -> None:
         self._arrived[signal.Signals(number)] = None
+        if self._handlers.get(signal.Signals(number)) is signal.default_int_handler:
+            # Who catches it ends the fit, and ignores further ones: Lightning does.
+            raise KeyboardInterrupt

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_harmony.engine.attributes import restore_of_generator
-from lightning_harmony.engine.batch import is_ndarray
 from lightning_harmony.engine.containers import have_same_content
 from lightning_harmony.engine.device import Device
+from lightning_harmony.engine.nested import is_ndarray
 from lightning_harmony.engine.rng import RandomState
 
 # Larger arrays are data.
@@ -115,7 +115,7 @@ def _undo_of(value: Any) -> Callable[[], None] | None:
     if isinstance(value, nn.Parameter):
         return None
     if isinstance(value, Tensor):
-        return _undo_tensor(value)
+        return undo_of_tensor(value)
     if type(value) in (list, deque):
         return _undo_sequence(value)
     if is_ndarray(value):
@@ -133,13 +133,15 @@ def _is_countable(value: Any) -> bool:
     return isinstance(attributes, dict) and not any(isinstance(held, _OF_THREADS) for held in attributes.values())
 
 
-def _undo_tensor(value: Tensor) -> Callable[[], None]:
+def undo_of_tensor(value: Tensor) -> Callable[[], None]:
+    """What makes a tensor, which is no parameter, what it is now. A copy is kept."""
     before = value.detach().clone()
     # Inference tensors count no versions, and are written to in inference mode alone.
     version = None if value.is_inference() else value._version
 
     def undo() -> None:
-        if version is None or value._version != version:
+        # The statistics of a normalization change without a new version.
+        if version is None or value._version != version or not torch.equal(value, before):
             with torch.inference_mode(version is None):
                 value.detach().copy_(before)
 

@@ -1,62 +1,65 @@
-"""What changes where a batch is split, said once: statistics of the batch, and a loss that is no mean over samples."""
+"""What changes where a batch is split: statistics of the batch, said once; and its loss, checked where that is asked for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_harmony.engine.batch import numbers_of_rows, split_batch
-from lightning_harmony.engine.executor import Executor
-from lightning_harmony.engine.opaque import without_caches
-from lightning_harmony.engine.turns import Microbatch
-from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
-from lightning_harmony.lane_attributes import LaneAttributes
-from lightning_harmony.lightning_tree import LightningTree
-from lightning_harmony.microbatches import TrainingStep, run_without_backward
+from lightning_harmony.engine.device import Device
 from lightning_harmony.separability import explain_difference
 from lightning_harmony.settings import Settings
 from lightning_harmony.snapshot import Snapshot
+from lightning_harmony.splitting import Samples, Splitting
 
 # What torch says of a single sample that is to be normalized with its own statistics.
 _TOO_FEW = "more than 1 value per channel"
+
+
+class _Step(NamedTuple):
+    batch: Any
+    samples: Samples
+    sizes: Sequence[int]
+    rest: Sequence[Any]
+    kwargs: dict[str, Any]
 
 
 @dataclass
 class SplitCheck:
     """Looks at the first batch, and at its loss once its backward is over."""
 
-    tree: LightningTree
-    trainer: Any
-    engine: Executor
+    splitting: Splitting
     settings: Settings
+    trainer: Any
     _has_seen: bool = False
     _is_over: bool = False
-    _step: tuple[Any, Sequence[Any], dict[str, Any], Sequence[int]] | None = None
+    _step: _Step | None = None
 
-    def note(self, batch: Any, rest: Sequence[Any], kwargs: dict[str, Any], sizes: Sequence[int]) -> None:
+    def note(
+        self, batch: Any, samples: Samples | None, sizes: Sequence[int], rest: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
         """Remember a step that is about to run on microbatches of these sizes.
 
         Raises:
             ValueError: if the first batch has fewer samples than microbatches were asked for.
         """
+        if samples is None:
+            return
         if not self._has_seen:
             self._has_seen = True
             self._refuse_few_samples(sizes)
             self._warn_of_batch_statistics(sizes)
-        if len(sizes) == 1:
-            return
-        if self.settings.checks_reduction and not self._is_over:
-            self._step = batch, rest, kwargs, sizes
+        if len(sizes) > 1 and self.settings.check_loss and not self._is_over:
+            self._step = _Step(batch, samples, sizes, rest, kwargs)
 
     @contextmanager
-    def explaining(self, batch: Any, sizes: Sequence[int]) -> Iterator[None]:
-        """The context in which microbatches of these sizes run. An error that the splitting may have caused says so.
+    def explaining(self, sizes: Sequence[int]) -> Iterator[None]:
+        """The context in which microbatches of these sizes run. An error of the step says how its batch was split.
 
         Raises:
             ValueError: if the statistics of a microbatch of one sample are asked for.
@@ -68,7 +71,13 @@ class SplitCheck:
                 raise
             if min(sizes) == 1 and isinstance(error, ValueError) and _TOO_FEW in str(error):
                 raise self._too_few(error, sizes) from error
-            _note_other_rows(error, batch, sizes)
+            # Python 3.10 has no notes.
+            if hasattr(error, "add_note"):
+                error.add_note(
+                    f"the batch of {sum(sizes)} samples was split into {len(sizes)} microbatches of "
+                    f"{', '.join(map(str, sizes))}; a step that needs all samples at once runs with "
+                    "HarmonyStrategy(num_microbatches=1)"
+                )
             raise
 
     def _too_few(self, error: ValueError, sizes: Sequence[int]) -> ValueError:
@@ -81,12 +90,19 @@ class SplitCheck:
             f"epoch alone is so short, with DataLoader(drop_last=True). ({error})"
         )
 
-    def after_backward(self) -> None:
-        """Look at the loss of the step that was noted, if none was looked at before."""
+    def after_backward(
+        self, losses_of: Callable[[Sequence[Any], _Step], Sequence[Tensor | None]], devices: Sequence[Device]
+    ) -> None:
+        """Look at the loss of the step that was noted, if none was looked at before.
+
+        Args:
+            losses_of: runs the training_step on some batches without a backward; the step has its other arguments.
+            devices: those that it computes on.
+        """
         step, self._step = self._step, None
         if step is not None:
             self._is_over = True
-            self._compare(*step)
+            self._compare(step, losses_of, devices)
 
     def _refuse_few_samples(self, sizes: Sequence[int]) -> None:
         """A short last batch is split into its samples; that all batches were so short, nobody meant."""
@@ -102,66 +118,55 @@ class SplitCheck:
         norms = batch_norms(self.trainer.lightning_module)
         names = [name for name, child in norms.items() if child.training]
         if names and len(sizes) > 1:
-            self.tree.warn(
+            self.splitting.tree.warn(
                 f"{names[0]!r}{f' and {len(names) - 1} more' if len(names) > 1 else ''} normalize with the statistics of "
                 f"microbatches of {sizes[0]} samples, not with those of the batch of {sum(sizes)}, as they do under "
                 "accumulate_grad_batches; HarmonyStrategy(num_microbatches=1) keeps the batch whole"
             )
 
-    def _compare(self, batch: Any, rest: Sequence[Any], kwargs: dict[str, Any], sizes: Sequence[int]) -> None:
+    def _compare(
+        self,
+        step: _Step,
+        losses_of: Callable[[Sequence[Any], _Step], Sequence[Tensor | None]],
+        devices: Sequence[Device],
+    ) -> None:
         """See whether the loss of a microbatch follows from those of its halves, in evaluation mode and leaving no trace.
 
         Says nothing where it cannot tell: if the step draws random numbers, or fails when it is run so. Where microbatches
         have one sample, two are taken.
         """
-        module, trainer, precision = self.trainer.lightning_module, self.trainer, self.trainer.precision_plugin
+        trainer, splitting = self.trainer, self.splitting
+        module, precision = trainer.lightning_module, trainer.precision_plugin
         if _is_compiled(module):
             return
-        size = max(sizes[0], 2)
-        whole_batch = (size, sum(sizes) - size) if size < sum(sizes) else (size,)
-        microbatch = split_batch(batch, sum(sizes), whole_batch)[0]
+        number = step.samples.number
+        size = max(step.sizes[0], 2)
+        whole_batch = (size, number - size) if size < number else (size,)
+        microbatch = splitting.split(step.batch, step.samples, whole_batch)[0]
         halves = (size - size // 2, size // 2)
-        parts = [microbatch, *split_batch(microbatch, size, halves)]
-        steps = [TrainingStep(self.engine, precision, module.training_step, (part, *rest), kwargs) for part in parts]
-        before = Snapshot(trainer, self.engine.devices)
-        silent = self.tree.part("loggers.logger").DummyLogger()
+        parts = splitting.split(microbatch, step.samples._replace(number=size), halves)
+        before = Snapshot(trainer, devices)
+        silent = splitting.tree.part("loggers.logger").DummyLogger()
         loggers, trainer.loggers = trainer.loggers, [silent] * len(trainer.loggers)
         try:
             # Not `eval()`: modules that override it do more, such as to merge adapters into weights.
             for child in module.modules():
                 child.training = False
             module._current_fx_name = "training_step"
-            with torch.no_grad(), without_caches(module):
-                runs = [Microbatch(step, 1.0, None) for step in steps]
-                attributes = LaneAttributes(module)
-                attributes.begin()
-                self.engine.on_switch, self.engine.on_set = attributes.switch, attributes.set_by_layer
-                run_without_backward(self.engine, runs, steps[0].num_elements())
-            whole, *losses = [math.nan if step.loss is None else float(step.loss) for step in steps]
+            with torch.no_grad():
+                whole, *losses = (
+                    math.nan if loss is None else float(loss) for loss in losses_of([microbatch, *parts], step)
+                )
             has_drawn = before.has_drawn()
         except Exception:
             return
         finally:
-            self.engine.on_switch = self.engine.on_set = None
             trainer.loggers = loggers
             before.restore()
         is_narrow = "16" in str(precision.precision)
         found = explain_difference(whole, losses, halves, reduction=self.settings.reduction, is_narrow=is_narrow)
         if found is not None and not has_drawn and math.isfinite(whole + sum(losses)):
-            self.tree.warn(found)
-
-
-def _note_other_rows(error: Exception, batch: Any, sizes: Sequence[int]) -> None:
-    """What the rows of the batch's tensors are is guessed. Where the guess may be wrong, an error of the step says so."""
-    if isinstance(error, CapacityError | PlanError | UnsupportedModelError) or not hasattr(error, "add_note"):
-        return
-    others = sorted(numbers_of_rows(batch) - {sum(sizes)})
-    if others:
-        error.add_note(
-            f"the batch was split into {len(sizes)} microbatches: as Lightning tells it, by its first tensor, it has "
-            f"{sum(sizes)} samples. Tensors of {', '.join(map(str, others))} rows went whole into each microbatch. If these "
-            "belong to samples, as edges of graphs do, use HarmonyStrategy(num_microbatches=1)"
-        )
+            splitting.tree.warn(found)
 
 
 def batch_norms(module: nn.Module) -> dict[str, nn.Module]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,30 +15,32 @@ from torch.optim import Optimizer
 
 from lightning_harmony.checkpoints import refuse_directory, refuse_sharded
 from lightning_harmony.deferred_update import DeferredUpdate
+from lightning_harmony.engine.compiled import is_compiled
 from lightning_harmony.engine.cuda_device import CudaDevice
 from lightning_harmony.engine.decompose import Layer, find_layers
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.executor import Executor
-from lightning_harmony.engine.free_memory import free_device_bytes
 from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.host_store import HostStore
 from lightning_harmony.engine.origin import origin_of
 from lightning_harmony.engine.report import StepReport
 from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.engine.virtual_device import VirtualDevice
-from lightning_harmony.epoch_end import EpochEnd
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.evaluation import Evaluation
+from lightning_harmony.first_step import BuffersBefore
 from lightning_harmony.fit_summary import FitSummary
 from lightning_harmony.garbage import LastingObjects
-from lightning_harmony.lightning_tree import LightningTree, class_for
+from lightning_harmony.in_memory import DoesNotFit, InMemory, LastingBytes, fits, move_optimizer_state
+from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.logs import unheard
+from lightning_harmony.loop_ends import LoopEnds
 from lightning_harmony.plan.plan import Parallel, Plan
 from lightning_harmony.plan.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
 from lightning_harmony.profile_cache import ProfileCache
-from lightning_harmony.profiled_actions import ProfiledActions
 from lightning_harmony.refusals import (
+    refuse_bitsandbytes,
     refuse_other_accelerators,
     refuse_scripted,
     refuse_several_processes,
@@ -50,6 +51,7 @@ from lightning_harmony.refusals import (
 from lightning_harmony.settings import Settings
 from lightning_harmony.signals import HeldSignals
 from lightning_harmony.split_check import SplitCheck
+from lightning_harmony.splitting import Splitting
 from lightning_harmony.step_reports import StepReports
 from lightning_harmony.store_progress import store_progress
 from lightning_harmony.training import Training
@@ -62,8 +64,8 @@ else:
     _Base = object
 
 
-class HarmonyStrategyMixin(_Base):
-    """Everything of `HarmonyStrategy` but the Lightning tree that it belongs to.
+class StrategyMixin(_Base):
+    """The strategy, in whichever Lightning tree.
 
     Args:
         device_memory: the capacity of each device, in bytes or as text such as "16GiB", or a list with that of each;
@@ -78,8 +80,11 @@ class HarmonyStrategyMixin(_Base):
         update: when parameters are updated: "just-in-time", pack by pack in the backward; "deferred", after it, under the
             forward of the next batch unless something looks at parameters before; or "auto", just in time unless something
             reads all gradients.
-        loss_reduction: whether the loss of a batch is the "mean" or the "sum" of its samples' losses; None for the mean, with
-            a check after the first step, which runs on a part of a microbatch once more.
+        loss_reduction: whether the loss of a batch is the "mean" or the "sum" of its samples' losses; None for the mean.
+        check_loss: whether to check that after the first step, whose code runs three times more for it on a part of a
+            microbatch; a warning says what was found.
+        split_batch: a function that takes a batch and the samples of each microbatch, such as ``(2, 2, 2, 2)``, and returns
+            the microbatches; None to split where it is certain what belongs to a sample, and to run other batches whole.
         parallel: how several devices share the work: "pipeline", where packs go round the devices and microbatches from
             one to the next, or "data", where each device takes its share of the microbatches through all packs.
         compile_layers: whether to compile each layer, as `torch.compile` does; or the arguments to call it with.
@@ -100,6 +105,8 @@ class HarmonyStrategyMixin(_Base):
         layers: Collection[type] | Callable[[str, nn.Module], bool] | None = None,
         update: Literal["auto", "just-in-time", "deferred"] = "auto",
         loss_reduction: Literal["mean", "sum"] | None = None,
+        check_loss: bool = False,
+        split_batch: Callable[[Any, Sequence[int]], Sequence[Any]] | None = None,
         parallel: Parallel = "pipeline",
         compile_layers: bool | dict[str, Any] = False,
         plan: Plan | str | Path | None = None,
@@ -118,6 +125,8 @@ class HarmonyStrategyMixin(_Base):
             layers=layers,
             update=update,
             loss_reduction=loss_reduction,
+            check_loss=check_loss,
+            split_batch=split_batch,
             parallel=parallel,
             compile_layers=compile_layers,
             plan=plan,
@@ -126,12 +135,15 @@ class HarmonyStrategyMixin(_Base):
         self._lightning = LightningTree(self.tree)
         self._signals = HeldSignals()
         self._lasting = LastingObjects()
-        self._epoch_end = EpochEnd()
-        self._profiled = ProfiledActions()
+        self._loop_ends = LoopEnds()
         self._reports = StepReports()
         self._fused = FusedGroups()
         self._last_plan: Plan | None = None
-        # From `setup` to `teardown`.
+        # How many parameters a failed step has updated, and how many not: until another fit.
+        self._torn: tuple[int, int] | None = None
+        self._buffers_before: BuffersBefore | None = None
+        # From `setup` to `teardown`: a model that fits is in memory, another one is swapped by the executor.
+        self._in_memory: InMemory | None = None
         self._executor: Executor | None = None
         self._training: Training | None = None
         self._evaluation: Evaluation | None = None
@@ -143,9 +155,12 @@ class HarmonyStrategyMixin(_Base):
             precision_plugin=precision_plugin,
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """By the tree: of the two classes of this name, pickle would find one."""
-        return _without_init, (self.tree,), self.__getstate__()
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a fit that runs has set up, threads among it: the fit of a copy sets up its own."""
+        state: dict[str, Any] = super().__getstate__()
+        of_fit = dict.fromkeys(("_in_memory", "_executor", "_training", "_evaluation", "_buffers_before"))
+        watches = {"_signals": HeldSignals(), "_lasting": LastingObjects(), "_loop_ends": LoopEnds()}
+        return {**state, **of_fit, **watches, "_last_plan": self.plan}
 
     # ---- what Lightning asks when it is set up -------------------------------------------------------------------------
 
@@ -293,35 +308,95 @@ class HarmonyStrategyMixin(_Base):
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Find the layers, build the host store, intercept the layers, and create the optimizers."""
+        """Bring the model to its device if it fits there; else have its layers swapped. Create the optimizers."""
         assert self.accelerator is not None
         assert self.model is not None
         refuse_uninitialized(self._module)
-        refuse_scripted(self._module)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
+        devices = self._open_devices()
+        trains, has_optimizers = trainer.state.fn == "fit", False
+        if trains:
+            self._torn = None
+        if self._may_be_in_memory(devices) and fits(LastingBytes.of(self._module, [] if trains else None), devices[0]):
+            self.model.to(self.root_device)
+            if trains:
+                self.setup_optimizers(trainer)
+                has_optimizers = True
+            lasting = LastingBytes.of(self._module, self.optimizers if trains else None)
+            if fits(lasting, devices[0]):
+                self._in_memory = InMemory(
+                    self._lightning,
+                    trainer,
+                    self._settings,
+                    devices[0],
+                    lasting,
+                    self._split_check(trainer),
+                    self._compiled_layers(),
+                )
+                self._in_memory.show_start()
+        if self._in_memory is None:
+            self._swap_layers(trainer, devices, sets_up_optimizers=trains and not has_optimizers)
+        self.setup_precision_plugin()
+
+    def _may_be_in_memory(self, devices: Sequence[Device]) -> bool:
+        """Whether nothing was asked for that takes swapping, or there is nothing to swap."""
+        if self._settings.plan is not None:
+            return False
+        computes_narrow = getattr(self.precision_plugin, "compute_dtype", None) is not None
+        return next(self._module.parameters(), None) is None or (len(devices) == 1 and not computes_narrow)
+
+    def _compiled_layers(self) -> list[nn.Module]:
+        """Compile each layer of a model that fits, if that is wanted and the user did not."""
+        options = self._settings.compile_options
+        if options is None:
+            return []
+        found = find_layers(self._module, max_layer_bytes=None, layers=self._settings.layers)
+        layers = [layer.module for layer in found if not is_compiled(layer.module)]
+        for layer in layers:
+            layer.compile(**options)
+        return layers
+
+    def _swap_layers(self, trainer: Any, devices: Sequence[Device], *, sets_up_optimizers: bool) -> None:
+        """From now on, layers are swapped: find them, build the host store, and intercept them."""
+        refuse_scripted(self._module)
+        if self.root_device.type != "cpu":
+            self._module.to("cpu")
         self.model_to_device()
-        self._executor = engine = self._build_executor(trainer, self._settings.plan)
+        self._executor = engine = self._build_executor(trainer, self._settings.plan, devices)
         tree = self._lightning
-        self._prepare(
-            trainer, engine, SplitCheck(tree, trainer, engine, self._settings), FitSummary(tree, trainer, engine)
-        )
+        self._prepare(trainer, engine, self._split_check(trainer), FitSummary(tree, trainer, engine))
         if trainer.state.fn == "fit":
-            self.setup_optimizers(trainer)
+            if sets_up_optimizers:
+                self.setup_optimizers(trainer)
             assert self._training is not None
             self._training.start()
-            self._epoch_end.begin(trainer, self._finish_update)
-        self.setup_precision_plugin()
-        self._profiled.begin(tree, trainer.profiler)
+            self._loop_ends.begin(trainer, after_batch=self._signals.release, after_epoch=self._finish_update)
+
+    def _leave_memory(self, reason: DoesNotFit) -> None:
+        """A batch does not fit beside the model: have layers swapped for the rest."""
+        in_memory, self._in_memory = self._in_memory, None
+        assert in_memory is not None
+        in_memory.end()
+        if self.root_device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._lightning.info(f"Harmony: {reason}: layers are swapped from now on.")
+        move_optimizer_state(self.optimizers, torch.device("cpu"))
+        self._swap_layers(in_memory.trainer, [in_memory.device], sets_up_optimizers=False)
+        assert self._executor is not None
+        self._executor.catch_up()
 
     def _prepare(self, trainer: Any, engine: Executor, split_check: SplitCheck, summary: FitSummary) -> None:
         tree, settings = self._lightning, self._settings
-        engine.recompute_in(partial(unheard, self._module))
+        engine.recompute_in(partial(unheard, trainer))
         deferred = DeferredUpdate(UpdatePolicy(tree, trainer, engine, settings.update), engine)
         self._training = Training(
             tree, trainer, engine, settings, deferred, split_check, self._fused, self._reports, summary
         )
-        self._evaluation = Evaluation(tree, trainer, engine, settings)
+        self._evaluation = Evaluation(tree, trainer, engine, settings, split_check.splitting)
+
+    def _split_check(self, trainer: Any) -> SplitCheck:
+        return SplitCheck(Splitting(self._lightning, trainer, self._settings), self._settings, trainer)
 
     def _catch_up(self) -> None:
         """Before a step, see to what was changed since the last one: other parameters need another set-up."""
@@ -336,18 +411,21 @@ class HarmonyStrategyMixin(_Base):
             known = all(parameter in store for parameter in self._module.parameters())
             # A plan that was given is for the model as it was.
             wishes = self._executor.recorder
-            self._executor = engine = self._build_executor(before.trainer, None, store if known else None)
+            self._executor = engine = self._build_executor(
+                before.trainer, None, self._open_devices(), store if known else None
+            )
             engine.recorder.take_over(wishes)
-            split_check = replace(before.split_check, engine=engine)
-            self._prepare(before.trainer, engine, split_check, replace(before.summary, engine=engine))
+            self._prepare(before.trainer, engine, before.split_check, replace(before.summary, engine=engine))
         self._executor.catch_up()
 
-    def _build_executor(self, trainer: Any, plan: Plan | None, store: HostStore | None = None) -> Executor:
+    def _build_executor(
+        self, trainer: Any, plan: Plan | None, devices: Sequence[Device], store: HostStore | None = None
+    ) -> Executor:
         module = self._module
         refuse_sparse(module)
+        refuse_bitsandbytes(module)
         if store is None:
             refuse_shared_memory(module)
-        devices = self._open_devices()
         smallest = min((d.capacity_bytes for d in devices if d.capacity_bytes is not None), default=None)
         layers = find_layers(module, max_layer_bytes=smallest, layers=self._settings.layers)
         if not layers:
@@ -372,7 +450,7 @@ class HarmonyStrategyMixin(_Base):
                 store=store,
             )
 
-    def _records(self, module: nn.Module, layers: list[Layer], devices: list[Device]) -> ProfileCache | None:
+    def _records(self, module: nn.Module, layers: list[Layer], devices: Sequence[Device]) -> ProfileCache | None:
         folder, settings = self._settings.profile_folder(), self._settings
         if folder is None:
             return None
@@ -384,7 +462,7 @@ class HarmonyStrategyMixin(_Base):
     def _open_devices(self) -> list[Device]:
         torch_devices = self._devices or [self.root_device]
         return [
-            CudaDevice(device, capacity or free_device_bytes(device), is_one_of_several=len(torch_devices) > 1)
+            CudaDevice.within(device, capacity, is_one_of_several=len(torch_devices) > 1)
             if device.type == "cuda"
             else VirtualDevice(capacity)
             for device, capacity in zip(torch_devices, self._settings.capacities_of(len(torch_devices)), strict=True)
@@ -412,14 +490,26 @@ class HarmonyStrategyMixin(_Base):
 
     def teardown(self) -> None:
         """Give the module back as an ordinary one on the host. Also called when `setup` never was."""
-        self._signals.release()
+        try:
+            self._tear_down()
+        finally:
+            # What a handler raises must not keep threads alive.
+            self._signals.release()
+
+    def _tear_down(self) -> None:
         self._lasting.end()
-        self._epoch_end.end()
-        self._profiled.end()
+        self._loop_ends.end()
         executor, self._executor = self._executor, None
-        self._training = self._evaluation = None
+        in_memory, self._in_memory = self._in_memory, None
+        self._training = self._evaluation = self._buffers_before = None
+        if in_memory is not None:
+            in_memory.end()
+            in_memory.device.close()
+            super().teardown()
+            return
         if executor is not None:
             self._last_plan = executor.plan
+            self._torn = self._torn or executor.updater.torn
             executor.close()
         module = self.lightning_module
         if module is not None:
@@ -433,28 +523,60 @@ class HarmonyStrategyMixin(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training_step on each microbatch; the backward runs when that of the result does."""
-        assert self._training is not None
+        if self._in_memory is not None:
+            self._reports.begin(None)
+            try:
+                return self._in_memory.training_step(super().training_step, args, kwargs)
+            except DoesNotFit as reason:
+                shortage = reason
+            self._leave_memory(shortage)
+        if self._training is None:
+            # The fit is over, and the module an ordinary one.
+            return super().training_step(*args, **kwargs)
         self._signals.hold()
         self._lasting.begin_step()
-        return self._training.run(super().training_step, args, kwargs)
+        is_first = (
+            self._module.automatic_optimization and self._executor is not None and not self._executor.has_succeeded
+        )
+        self._buffers_before = BuffersBefore(self._module) if is_first else None
+        with self._restoring_buffers():
+            return self._training.run(super().training_step, args, kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward of the batch's loss."""
+        with self._restoring_buffers():
+            return super().backward(*args, **kwargs)
+
+    @contextmanager
+    def _restoring_buffers(self) -> Generator[None, None, None]:
+        """A context in which an error of the first step leaves buffers as they were before it."""
+        try:
+            yield
+        except BaseException:
+            if self._buffers_before is not None:
+                self._buffers_before.restore()
+            raise
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Before the loss is scaled, see to it that gradients can be unscaled where they are."""
-        keep_scale_on_host(getattr(self.precision_plugin, "scaler", None))
+        if self._in_memory is None:
+            keep_scale_on_host(getattr(self.precision_plugin, "scaler", None))
         super().pre_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Complete what the backward left to be done."""
-        assert self._training is not None
-        self._training.after_backward()
+        if self._training is not None:
+            self._training.after_backward()
+        elif self._in_memory is not None:
+            self._in_memory.report(self._reports)
         super().post_backward(closure_loss)
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
         """Run the closure and all that Lightning does before the update; postpone the update where nobody can tell."""
-        assert self._training is not None
-        with self._training.deferred.around(optimizer):
+        # The first step may go over to swapping in its closure: its update, if it is deferred, is Lightning's own then.
+        with nullcontext() if self._training is None else self._training.deferred.around(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # ---- the state after a step ----------------------------------------------------------------------------------------
@@ -466,6 +588,7 @@ class HarmonyStrategyMixin(_Base):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The optimizer's state, as it would be without the strategy's own choice of implementation."""
+        self._refuse_torn()
         self._finish_update()
         state: dict[str, Any] = super().optimizer_state(optimizer)
         self._fused.unmark(optimizer, state)
@@ -475,16 +598,27 @@ class HarmonyStrategyMixin(_Base):
         """The module's state after the last step; it is whole between steps only.
 
         Raises:
-            RuntimeError: in the middle of a step.
+            RuntimeError: in the middle of a step, or after one that failed when a part of its updates had been made.
         """
         if self._executor is not None and self._executor.is_running:
             raise RuntimeError(
                 "the state of the module was asked for in the middle of a step, in which layers are swapped and updated: "
                 "save checkpoints in a hook such as on_train_batch_end, not in the step"
             )
+        self._refuse_torn()
         self._finish_update()
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state
+
+    def _refuse_torn(self) -> None:
+        torn = self._torn if self._executor is None else self._executor.updater.torn
+        if torn is not None:
+            raise RuntimeError(
+                f"the last step failed when {torn[0]} of {sum(torn)} parameters had been updated, so that the state is of no "
+                "one step, and no checkpoint is made of it: go on from one that was saved before. With "
+                "HarmonyStrategy(update='deferred') parameters are updated when a backward has succeeded; so they are where a "
+                "callback saves in on_exception, such as OnExceptionCheckpoint"
+            )
 
     def on_exception(self, exception: BaseException) -> None:
         """Lose no update that was asked for."""
@@ -495,17 +629,9 @@ class HarmonyStrategyMixin(_Base):
     # ---- between steps -------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """The last batch is done with: signals that came meanwhile are delivered."""
-        self._signals.release()
-        self._catch_up()
-
-    def on_validation_start(self) -> None:
-        """The last batch is done with, as for the next one."""
-        self._signals.release()
-
-    def on_train_end(self) -> None:
-        """The last batch is done with, as for the next one."""
-        self._signals.release()
+        """See to what was done to the model since the last batch."""
+        if self._executor is not None:
+            self._catch_up()
 
     # ---- other steps ---------------------------------------------------------------------------------------------------
 
@@ -522,8 +648,16 @@ class HarmonyStrategyMixin(_Base):
         return self._evaluate("predict_step", super().predict_step, args, kwargs)
 
     def _evaluate(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._in_memory is not None:
+            try:
+                return self._in_memory.evaluate(name, step, args, kwargs)
+            except DoesNotFit as reason:
+                shortage = reason
+            self._leave_memory(shortage)
+        if self._evaluation is None:
+            # The loops are over, and the module is an ordinary one.
+            return step(*args, **kwargs)
         self._catch_up()
-        assert self._evaluation is not None
         with self._signals.held():
             return self._evaluation.run(name, step, args, kwargs)
 
@@ -531,24 +665,3 @@ class HarmonyStrategyMixin(_Base):
     def _module(self) -> Any:
         assert self.lightning_module is not None
         return self.lightning_module
-
-
-@cache
-def strategy_class(tree: str) -> Any:
-    """The strategy of a Lightning tree, "lightning.pytorch" or "pytorch_lightning"."""
-    strategies = import_module(f"{tree}.strategies")
-    cls = class_for(tree, "HarmonyStrategy", HarmonyStrategyMixin, strategies.ParallelStrategy)
-    # Lightning compiles models only for strategies that it knows: this one, too, has one logical device.
-    strategies.SingleDeviceStrategy.register(cls)
-    return cls
-
-
-def _without_init(tree: str) -> Any:
-    cls = strategy_class(tree)
-    return cls.__new__(cls)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "HarmonyStrategy":
-        return strategy_class("lightning.pytorch")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchmetrics import Metric
 
+from lightning_harmony.engine.batch import loss_of
 from lightning_harmony.errors import UnsupportedModelError
-from lightning_harmony.host_memory import STATE_COPIES
+from lightning_harmony.host_memory import ASSUMED_STATE_COPIES, STATE_COPIES
 
 _TRUE_TYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 _MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -56,7 +57,7 @@ class Subject:
     @property
     def state_copies(self) -> int:
         """Bytes of optimizer state for each byte of a parameter."""
-        return STATE_COPIES.get(self.optimizer or "AdamW", 0 if self.optimizer == "SGD" else 2)
+        return STATE_COPIES.get(self.optimizer or "AdamW", 0 if self.optimizer == "SGD" else ASSUMED_STATE_COPIES)
 
 
 def precision_name(precision: Any) -> str:
@@ -154,7 +155,7 @@ def _of_module(model: Any, batch: Any) -> Subject:
 
     def step(microbatch: Any) -> Tensor:
         output = module.training_step(microbatch, *_batch_index(module))
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = loss_of(output)
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise UnsupportedModelError(
                 f"{type(module).__name__}.training_step returned no loss that needs gradients, so no backward can be "

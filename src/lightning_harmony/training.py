@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.deferred_update import DeferredUpdate
 from lightning_harmony.engine.asked import anchored, asked_for
-from lightning_harmony.engine.batch import DEFAULT_NUM_MICROBATCHES, can_be_split, merge_outputs, split_batch
+from lightning_harmony.engine.batch import DEFAULT_NUM_MICROBATCHES, merge_losses, merge_outputs
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.opaque import without_caches
@@ -22,9 +22,9 @@ from lightning_harmony.engine.turns import Microbatch
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.fit_summary import FitSummary
 from lightning_harmony.host_memory import refuse_too_little
-from lightning_harmony.lane_attributes import LaneAttributes
+from lightning_harmony.interleaving import Interleaving
 from lightning_harmony.lightning_tree import LightningTree
-from lightning_harmony.microbatches import TrainingStep, merging_logs, num_elements
+from lightning_harmony.microbatches import TrainingStep, num_elements, run_without_backward
 from lightning_harmony.refusals import refuse_several_losses
 from lightning_harmony.settings import Settings
 from lightning_harmony.split_check import SplitCheck, batch_norms
@@ -52,7 +52,7 @@ class Training:
     summary: FitSummary
 
     def __post_init__(self) -> None:
-        self._attributes = LaneAttributes(self._module)
+        self._interleaving = Interleaving(self.tree, self.trainer, self.engine)
         self._chosen: int | None = None
         self._least_samples = 2 if batch_norms(self._module) else 1
 
@@ -86,16 +86,17 @@ class Training:
             self._report(1, "deferred", f"the training_step {does} itself")
             return output
         batch, *rest = args
-        sizes = self._sizes(batch)
-        parts = split_batch(batch, sum(sizes), sizes)
+        samples = None if self.settings.num_microbatches == 1 else self.split_check.splitting.samples(batch)
+        sizes = (1,) if samples is None else self._sizes(batch, samples.number)
+        parts = self.split_check.splitting.split(batch, samples, sizes)
         steps = [
             TrainingStep(self.engine, self.trainer.precision_plugin, self._module.training_step, (part, *rest), kwargs)
             for part in parts
         ]
         weights = self.settings.weights(sizes)
-        self.split_check.note(batch, rest, kwargs, sizes)
+        self.split_check.note(batch, samples, sizes, rest, kwargs)
         shared = UnchangedBatch(parts)
-        with self.split_check.explaining(batch, sizes):
+        with self.split_check.explaining(sizes):
             self._forward(steps, weights, sizes)
         shared.check()
         output = merge_outputs([each.output for each in steps], sizes)
@@ -104,7 +105,7 @@ class Training:
             self._abandon()
             return output
         refuse_several_losses(losses)
-        loss = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
+        loss = merge_losses(losses, weights)
         # The last epoch of stochastic weight averaging has no backward: what it is for, statistics, must reach the host.
         if self.trainer.fit_loop._skip_backward or not any(each.requires_grad for each in steps):
             self._abandon()
@@ -112,52 +113,51 @@ class Training:
             parameters = self._module.parameters() if self._is_backward_own() else ()
             anchor = anchored(torch.zeros((), requires_grad=True), parameters)
             unchanged = UnchangedParameters.of(self.tree, self.trainer)
-            loss = _DeferredBackward.apply(anchor, loss, partial(self._backward, len(sizes), unchanged))
+            loss = DeferredBackward.apply(anchor, loss, partial(self._backward, len(sizes), unchanged))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def after_backward(self) -> None:
-        """Once, show the plan, and check that the batch splits."""
+        """Once, show the plan, and check the loss if that was asked for."""
         if not self._runs_alone():
             self.summary.show_plan(self.deferred.policy.choose)
-        self.split_check.after_backward()
+        self.split_check.after_backward(self._losses_of, self.engine.devices)
 
     def _runs_alone(self) -> bool:
         """Whether the training_step runs as it is: each call of a layer brings its weights, its gradients stay for later."""
         return not self._module.automatic_optimization or self.tree.takes_iterator(self._module.training_step)
 
-    def _sizes(self, batch: Any) -> tuple[int, ...]:
-        if self.settings.num_microbatches == 1:
-            return (1,)
-        try:
-            batch_size = self.tree.batch_size(batch)
-        except Exception as error:
-            raise ValueError(
-                f"the size of a batch of type {type(batch).__name__} cannot be told, so it cannot be split into "
-                "microbatches: return tensors, or use HarmonyStrategy(num_microbatches=1)"
-            ) from error
+    def _sizes(self, batch: Any, num_samples: int) -> tuple[int, ...]:
         if self.settings.chooses_number and self._chosen is None:
-            self._chosen = self.engine.choose_number(batch_size, num_elements(batch), DEFAULT_NUM_MICROBATCHES)
-        sizes = self.settings.sizes(batch_size, self._chosen, self._least_samples)
-        if len(sizes) > 1 and not can_be_split(batch, batch_size):
-            raise ValueError(
-                f"a batch of type {type(batch).__name__} cannot be split into microbatches: Lightning takes it for one of "
-                f"{batch_size} samples, but nothing that can be taken apart in it has as many rows. Return tensors, in "
-                "tuples, lists, dicts or dataclasses, or use HarmonyStrategy(num_microbatches=1)"
-            )
-        return sizes
+            self._chosen = self.engine.choose_number(num_samples, num_elements(batch), DEFAULT_NUM_MICROBATCHES)
+        return self.settings.sizes(num_samples, self._chosen, self._least_samples)
+
+    def _losses_of(self, batches: Sequence[Any], like: Any) -> list[Tensor | None]:
+        """Run the training_step on some batches, without a backward."""
+        module, engine = self._module, self.engine
+        steps = [
+            TrainingStep(engine, self.trainer.precision_plugin, module.training_step, (batch, *like.rest), like.kwargs)
+            for batch in batches
+        ]
+        engine.notify()
+        with without_caches(module):
+            microbatches = [Microbatch(step, 1.0, None) for step in steps]
+            run_without_backward(engine, microbatches, max(step.num_elements() for step in steps))
+        return [step.loss for step in steps]
 
     def _forward(self, steps: Sequence[TrainingStep], weights: Sequence[float], sizes: Sequence[int]) -> None:
         batch_number = self.trainer.fit_loop.epoch_loop.total_batch_idx
         seed = torch.initial_seed()
         seeds = [stream_seed(seed, batch_number, number) if len(steps) > 1 else None for number in range(len(steps))]
         microbatches = [Microbatch(*each) for each in zip(steps, weights, seeds, strict=True)]
-        logs = merging_logs(self.engine, self.trainer._results, sizes, self._attributes)
-        with logs, without_caches(self._module):
+        num_elements, predicted = max(step.num_elements() for step in steps), self._predicted_gradient()
+
+        def forward(interleave: bool) -> None:
             self.engine.forward(
-                microbatches,
-                num_elements=max(step.num_elements() for step in steps),
-                predicted_gradient=self._predicted_gradient(),
+                microbatches, num_elements=num_elements, predicted_gradient=predicted, interleave=interleave
             )
+
+        with without_caches(self._module):
+            self._interleaving.run(forward, sizes)
 
     def _predicted_gradient(self) -> float | None:
         """The gradient that Lightning will bring to the batch's loss.
@@ -195,7 +195,7 @@ class Training:
             unchanged.check()
             self._backward_and_report(gradient, self._asked_for(anchor), num_microbatches)
         finally:
-            self._finish_attributes()
+            self._interleaving.finish()
 
     def _asked_for(self, anchor: Any) -> frozenset[nn.Parameter] | None:
         """The parameters that the running backward asks for; None for all."""
@@ -230,15 +230,7 @@ class Training:
     def _abandon(self) -> None:
         """No backward will come."""
         self.engine.abandon()
-        self._finish_attributes()
-
-    def _finish_attributes(self) -> None:
-        late = self._attributes.finish()
-        if late:
-            self.tree.warn(
-                f"attributes of {', '.join(map(repr, late[:3]))} were changed in a step for the first time: its microbatches, "
-                "which take turns, may have seen each other's. From the next step on, each sees its own"
-            )
+        self._interleaving.finish()
 
     def _report(self, num_microbatches: int, update: str, reason: str) -> None:
         reason = f"{reason}; fused on the host" if self.fused else reason
@@ -255,20 +247,33 @@ class Training:
         return self.trainer.lightning_module
 
 
-class _DeferredBackward(torch.autograd.Function):
+class DeferredBackward(torch.autograd.Function):
     """The loss of a batch: its backward runs those of the microbatches, and tells the anchor's node who asks for it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, run: Callable[[Tensor, Any], None]) -> Tensor:
+        """Return the loss.
+
+        Args:
+            ctx: of autograd.
+            anchor: as `anchored` makes it.
+            loss: of the batch.
+            run: runs the backwards of the microbatches, given the gradient of the loss and the anchor's node.
+        """
         ctx.run, ctx.has_run = run, False
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        """Run them.
+
+        Raises:
+            UnsupportedModelError: in a second backward, and where the backward is to be differentiated.
+        """
         if torch.is_grad_enabled():
             raise UnsupportedModelError(
-                "double backward (create_graph=True) through the loss is not possible while layers are swapped: no graph "
-                "of the backward is kept; use Trainer(strategy='auto')"
+                "double backward (create_graph=True) through the loss of several microbatches, or while layers are swapped, "
+                "is not possible: no graph of the backward is kept; use num_microbatches=1 where the model fits"
             )
         if ctx.has_run:
             raise UnsupportedModelError(

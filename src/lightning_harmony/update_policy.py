@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.update import why_not_separable
-from lightning_harmony.hooks import end_of_batches, gradient_readers, onlooker
+from lightning_harmony.hooks import end_of_batches, gradient_readers, onlooker, savers_on_exception
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.reach import reaches
 
@@ -53,7 +53,7 @@ class UpdatePolicy:
             return "the gradient scaler checks all gradients"
         if self.engine.reentrant:
             return "layers are called during the backward (reentrant checkpointing)"
-        return next(iter(gradient_readers(self.tree, trainer)), None)
+        return next(iter(gradient_readers(self.tree, trainer) + savers_on_exception(self.tree, trainer)), None)
 
     def why_at_once(self) -> str | None:
         """What may look at parameters before the forward of the next batch; None if nothing does."""

@@ -1,25 +1,31 @@
 """Batches split into microbatches, and the outputs of microbatches merged."""
 
 import dataclasses
+import re
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from lightning_harmony.engine.batch import (
-    can_be_split,
+    UNKNOWN,
+    Indivisible,
+    Loaded,
+    count_samples,
     merge_evaluations,
+    merge_losses,
     merge_outputs,
     microbatch_sizes,
-    numbers_of_rows,
     split_batch,
 )
 
@@ -136,7 +142,7 @@ class TestSplitBatch:
             assert torch.equal(part["value"], value) if isinstance(value, torch.Tensor) else part["value"] == value
 
     def test_a_list_of_tensors_is_a_container_whatever_its_length(self):
-        parts = split_batch([rows(2), rows(2, 1)], 2, [1, 1])
+        parts = split_batch([rows(2), rows(2, 1)], 2, [1, 1], is_stacked=True)
         assert [[tensor.shape for tensor in part] for part in parts] == [[(1, 3), (1, 1)]] * 2
 
     def test_a_list_with_a_record_for_each_sample_is_sliced(self):
@@ -204,11 +210,16 @@ class TestSplitBatch:
     def test_empty_containers_go_into_every_part(self):
         assert split_batch([rows(2), {}, []], 2, [1, 1])[1][1:] == [{}, []]
 
-    def test_a_packed_sequence_is_refused(self):
-        batch = {"packed": pack_sequence([torch.ones(1), torch.ones(1)])}
-        with pytest.raises(ValueError, match="PackedSequence cannot be split"):
-            split_batch(batch, 2, [1, 1])
-        assert split_batch(batch, 2, [2]) == [batch]
+    @pytest.mark.parametrize("is_sorted", [True, False])
+    def test_a_packed_sequence_is_split_by_its_sequences(self, is_sorted):
+        sequences = [torch.arange(length * 2.0).reshape(length, 2) for length in (5, 4, 2, 1)]
+        sequences = sequences if is_sorted else sequences[::-1]
+        parts = split_batch([pack_sequence(sequences, enforce_sorted=is_sorted)], 4, [3, 1])
+        for (part,), own in zip(parts, (sequences[:3], sequences[3:]), strict=True):
+            expected = pack_sequence(own, enforce_sorted=is_sorted)
+            assert all(map(torch.equal, unpack_sequence(part), own))
+            assert torch.equal(part.batch_sizes, expected.batch_sizes)
+            assert (part.sorted_indices is None) == is_sorted
 
 
 class TestMergeOutputs:
@@ -345,21 +356,6 @@ class TestMergeEvaluations:
             merge_evaluations(outputs, [2, 1], averages=False)
 
 
-@pytest.mark.parametrize(
-    ("batch", "expected"),
-    [
-        (torch.zeros(4, 2), True),
-        ({"a": [1, FrozenSample(torch.zeros(4), None)]}, True),
-        (["w", "x", "y", "z"], True),
-        (pack_sequence([torch.zeros(2)] * 4), True),
-        ((torch.zeros(3), torch.tensor(1.0), None, "text"), False),
-        (object(), False),
-    ],
-)
-def test_what_has_a_row_for_each_sample_can_be_split(batch, expected):
-    assert can_be_split(batch, 4) is expected
-
-
 def test_a_part_of_a_tensor_has_its_own_rows_of_what_is_set_on_that():
     batch = torch.arange(4.0)
     batch.weights, batch.source = torch.arange(4.0) * 2, "whole"
@@ -368,27 +364,166 @@ def test_a_part_of_a_tensor_has_its_own_rows_of_what_is_set_on_that():
     assert second.weights.tolist() == [2.0, 4.0, 6.0]
 
 
-def test_numbers_of_rows_are_those_of_tensors_and_arrays_at_any_depth():
-    batch = {
-        "a": [torch.zeros(3, 2), FrozenSample(torch.zeros(4), np.zeros((5, 1)))],
-        "b": (torch.tensor(1.0), "text", None),
-    }
-    assert numbers_of_rows(batch) == {3, 4, 5}
-    assert numbers_of_rows(torch.tensor(1.0)) == set()
-
-
 def detection_batch(num_boxes: list[int]) -> tuple[tuple[torch.Tensor, ...], tuple[dict[str, torch.Tensor], ...]]:
     """As `tuple(zip(*samples))` collates it: images of three channels, and for each its boxes."""
     images = tuple(torch.zeros(3, 8, 8 + number) for number in num_boxes)
     return images, tuple({"boxes": torch.zeros(number, 4)} for number in num_boxes)
 
 
-@pytest.mark.parametrize("num_boxes", [[1, 2, 5, 4], [3, 1, 3, 3], [2, 1, 4]])
-def test_lists_with_an_entry_for_each_sample_are_refused(num_boxes: list[int]) -> None:
+@pytest.mark.parametrize("num_boxes", [[1, 2, 5, 4], [3, 1, 3, 4], [2, 1, 4, 4]])
+def test_lists_with_an_entry_for_each_sample_are_split_by_samples(num_boxes: list[int]) -> None:
     """The first tensor's rows are channels: each image was split by them, and every microbatch had all targets."""
-    for batch in (detection_batch(num_boxes), dict(zip("xy", detection_batch(num_boxes), strict=True))):
-        with pytest.raises(ValueError, match="lists with an entry for each sample"):
-            split_batch(batch, 3, [2, 1])
+    for images, targets in (detection_batch(num_boxes[:4]),):
+        for batch in ((images, targets), {"x": images, "y": targets}):
+            number = len(images)
+            assert count_samples(batch, exactly(number)) == number
+            first, second = split_batch(batch, number, [number - 1, 1])
+            for part, own in ((first, slice(number - 1)), (second, slice(number - 1, number))):
+                x, y = part.values() if isinstance(part, dict) else part
+                assert x == images[own]
+                assert y == targets[own]
+
+
+def exactly(number: int) -> Loaded:
+    return Loaded(range(number, number + 1))
+
+
+def readable(value: Any) -> str:
+    """A name that is the same in each process."""
+    return re.sub(r" object at 0x\w+", "", str(value))
+
+
+class Bag:
+    """An object whose class alone knows what its tensors are."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+
+@attrs.frozen
+class Pairs:
+    left: torch.Tensor
+    right: torch.Tensor
+    name: str = "pairs"
+
+
+def ragged(*lengths: int, width: int = 2) -> list[torch.Tensor]:
+    return [torch.full((length, width), float(length)) for length in lengths]
+
+
+def jagged(*lengths: int) -> torch.Tensor:
+    return torch.nested.nested_tensor(ragged(*lengths), layout=torch.jagged)
+
+
+class TestCountSamples:
+    @pytest.mark.parametrize(
+        ("batch", "loaded", "number"),
+        [
+            (rows(4), UNKNOWN, 4),
+            ((rows(4), torch.zeros(4), torch.tensor(0.5), torch.ones(1, 9), "text", None, 7), UNKNOWN, 4),
+            ({"a": [1, FrozenSample(rows(4), None)], "names": ["w", "x", "y", "z"]}, UNKNOWN, 4),
+            (["w", "x", "y", "z"], UNKNOWN, 4),
+            (pack_sequence([torch.zeros(2)] * 4), UNKNOWN, 4),
+            (jagged(1, 3, 2, 2), UNKNOWN, 4),
+            (Pairs(rows(4), rows(4)), UNKNOWN, 4),
+            ((rows(4), [{"boxes": box} for box in ragged(1, 4, 4, 2)]), UNKNOWN, 4),
+            (([*ragged(3, 3, 3, 3)], torch.zeros(4)), UNKNOWN, 4),
+            ([{"ids": row} for row in ragged(16, 16, 16, 16)], exactly(4), 4),
+            ([{"ids": row} for row in ragged(16, 2, 7, 16)], exactly(4), 4),
+            ([(row, 3) for row in ragged(16, 2, 7, 16)], exactly(4), 4),
+            ([rows(4), rows(4)], exactly(4), 4),
+            ((rows(2), torch.zeros(2)), Loaded(range(2, 3), is_stacked=True), 2),
+            ((rows(2), rows(2)), Loaded(range(2, 3), is_stacked=True), 2),
+            ((rows(2), rows(2)), UNKNOWN, 2),
+            (rows(1), UNKNOWN, 1),
+            (rows(0), UNKNOWN, 0),
+            (rows(3), Loaded(range(1, 9)), 3),
+        ],
+        ids=readable,
+    )
+    def test_a_number_that_alone_is_possible_is_found(self, batch, loaded, number):
+        assert count_samples(batch, loaded) == number
+
+    @pytest.mark.parametrize(
+        ("batch", "loaded", "why"),
+        [
+            ((rows(8), rows(56)), UNKNOWN, "has 56 rows, and others tell of 8 samples"),
+            ({"nodes": rows(8), "edges": torch.zeros(2, 20)}, UNKNOWN, "has 2 rows"),
+            ((rows(8), torch.ones(5)), UNKNOWN, "has 5 rows"),
+            (rows(16), exactly(8), "puts 8 samples into a batch, but its first tensor has 16 rows"),
+            ((rows(16), torch.zeros(16)), Loaded(range(1, 9)), "may belong together"),
+            ([{"ids": row} for row in ragged(16, 16, 16, 16)], UNKNOWN, "may be of 16 or 4 samples"),
+            ([rows(4), rows(4)], UNKNOWN, "may be of 4 or 2 samples"),
+            ([{"ids": row} for row in ragged(16, 2, 7, 16)], UNKNOWN, "others tell of 16 samples"),
+            ([rows(2), rows(2)], exactly(2), "either may be samples"),
+            ((rows(3), rows(3).to_sparse()), UNKNOWN, "sparse tensor of shape"),
+            ((rows(3), torch.eye(3).to_sparse()), UNKNOWN, "sparse tensor of shape"),
+            (Bag(x=rows(4)), UNKNOWN, "a Bag in it"),
+            ((rows(4), Bag(deep=[Bag(x=rows(4))])), UNKNOWN, "a Bag in it"),
+            ((rows(4), iter([1, 2])), UNKNOWN, "only its class"),
+            ((rows(4), ["a"] * 20), UNKNOWN, "a list in it has 20 entries"),
+            ((torch.tensor(1.0), None, "text"), UNKNOWN, "nothing in it has a row for each sample"),
+            (Bag(), UNKNOWN, "nothing in it"),
+        ],
+        ids=readable,
+    )
+    def test_what_is_not_certain_is_not_guessed(self, batch, loaded, why):
+        with pytest.raises(Indivisible, match=why):
+            count_samples(batch, loaded)
+
+    def test_an_object_without_tensors_is_for_all_samples(self):
+        config = Bag(name="train", sizes=(1, 2))
+        first, second = split_batch((rows(4), config), count_samples((rows(4), config)), [2, 2])
+        assert first[1] is second[1] is config
+
+
+def test_jagged_tensors_are_split_by_their_components_and_those_that_share_offsets_still_do() -> None:
+    one = jagged(1, 3, 2, 2)
+    other = torch.nested.nested_tensor_from_jagged(one.values() * 2, one.offsets())
+    for (left, right), lengths in zip(split_batch((one, other), 4, [3, 1]), ([1, 3, 2], [2]), strict=True):
+        assert [len(row) for row in left.unbind()] == lengths
+        assert torch.equal((left + right).values(), left.values() * 3)
+
+
+def test_a_list_of_samples_is_sliced_whatever_the_lengths_of_their_tensors() -> None:
+    """Each sample's own tensor was cut along its tokens: every microbatch had all samples, a part of each."""
+    samples = [{"ids": row} for row in ragged(16, 16, 4, 16)]
+    assert split_batch(samples, 4, [1, 3]) == [samples[:1], samples[1:]]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_nested_tensors_are_joined() -> None:
+    for layout in (torch.jagged, torch.strided):
+        whole = torch.nested.nested_tensor(ragged(1, 3, 2), layout=layout)
+        assert count_samples(whole) == 3
+        merged = merge_outputs([{"x": part} for part in split_batch(whole, 3, [2, 1])], [2, 1])
+        assert all(map(torch.equal, merged["x"].unbind(), whole.unbind()))
+
+
+def test_losses_of_one_element_are_added_up_whatever_their_shapes() -> None:
+    losses = [torch.tensor([2.0], requires_grad=True), torch.tensor(4.0, requires_grad=True), torch.full((1, 1), 8.0)]
+    loss = merge_losses(losses, [0.25, 0.5, 0.25])
+    assert loss.shape == ()
+    assert loss.item() == 4.5
+    loss.backward()
+    assert [each.grad.flatten().tolist() for each in losses[:2]] == [[0.25], [0.5]]
+
+
+class TestTensorDict:
+    def test_its_rows_are_samples_and_are_joined_again(self):
+        tensordict = pytest.importorskip("tensordict")
+        inner = tensordict.TensorDict({"a": rows(4)}, batch_size=[4])
+        batch = tensordict.TensorDict({"x": rows(4), "inner": inner}, batch_size=[4])
+        assert count_samples({"data": batch}) == 4
+        parts = split_batch(batch, 4, [3, 1])
+        assert [part["inner", "a"].shape for part in parts] == [(3, 3), (1, 3)]
+        assert torch.equal(merge_outputs(parts, [3, 1])["x"], batch["x"])
+
+    def test_one_without_a_batch_size_is_a_mapping(self):
+        tensordict = pytest.importorskip("tensordict")
+        batch = tensordict.TensorDict({"x": rows(4), "y": torch.zeros(4)})
+        assert count_samples(batch) == 4
+        assert [part["x"].shape for part in split_batch(batch, 4, [3, 1])] == [(3, 3), (1, 3)]
 
 
 def test_lists_of_views_are_split() -> None:

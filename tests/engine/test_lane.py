@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_harmony.engine import lane as lane_module
-from lightning_harmony.engine.lane import CastingState, Lane, LaneAborted, LanePool, current_lane
+from lightning_harmony.engine.ambient import AmbientState
+from lightning_harmony.engine.lane import Lane, LaneAborted, LanePool, current_lane
 from lightning_harmony.errors import UnsupportedModelError
 
 NUMBER = contextvars.ContextVar("number", default=0)
@@ -183,57 +184,6 @@ class TestChoosing:
         pool.abort()
         assert not caught
         assert lane.finished
-
-
-class TestPauses:
-    """What a job has open, such as a profiler's action, and what it may not be while another job opens it."""
-
-    @staticmethod
-    def job(done: list[str], name: str, num_parks: int = 2) -> Callable[[], None]:
-        def run_job() -> None:
-            def pause(what: str) -> Callable[[], None]:
-                done.append(f"{name} pauses {what}")
-                return lambda: done.append(f"{name} goes on with {what}")
-
-            lane = parking()
-            for what in ("outer", "inner"):
-                lane.pauses[what] = lambda what=what: pause(what)
-            try:
-                for _ in range(num_parks):
-                    lane.park(None)
-            finally:
-                done.append(f"{name} ends")
-
-        return run_job
-
-    def test_the_newest_first_and_back_in_order_while_others_run(self, pool: LanePool) -> None:
-        done: list[str] = []
-        first, second = pool.lanes([self.job(done, "1"), self.job(done, "2", num_parks=0)])
-        run(pool, first, second, first)
-        assert done == [
-            "1 pauses inner", "1 pauses outer", "2 ends", "1 goes on with outer", "1 goes on with inner", "1 pauses inner",
-            "1 pauses outer",
-        ]  # fmt: skip
-
-    def test_not_where_the_lane_itself_goes_on(self, pool: LanePool) -> None:
-        done: list[str] = []
-        (lane,) = pool.lanes([self.job(done, "1", num_parks=3)])
-        run(pool, *[lane] * 4)
-        assert done == ["1 ends"]
-
-    def test_go_on_before_an_aborted_job_unwinds(self, pool: LanePool) -> None:
-        done: list[str] = []
-        (lane,) = pool.lanes([self.job(done, "1")])
-        run(pool, lane)
-        done.clear()
-        pool.abort()
-        assert done == ["1 goes on with outer", "1 goes on with inner", "1 ends"]
-
-    def test_of_a_job_end_with_it(self, pool: LanePool) -> None:
-        done: list[str] = []
-        (lane,) = pool.lanes([self.job(done, "1", num_parks=0)])
-        run(pool, lane)
-        assert in_lane(pool, lambda: dict(parking().pauses)) == {}
 
 
 class TestErrors:
@@ -656,13 +606,13 @@ class TestThreadState:
         assert in_lane(pool, job)
 
 
-class TestCastingState:
+class TestAmbientState:
     @pytest.mark.parametrize("enabled", [True, False])
     def test_is_given_back_whatever_is_on(self, enabled: bool) -> None:
         with torch.autocast("cpu", dtype=torch.float16, enabled=enabled):
-            state = CastingState()
+            state = AmbientState.capture()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            with state.applied():
+            with state.entered():
                 assert torch.is_autocast_enabled("cpu") is enabled
                 assert not enabled or torch.get_autocast_dtype("cpu") is torch.float16
             assert torch.get_autocast_dtype("cpu") is torch.bfloat16
@@ -670,8 +620,8 @@ class TestCastingState:
     def test_keeps_no_casts_of_weights(self) -> None:
         weight = torch.ones(2, 2, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            state = CastingState()
-        with state.applied():
+            state = AmbientState.capture()
+        with state.entered():
             before = torch.ones(2, 2) @ weight
             with torch.no_grad():
                 weight.zero_()

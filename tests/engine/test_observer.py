@@ -64,7 +64,7 @@ def test_a_turn_does_not_last_longer_for_buffers_that_are_made_once_and_for_room
     residents = Residents(device, swapper, Stash(device, pool, traffic))
     placement: Any = SimpleNamespace(residents=[residents], plan=Plan((("layer",),), (0,), 0), packs=[pack])
     lanes = [SimpleNamespace(task=(Phase.FORWARD, 0)), SimpleNamespace(task=None)]
-    step: Any = SimpleNamespace(turns=SimpleNamespace(running=lanes))
+    step: Any = SimpleNamespace(turns=SimpleNamespace(running=lanes), runs_whole=False, is_sequential=False)
     profiler = Profiler(traffic)
     observer = Observer(step, placement, traffic, profiler, pool)
     observer.begin_step(4, is_training=True, is_measuring=True, is_watching=False, is_timing=False)

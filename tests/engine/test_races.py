@@ -461,7 +461,10 @@ def test_gradients_that_are_not_waited_for_are_found(monkeypatch: pytest.MonkeyP
 )
 def test_what_is_not_ordered_is_found(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     """The detector detects: without the waits of a function, something races."""
-    assert find_races(monkeypatch, "skip-connections", device_memory="22KiB", left_out=(function,)) != []
+    # Lanes that wait for the gradient of their loss catch up: it is not predicted where batches accumulate.
+    trainer = {"accumulate_grad_batches": 2} if function == "catch_up" else None
+    options: Any = {"device_memory": "22KiB", "trainer": trainer}
+    assert find_races(monkeypatch, "skip-connections", left_out=(function,), **options) != []
 
 
 def test_glue_waits_for_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

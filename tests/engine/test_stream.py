@@ -4,6 +4,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_harmony.engine.stream import Happened, HostStream, wait_for_one
+from lightning_harmony.engine.stream import CudaStream, Happened, HostStream, wait_for_one
 
 
 @pytest.fixture
@@ -97,7 +98,17 @@ class TestBriefWork:
             stream.submit_brief(lambda: done_by.append(threading.current_thread())).synchronize()
         assert threading.current_thread() in done_by
 
-    def test_is_seen_by_no_mode_and_recorded_in_no_graph(self, stream: HostStream) -> None:
+    @pytest.mark.parametrize("on_gpu", [False, True])
+    def test_is_seen_by_no_mode_and_recorded_in_no_graph(
+        self, stream: HostStream, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A mode that a user's code had switched on saw the copies of a GPU, and not those of a host."""
+        monkeypatch.setattr("lightning_harmony.engine.stream.CudaEvent", lambda stream: Happened())
+        submit_brief = stream.submit_brief
+        if on_gpu:
+            monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+            monkeypatch.setattr(CudaStream, "selected", lambda stream: nullcontext())
+            submit_brief = CudaStream(torch.device("cuda", 0)).submit_brief
         seen: list[str] = []
 
         class Operations(TorchDispatchMode):
@@ -114,7 +125,7 @@ class TestBriefWork:
         made: list[Tensor] = []
         with Operations(), Functions(), torch.inference_mode():
             seen.clear()
-            stream.submit_brief(lambda: (target.copy_(source), made.append(torch.zeros(1)))[1])
+            submit_brief(lambda: (target.copy_(source), made.append(torch.zeros(1)))[1])
             assert seen == []
         assert target.tolist() == [1, 1, 1]
         assert not target.requires_grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -11,12 +12,12 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.layer import SwappedLayer
-from lightning_harmony.engine.pack import SwappedPack
+from lightning_harmony.engine.pack import HostGradients, SwappedPack
 from lightning_harmony.engine.postponed import Overlap, PostponedUpdate
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Residents
 from lightning_harmony.engine.stash import Stash
-from lightning_harmony.engine.stream import HostStream
+from lightning_harmony.engine.stream import Happened, HostStream
 from lightning_harmony.engine.swap import Swapper
 from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.errors import UnsupportedModelError
@@ -60,6 +61,26 @@ def norm() -> Iterator[Norm]:
     yield norm
     norm.updates.close()
     norm.device.close()
+
+
+def test_sums_that_make_way_on_a_host_last_until_the_copy_to_there_has_ended(norm: Norm) -> None:
+    """On the way out of an error they were dropped at once, and a GPU went on to write to memory that was another's."""
+    ended: list[str] = []
+
+    class Unfinished(Happened):
+        def synchronize(self) -> None:
+            ended.append("copy")
+
+        def done(self) -> bool:
+            return "copy" in ended
+
+    buffer, _ = norm.pool.take(64)
+    weakref.finalize(buffer.untyped_storage(), ended.append, "buffer")
+    norm.pack.parked = {0: HostGradients(0, buffer, Unfinished(), {}, set())}
+    del buffer
+    norm.residents.reset()
+    assert ended == ["copy", "buffer"]
+    assert norm.pack.parked == {}
 
 
 def test_nobody_waits_for_them_to_leave(norm: Norm, monkeypatch: pytest.MonkeyPatch) -> None:

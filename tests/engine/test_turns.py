@@ -161,6 +161,18 @@ class TestSeveralDevices:
         running[0].lane.request = Request(FORWARD, 2, 2)
         assert chosen(of) == 1
 
+    @pytest.mark.parametrize("parallel", ["pipeline", "data"])
+    def test_the_code_behind_the_last_layer_runs_in_the_order_of_microbatches(self, parallel: Parallel) -> None:
+        """It appends losses to lists: those were in the order in which devices came to an end."""
+        running = lanes([(FORWARD, 2, 2), (FORWARD, 3, 3), (FORWARD, 3, 3)])
+        of = turns(running, 2, parallel)
+        of.take(running[0], of.device_of(running[0]))
+        assert chosen(of) == 0
+        running[0].lane.request = Request(FORWARD, 3, 3)
+        assert chosen(of) == 0
+        running[0].lane.request = Request(BACKWARD, None)
+        assert chosen(of, until=FORWARD) == 1
+
     def test_without_buffers_they_do_not_wait_for_each_other(self) -> None:
         running = lanes([(FORWARD, 1, 1), (FORWARD, 1, 1)])
         of = turns(running, 2, "data")

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.machine import H200
-from lightning_harmony.plan.work import LayerProfile, StepProfile, Work, between
+from lightning_harmony.plan.work import Held, LayerProfile, StepProfile, Work, between
 
 
 def profile(samples: int) -> StepProfile:
     cost = Cost("layer", 100, 80, 10 * samples + 3, 20 * samples, 5 * samples)
     work = Work({"float32": 7 * samples}, 11 * samples, 13)
-    layer = LayerProfile(cost, cost, 100, 80, 20, samples, samples, 2 * samples, 1, work, work, work)
-    return StepProfile((layer, layer), (0, 1), 200, 50, 4, 9 * samples, samples)
+    held = Held(3 * samples, 4 * samples, samples)
+    layer = LayerProfile(cost, cost, 100, 80, 20, held, held, samples, 2 * samples, 1, work, work, work)
+    return StepProfile((layer, layer), (0, 1), 200, 50, 4, 9 * samples, samples, 2 * samples)
 
 
 def test_what_grows_along_a_line_is_told_for_any_size() -> None:

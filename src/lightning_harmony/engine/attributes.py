@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -216,22 +216,29 @@ def _with(others: Mapping[int, Tensor], before: Any) -> Any:
     return [exchanged(value) for value in before]
 
 
+class GeneratorAccess(NamedTuple):
+    """How the state of a generator of random numbers is read and set."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+    @classmethod
+    def of(cls, value: Any) -> GeneratorAccess | None:
+        """For one of PyTorch's, Python's or NumPy's; None of anything else."""
+        if isinstance(value, torch.Generator):
+            return cls(value.get_state, value.set_state)
+        if isinstance(value, random.Random):
+            return cls(value.getstate, value.setstate)
+        numpy: Any = sys.modules.get("numpy.random")
+        if numpy is not None and isinstance(value, numpy.RandomState):
+            return cls(partial(value.get_state, legacy=False), value.set_state)
+        if numpy is not None and isinstance(value, numpy.Generator):
+            bits = value.bit_generator
+            return cls(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+        return None
+
+
 def restore_of_generator(value: Any) -> Callable[[], None] | None:
     """What makes a generator of random numbers draw again what it would draw now; None of anything else."""
-    if isinstance(value, torch.Generator):
-        return _call(value.set_state, value.get_state())
-    if isinstance(value, random.Random):
-        return _call(value.setstate, value.getstate())
-    numpy: Any = sys.modules.get("numpy.random")
-    if numpy is not None and isinstance(value, numpy.RandomState):
-        return _call(value.set_state, value.get_state())
-    if numpy is not None and isinstance(value, numpy.Generator):
-        return _call(partial(setattr, value.bit_generator, "state"), value.bit_generator.state)
-    return None
-
-
-def _call(function: Callable[[Any], Any], argument: Any) -> Callable[[], None]:
-    def call() -> None:
-        function(argument)
-
-    return call
+    access = GeneratorAccess.of(value)
+    return None if access is None else partial(access.set, access.get())

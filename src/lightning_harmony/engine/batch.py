@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import IntEnum
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from lightning_harmony.engine.guise import Guise
+from lightning_harmony.engine.nested import Node, holds_tensors, is_ndarray, open_node
 from lightning_harmony.engine.stash import SMALLEST_BYTES, is_small
 
 #: Enough microbatches to keep a few devices busy, few enough that each still fills one.
@@ -44,66 +44,115 @@ def microbatch_sizes(batch_size: int, *, num_microbatches: int | None, microbatc
     return _equal_sizes(batch_size, min(number, max(batch_size, 1)))
 
 
-def split_batch(batch: Any, batch_size: int, sizes: Sequence[int]) -> list[Any]:
+class Indivisible(ValueError):
+    """What belongs to a sample of a batch cannot be told. The message says why."""
+
+
+class Loaded(NamedTuple):
+    """What the data loader that made a batch tells of it.
+
+    Attributes:
+        samples: how many there may be; None if that is not known.
+        is_stacked: whether the default collate function made it. Its lists and tuples are those of a sample, and what they
+            hold has a row for each sample; other functions may return a list of the samples themselves.
+    """
+
+    samples: range | None = None
+    is_stacked: bool = False
+
+
+#: Nothing is told of the batch.
+UNKNOWN = Loaded()
+
+
+def count_samples(batch: Any, loaded: Loaded = UNKNOWN) -> int:
+    """Say how many samples a batch has, if only one number is possible.
+
+    A number is possible if everything in the batch either has a row for each sample or is for all of them. A row is that of a
+    tensor or an array, a component of a nested tensor, a sequence of a `PackedSequence`, an entry of a list. For all of them
+    are tensors without rows or with a single one, numbers, strings and what else holds no tensors.
+
+    Args:
+        batch: what the data loader yielded.
+        loaded: what is known of it.
+
+    Returns:
+        The number of samples, by which `split_batch` splits the batch.
+
+    Raises:
+        Indivisible: if no number is possible, or several are.
+    """
+    batch = _as_record(batch)
+    found = _candidates(batch, (), loaded.is_stacked)
+    expected = loaded.samples or range(1, sys.maxsize)
+    candidates = [number for number in found or expected[:1] if number in expected or number == 0]
+    if not candidates:
+        raise Indivisible(
+            f"its data loader puts {expected[-1]} samples into a batch, but its first tensor has {found[0]} rows, some of "
+            "which may belong together"
+        )
+    possible: dict[int, _Evidence] = {}
+    reasons: list[Indivisible] = []
+    for number in candidates:
+        try:
+            evidence = _evidence(batch, number, loaded.is_stacked)
+        except Indivisible as reason:
+            reasons.append(reason)
+        else:
+            possible |= {number: evidence} if evidence else {}
+    if len(possible) > 1:
+        raise Indivisible(
+            f"it may be of {' or '.join(map(str, possible))} samples: either the entries of a list in it are samples, or the "
+            "rows of these entries"
+        )
+    for number, evidence in possible.items():
+        # A list with one entry too few could be one of anything.
+        if evidence is _Evidence.ROWS or number == expected[-1] or not holds_tensors(batch):
+            return number
+        reasons.append(Indivisible(f"only the length of a list, {number}, tells of samples"))
+    raise next(iter(reasons), Indivisible("nothing in it has a row for each sample"))
+
+
+def split_batch(batch: Any, batch_size: int, sizes: Sequence[int], *, is_stacked: bool = False) -> list[Any]:
     """Split a batch into microbatches.
 
-    Tensors and arrays with ``batch_size`` rows are cut into views, lists of ``batch_size`` other things are sliced, at
-    any depth of mappings, sequences, namedtuples and dataclasses. Everything else goes unchanged into each microbatch: small
+    Tensors and arrays with ``batch_size`` rows are cut into views, lists of the samples are sliced, and so are nested tensors
+    and packed sequences, at any depth of containers and records. Everything else goes unchanged into each microbatch: small
     tensors and arrays as copies, which a step may change, and larger ones themselves.
 
     Args:
         batch: What the dataloader yielded.
-        batch_size: Samples in the batch.
+        batch_size: Samples in the batch, as `count_samples` returned it.
         sizes: Samples in each microbatch.
+        is_stacked: As `Loaded` says.
 
     Returns:
         One batch for each size, of the structure of ``batch``; ``[batch]`` itself if there is only one.
-
-    Raises:
-        ValueError: If the batch holds a ``PackedSequence``, whose rows are time steps of many samples, or lists with an entry
-            for each sample, whose rows are anything.
     """
     assert sum(sizes) == batch_size, f"microbatches of {tuple(sizes)} do not make a batch of {batch_size}"
     if len(sizes) == 1:
         return [batch]
-    if _is_lists_of_samples(batch, batch_size):
-        raise ValueError(
-            f"The batch is made of lists with an entry for each sample, as for detection, so that {batch_size} rows of the "
-            "first tensor are no samples. Let the DataLoader's collate_fn stack or pad them to tensors with one row for each "
-            "sample, or pass `HarmonyStrategy(num_microbatches=1)`."
-        )
-    return _split(
-        batch, batch_size, [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-    )
+    slices = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    parts = _Splitter(batch_size, slices, is_stacked).split(_as_record(batch))
+    return [tuple(part.values()) for part in parts] if type(batch) is tuple else parts
 
 
 def shared_tensors(one: Any, other: Any) -> list[Tensor]:
     """List the tensors that two microbatches share."""
     if isinstance(one, Tensor):
         return [one] if one is other else []
-    children, others = _children(one) or (), _children(other) or ()
-    return [tensor for pair in zip(children, others, strict=False) for tensor in shared_tensors(*pair)]
-
-
-def can_be_split(batch: Any, batch_size: int) -> bool:
-    """Say whether `split_batch` finds samples in a batch: others go whole into each microbatch, as many times the work."""
-    if _has_rows(batch, batch_size) or _is_per_sample(batch, batch_size) or isinstance(batch, PackedSequence):
-        return True
-    return any(can_be_split(child, batch_size) for child in _children(batch) or ())
-
-
-def numbers_of_rows(batch: Any) -> set[int]:
-    """Say how many rows tensors and arrays in a batch have, at any depth of what `split_batch` looks into."""
-    if _is_tensor(batch):
-        return {batch.shape[0]} if len(batch.shape) > 0 else set()
-    return set().union(*(numbers_of_rows(child) for child in _children(batch) or ()))
+    node, others = open_node(one), open_node(other)
+    if node is None or others is None:
+        return []
+    pairs = zip(node.children, others.children, strict=False)
+    return [tensor for pair in pairs for tensor in shared_tensors(*pair)]
 
 
 def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Merge what the step returned for each microbatch into what it would have returned for the whole batch.
 
-    Per-sample values are concatenated, floating-point scalars averaged by samples, at any depth of mappings, sequences,
-    namedtuples and dataclasses; of anything else the last microbatch's value is kept. So it is of the entry ``"loss"``
+    Per-sample values are concatenated, floating-point scalars averaged by samples, at any depth of containers and records;
+    of anything else the last microbatch's value is kept. So it is of the entry ``"loss"``
     of a returned mapping: whoever knows how the loss is reduced replaces it.
 
     Args:
@@ -119,9 +168,12 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     if len(outputs) == 1:
         return outputs[0]
     _refuse_partly_none(outputs)
-    if isinstance(outputs[-1], Mapping) and _same_structure(outputs):
-        return _merge_mappings(outputs, sizes)
-    return _merge(outputs, sizes)
+    # The rows of a TensorDict are joined.
+    nodes = _alike(outputs) if isinstance(outputs[-1], Mapping) and not _is_array(outputs[-1]) else None
+    if nodes is None:
+        return _merge(outputs, sizes)
+    columns = zip(nodes[-1].keys, _columns(nodes), strict=True)
+    return nodes[-1].build([column[-1] if key == "loss" else _merge(column, sizes) for key, column in columns])
 
 
 def merge_evaluations(outputs: Sequence[Any], sizes: Sequence[int], *, averages: bool) -> Any:
@@ -142,6 +194,16 @@ def merge_evaluations(outputs: Sequence[Any], sizes: Sequence[int], *, averages:
     return _merge(outputs, sizes, _must_be_same, averages=averages)
 
 
+def loss_of(output: Any) -> Any:
+    """Where Lightning finds the loss in what a training_step returned; it may be none."""
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def merge_losses(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Add up the losses of microbatches, each of one element, whatever their shapes, as accumulation would."""
+    return torch.stack([loss.reshape(()) * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
+
+
 def _equal_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     if num_microbatches < 1:
         raise ValueError(f"`num_microbatches` must be at least 1, not {num_microbatches}.")
@@ -156,34 +218,200 @@ def _sizes_of(batch_size: int, microbatch_size: int) -> tuple[int, ...]:
     return (microbatch_size,) * num_full + ((rest,) if rest else ()) or (0,)
 
 
-def _split(value: Any, batch_size: int, slices: Sequence[slice]) -> list[Any]:
-    if isinstance(value, PackedSequence):
-        raise ValueError(
-            "A PackedSequence cannot be split into microbatches. Put the padded tensor and the lengths into the batch "
-            "and pack them in the step, or pass `HarmonyStrategy(num_microbatches=1)`."
-        )
-    if _has_rows(value, batch_size) or _is_per_sample(value, batch_size):
-        parts = [value[part] for part in slices]
+def _as_record(batch: Any) -> Any:
+    """What a tuple holds are fields, as in `x, y = batch`, and no samples; within it, there may be tuples of these."""
+    return dict(enumerate(batch)) if type(batch) is tuple else batch
+
+
+class _Splitter:
+    """Splits what is in one batch.
+
+    Args:
+        num_samples: of the batch.
+        slices: those of each microbatch.
+        is_stacked: as `Loaded` says.
+    """
+
+    def __init__(self, num_samples: int, slices: Sequence[slice], is_stacked: bool) -> None:
+        self._num_samples = num_samples
+        self._slices = slices
+        self._is_stacked = is_stacked
+        # Jagged tensors can be added to each other if they have the same offsets. So can their parts.
+        self._offsets: dict[int, list[Tensor]] = {}
+
+    def split(self, value: Any) -> list[Any]:
+        """The parts of a value for each microbatch."""
+        if isinstance(value, PackedSequence):
+            if int(value.batch_sizes[0]) == self._num_samples:
+                rows, is_sorted = unpack_sequence(value), value.sorted_indices is None
+                return [pack_sequence(rows[part], enforce_sorted=is_sorted) for part in self._slices]
+        elif _has_rows(value, self._num_samples):
+            return self._rows(value)
+        elif _is_list_of_samples(value, self._num_samples, self._is_stacked):
+            return [value[part] for part in self._slices]
+        node = open_node(value)
+        if node is None:
+            return [value, *(_own(value) for _ in self._slices[1:])]
+        parts = [self.split(child) for child in node.children]
+        return [node.build([part[index] for part in parts]) for index in range(len(self._slices))]
+
+    def _rows(self, value: Any) -> list[Any]:
+        if isinstance(value, Tensor) and value.is_nested:
+            return self._components(value)
+        parts = [value[part] for part in self._slices]
         guise = Guise.of(value) if isinstance(value, Tensor) else None
         if guise is None:
             return parts
-        attributes = _split(guise.attributes, batch_size, slices)
+        attributes = self.split(guise.attributes)
         # A class that knows what becomes of its own when it is sliced has seen to it.
         return [
             guise._replace(attributes=own | vars(part)).on(part) for own, part in zip(attributes, parts, strict=True)
         ]
-    children = _children(value)
-    if children is None:
-        return [value, *(_own(value) for _ in slices[1:])]
-    parts = [_split(child, batch_size, slices) for child in children]
-    return [_rebuild(value, [part[index] for part in parts]) for index in range(len(slices))]
+
+    def _components(self, value: Any) -> list[Tensor]:
+        if value.layout is not torch.jagged:
+            rows = value.unbind()
+            return [torch.nested.as_nested_tensor(list(rows[part])) for part in self._slices]
+        offsets = value.offsets()
+        if id(offsets) not in self._offsets:
+            self._offsets[id(offsets)] = [offsets[p.start : p.stop + 1] - offsets[p.start] for p in self._slices]
+        ends = offsets.tolist()
+        return [
+            torch.nested.nested_tensor_from_jagged(value.values()[ends[part.start] : ends[part.stop]], own)
+            for part, own in zip(self._slices, self._offsets[id(offsets)], strict=True)
+        ]
+
+
+def _candidates(value: Any, lists: tuple[int, ...], is_stacked: bool) -> list[int]:
+    """The numbers of samples by which the first tensor with several rows has rows for samples, or is within a sample.
+
+    Args:
+        value: what is in the batch.
+        lists: the lengths of the lists that it is in.
+        is_stacked: as `Loaded` says.
+    """
+    if isinstance(value, PackedSequence):
+        return [int(value.batch_sizes[0]), *lists]
+    if (rows := _num_rows(value)) is not None:
+        return list(dict.fromkeys([rows, *lists]))
+    node = open_node(value)
+    if node is None or not node.children:
+        return []
+    if _may_be_samples(value, is_stacked):
+        lists = (len(value), *lists)
+    single: list[int] = []
+    for child in node.children:
+        found = _candidates(child, lists, is_stacked)
+        if found and found[0] != 1:
+            return found
+        single = single or found
+    return single or ([len(value)] if _may_be_samples(value, is_stacked) else [])
+
+
+class _Evidence(IntEnum):
+    """What tells that a value has something for each of a number of samples."""
+
+    NONE = 0
+    LENGTH = 1
+    ROWS = 2
+
+
+def _evidence(value: Any, number: int, is_stacked: bool) -> _Evidence:
+    """What in a value tells of so many samples; where nothing does, it is for all of them.
+
+    Raises:
+        Indivisible: if neither is certain.
+    """
+    if isinstance(value, PackedSequence):
+        rows: int | None = int(value.batch_sizes[0])
+    elif _is_array(value):
+        _refuse_layout(value)
+        rows = _num_rows(value)
+    else:
+        return _evidence_within(value, number, is_stacked)
+    if rows in (None, number, 1):
+        return _Evidence.ROWS if rows == number else _Evidence.NONE
+    raise Indivisible(f"a {type(value).__name__} in it has {rows} rows, and others tell of {number} samples")
+
+
+def _refuse_layout(value: Any) -> None:
+    if not isinstance(value, Tensor):
+        return
+    if value.is_nested:
+        if value.layout is torch.jagged and not value.is_contiguous():
+            raise Indivisible("a jagged tensor in it is not contiguous")
+    elif value.layout is not torch.strided:
+        raise Indivisible(f"a sparse tensor of shape {tuple(value.shape)} in it may tell how its rows belong together")
+
+
+def _evidence_within(value: Any, number: int, is_stacked: bool) -> _Evidence:
+    node = open_node(value)
+    if node is None:
+        if isinstance(value, Iterator) or holds_tensors(value):
+            raise Indivisible(
+                f"a {type(value).__name__} in it is of no kind whose parts are known: only its class can take it apart"
+            )
+        return _Evidence.NONE
+    conflict: Indivisible | None = None
+    evidence = _Evidence.NONE
+    for child in node.children:
+        try:
+            evidence = max(evidence, _evidence(child, number, is_stacked))
+        except Indivisible as reason:
+            conflict = conflict or reason
+    if _may_be_samples(value, is_stacked) and len(value) == number:
+        if evidence and conflict is None:
+            raise Indivisible(f"a list of {number} tensors in it has as many rows: either may be samples")
+        return _Evidence.LENGTH
+    if conflict is not None:
+        raise conflict
+    if not evidence and type(value) is list and len(value) > 1 and any(open_node(each) is None for each in value):
+        raise Indivisible(f"a list in it has {len(value)} entries, and others tell of {number} samples")
+    return evidence
+
+
+def _is_list_of_samples(value: Any, number: int, is_stacked: bool) -> bool:
+    """Whether a list has an entry for each sample, in a batch of which that number of samples is certain."""
+    if not _may_be_samples(value, is_stacked) or len(value) != number:
+        return False
+    try:
+        return max(_evidence(child, number, is_stacked) for child in value) is _Evidence.NONE
+    except Indivisible:
+        return True
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) in (list, tuple)
+
+
+def _may_be_samples(value: Any, is_stacked: bool) -> bool:
+    """Whether the entries of a list or tuple may be samples, or parts of such: they are alike."""
+    if not _is_list(value) or not value:
+        return False
+    if not holds_tensors(value):
+        # The default collate function makes a tuple of the samples' strings. Others are records: (height, width).
+        return type(value) is list or all(isinstance(item, str | bytes) for item in value)
+    return not is_stacked and all(_are_alike(value[0], each) for each in value[1:])
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether two values may be the same thing of two samples: of the same types, but for the sizes of tensors and lists."""
+    if type(one) is not type(other):
+        return False
+    if _is_array(one):
+        return bool(one.dtype == other.dtype and one.ndim == other.ndim) if _is_tensor(one) else True
+    node, others = open_node(one), open_node(other)
+    if node is None or others is None or isinstance(one, list):
+        return True
+    return node.has_structure_of(others) and all(map(_are_alike, node.children, others.children))
 
 
 def _own(value: Any) -> Any:
     """Let a microbatch have what others have, too; what a step may change, such as a counter, as a copy."""
     if is_ndarray(value):
         return value.copy() if value.nbytes < SMALLEST_BYTES else value
-    if not isinstance(value, Tensor) or value.requires_grad or not is_small(value):
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+    if not is_dense or value.requires_grad or not is_small(value):
         return value
     guise = Guise.of(value)
     return value.clone() if guise is None else guise.on(value.clone())
@@ -228,17 +456,10 @@ def _merge(
         return _weighted_mean(values, sizes)
     if all(_is_per_sample(value, size) for value, size in zip(values, sizes, strict=True)):
         return type(values[-1])(chain.from_iterable(values))
-    if not _same_structure(values):
+    nodes = _alike(values)
+    if nodes is None:
         return otherwise(values)
-    return _rebuild(values[-1], [_merge(column, sizes, otherwise, averages=averages) for column in _columns(values)])
-
-
-def _merge_mappings(values: Sequence[Mapping[Any, Any]], sizes: Sequence[int]) -> Any:
-    merged = [
-        column[-1] if key == "loss" else _merge(column, sizes)
-        for key, column in zip(values[-1], _columns(values), strict=True)
-    ]
-    return _rebuild(values[-1], merged)
+    return nodes[-1].build([_merge(column, sizes, otherwise, averages=averages) for column in _columns(nodes)])
 
 
 def _refuse_partly_none(outputs: Sequence[Any]) -> None:
@@ -251,20 +472,29 @@ def _refuse_partly_none(outputs: Sequence[Any]) -> None:
         )
 
 
-def _has_rows(value: Any, num_rows: int) -> bool:
-    # By shape, not by type: NumPy arrays, data frames and tensor dictionaries slice like tensors.
+def _is_array(value: Any) -> bool:
+    if _is_tensor(value):
+        return True
+    # By shape, not by type: data frames and tensor dictionaries slice like tensors.
     shape = getattr(value, "shape", None)
-    return isinstance(shape, tuple) and len(shape) > 0 and shape[0] == num_rows and hasattr(value, "__getitem__")
+    return isinstance(shape, tuple) and len(shape) > 0 and hasattr(value, "__getitem__")
+
+
+def _num_rows(value: Any) -> int | None:
+    """The rows of an array; None for anything else."""
+    if isinstance(value, Tensor):
+        return int(value.size(0)) if value.dim() > 0 else None
+    return int(value.shape[0]) if _is_array(value) and value.shape else None
+
+
+def _has_rows(value: Any, num_rows: int) -> bool:
+    return _num_rows(value) == num_rows
 
 
 def _all_have_rows(values: Sequence[Any], sizes: Sequence[int]) -> bool:
-    return all(_is_tensor(value) and _has_rows(value, size) for value, size in zip(values, sizes, strict=True))
-
-
-def is_ndarray(value: Any) -> bool:
-    """Say whether a value is an array of NumPy's."""
-    numpy = sys.modules.get("numpy")  # whoever made an array has imported it; we need not
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    # Besides tensors and arrays, those classes that teach torch.cat to join them.
+    can_be_joined = all(_is_tensor(value) or hasattr(type(value), "__torch_function__") for value in values)
+    return can_be_joined and all(map(_has_rows, values, sizes))
 
 
 def _is_tensor(value: Any) -> bool:
@@ -279,30 +509,23 @@ def _is_per_sample(value: Any, num_samples: int) -> bool:
     return type(value) is tuple and len(value) == num_samples and all(isinstance(item, str | bytes) for item in value)
 
 
-def _is_lists_of_samples(batch: Any, num_rows: int) -> bool:
-    """Tell lists of samples, images beside targets, from lists of a few tensors: what goes with an image has other rows."""
-    lists = _children(batch) or []
-    if len(lists) < 2 or len({len(each) if isinstance(each, list | tuple) else -1 for each in lists}) > 1:
-        return False
-    if not isinstance(lists[0], list | tuple):
-        return False
-    return any(bool(rows) and num_rows not in rows for each in lists[1:] for rows in map(numbers_of_rows, each))
-
-
 def _is_floating_scalar(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point())
 
 
 def _concatenate(values: Sequence[Any]) -> Any:
+    if all(isinstance(value, Tensor) and value.is_nested for value in values):
+        rows = [row for value in values for row in value.unbind()]
+        return torch.nested.as_nested_tensor(rows, layout=values[-1].layout)
     if len({tuple(value.shape[1:]) for value in values}) > 1:
         shapes = ", ".join(str(tuple(value.shape)) for value in values)
         raise ValueError(
             f"The step returned tensors of shapes {shapes} for the microbatches of one batch, which do not make one "
             "tensor. Pad them to one shape in the step, or pass `HarmonyStrategy(num_microbatches=1)`."
         )
-    if all(isinstance(value, Tensor) for value in values):
-        return torch.cat(list(values))
-    return sys.modules["numpy"].concatenate(values)
+    if any(is_ndarray(value) for value in values):
+        return sys.modules["numpy"].concatenate(values)
+    return torch.cat(list(values))
 
 
 def _weighted_mean(values: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -314,70 +537,15 @@ def _weighted_mean(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     return sum(float(value) * size for value, size in zip(values, sizes, strict=True)) / total
 
 
-def _is_dataclass_instance(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+def _alike(values: Sequence[Any]) -> list[Node] | None:
+    """Take values apart that are containers of one structure; None for others."""
+    nodes = [open_node(value) for value in values]
+    last = nodes[-1]
+    if last is None or any(node is None or not node.has_structure_of(last) for node in nodes):
+        return None
+    return [node for node in nodes if node is not None]
 
 
-def _field_names(value: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-
-
-def _children(value: Any) -> list[Any] | None:
-    """List what a container holds, or return None for anything else."""
-    if isinstance(value, Mapping):
-        return [value[key] for key in value]
-    if isinstance(value, list | tuple):
-        return list(value)
-    if _is_dataclass_instance(value):
-        return [getattr(value, name) for name in _field_names(value)]
-    return None
-
-
-def _columns(containers: Sequence[Any]) -> list[tuple[Any, ...]]:
+def _columns(nodes: Sequence[Node]) -> list[tuple[Any, ...]]:
     """Group the children of containers of one structure by their places."""
-    return list(zip(*(_children(container) or () for container in containers), strict=True))
-
-
-def _same_structure(values: Sequence[Any]) -> bool:
-    last = values[-1]
-    if any(type(value) is not type(last) for value in values):
-        return False
-    if isinstance(last, Mapping):
-        return all(list(value) == list(last) for value in values)
-    if isinstance(last, list | tuple):
-        return all(len(value) == len(last) for value in values)
-    return _is_dataclass_instance(last) and all(_field_names(value) == _field_names(last) for value in values)
-
-
-def _rebuild(container: Any, children: Sequence[Any]) -> Any:
-    """Make a container like the given one that holds these children."""
-    if isinstance(container, Mapping):
-        return _rebuild_mapping(container, dict(zip(container, children, strict=True)))
-    if isinstance(container, tuple) and hasattr(container, "_make"):
-        return container._make(children)
-    if isinstance(container, list | tuple):
-        return type(container)(children)
-    return _rebuild_dataclass(container, children)
-
-
-def _rebuild_mapping(container: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if isinstance(container, MutableMapping):
-        # A copy keeps what its constructor may not take: a default factory, a tokenizer's encodings.
-        filled = copy.copy(container)
-        for key, value in items.items():  # one by one, as Hugging Face's outputs refuse update()
-            filled[key] = value
-        return filled
-    constructor: Any = type(container)
-    try:
-        rebuilt = constructor(items)
-    except TypeError:
-        return items
-    return rebuilt if list(rebuilt) == list(items) else items  # its constructor may take something else
-
-
-def _rebuild_dataclass(container: Any, children: Sequence[Any]) -> Any:
-    # A copy, not replace(): that calls __post_init__ again and refuses fields that are not arguments.
-    rebuilt = copy.copy(container)
-    for name, child in zip(_field_names(container), children, strict=True):
-        object.__setattr__(rebuilt, name, child)  # past the guard of frozen ones
-    return rebuilt
+    return list(zip(*(node.children for node in nodes), strict=True))

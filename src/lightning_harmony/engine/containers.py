@@ -13,3 +13,10 @@ def have_same_content(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
     return bool(one == other) if isinstance(one, set) else all(map(is_, one, other))
+
+
+def copied_content(content: Any) -> Any:
+    """A list, dict, set or deque as it is, in a list, dict or set: classes of one's own may copy otherwise."""
+    if isinstance(content, dict):
+        return dict(content)
+    return set(content) if isinstance(content, set) else list(content)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 import torch
 from torch import Tensor
 
+from lightning_harmony.engine.cuda_memory import CudaBudget, bound_reserved_memory, use_expandable_segments
 from lightning_harmony.engine.device import Device, flat_buffer
 from lightning_harmony.engine.stream import (
     CudaEvent,
@@ -29,6 +30,7 @@ class CudaDevice(Device):
     Args:
         torch_device: which one.
         capacity_bytes: what may be allocated on it.
+        reserved_bytes: what torch's allocator may have of the driver; None for no bound.
         is_one_of_several: whether lanes go from device to device. Each then has a stream of its own on each, on which
             its glue, its copies from device to device and the autograd engine run. On one stream, a lane that waits for
             another device would hold up those behind it.
@@ -39,9 +41,17 @@ class CudaDevice(Device):
     uncounted_bytes = 2 << 20
 
     def __init__(
-        self, torch_device: torch.device, capacity_bytes: int | None, *, is_one_of_several: bool = False
+        self,
+        torch_device: torch.device,
+        capacity_bytes: int | None,
+        *,
+        reserved_bytes: int | None = None,
+        is_one_of_several: bool = False,
     ) -> None:
         super().__init__(torch_device, capacity_bytes)
+        self._is_bounded = reserved_bytes is not None
+        if self._is_bounded:
+            bound_reserved_memory(torch_device, reserved_bytes)
         self._is_one_of_several = is_one_of_several
         if is_one_of_several and hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
             # Gradients come from other devices, whose streams autograd waits for: there is nothing to warn of.
@@ -53,7 +63,31 @@ class CudaDevice(Device):
         self.swap_out = CudaStream(torch_device)
         self.stash_in = CudaStream(torch_device)
         self.gather = CudaStream(torch_device)
-        self._peak_bytes = 0
+        self._peak_bytes = self._peak_reserved_bytes = 0
+
+    @classmethod
+    def within(cls, torch_device: torch.device, limit_bytes: int | None, *, is_one_of_several: bool) -> CudaDevice:
+        """A GPU of which a fit takes no more than a limit, whatever of it torch's allocator leaves unused.
+
+        Args:
+            torch_device: which one.
+            limit_bytes: of the card, the context included; None for all that is free.
+            is_one_of_several: as for the class.
+        """
+        use_expandable_segments()
+        budget = CudaBudget.of(torch_device, limit_bytes)
+        return cls(
+            torch_device,
+            budget.capacity_bytes,
+            reserved_bytes=budget.reserved_bytes,
+            is_one_of_several=is_one_of_several,
+        )
+
+    def close(self) -> None:
+        """Let torch's allocator have the whole GPU again."""
+        super().close()
+        if self._is_bounded:
+            bound_reserved_memory(self.torch_device, None)
 
     @property
     def _index(self) -> int:
@@ -81,9 +115,13 @@ class CudaDevice(Device):
         """The most that torch's allocator has handed out."""
         return max(self._peak_bytes, torch.cuda.max_memory_allocated(self.torch_device))
 
+    def peak_reserved_bytes(self) -> int:
+        """The most that torch's allocator had of the driver."""
+        return max(self._peak_reserved_bytes, torch.cuda.max_memory_reserved(self.torch_device))
+
     def watch_peak(self) -> Callable[[], int]:
         """Watch through the allocator's own peak, which has to be reset for it."""
-        self._peak_bytes = self.peak_bytes()
+        self._peak_bytes, self._peak_reserved_bytes = self.peak_bytes(), self.peak_reserved_bytes()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         return lambda: torch.cuda.max_memory_allocated(self.torch_device)
 

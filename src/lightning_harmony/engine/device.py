@@ -84,6 +84,10 @@ class Device(ABC):
     def peak_bytes(self) -> int:
         """The most that was allocated since the device was opened."""
 
+    def peak_reserved_bytes(self) -> int:
+        """The most that was taken of the device for what is allocated on it."""
+        return self.peak_bytes()
+
     @abstractmethod
     def watch_peak(self) -> Callable[[], int]:
         """Start to watch a peak; calling the result gives the most that was allocated since."""

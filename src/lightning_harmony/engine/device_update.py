@@ -133,12 +133,13 @@ class DeviceUpdates:
         # It is asked after each step, and models have thousands of parameters.
         if self._copies is not None and self._copies[0] is optimizer and self._copies[1] == len(state):
             return self._copies[2]
-        having = [parameter for parameter in state if state[parameter]]
+        # A list is made at once: an update that outlasts its step may add to the dictionary meanwhile.
+        having = [(parameter, dict(values)) for parameter, values in list(state.items()) if values]
         if not having:
             return None
-        num_bytes = sum(value.nbytes for parameter in having for _, value in _tensors(state[parameter]))
-        copies = num_bytes / max(sum(parameter.nbytes for parameter in having), 1)
-        self._copies = optimizer, len(state), copies
+        num_bytes = sum(value.nbytes for _, values in having for _, value in _tensors(values))
+        copies = num_bytes / max(sum(parameter.nbytes for parameter, _ in having), 1)
+        self._copies = optimizer, len(having), copies
         return copies
 
     def passing_bytes(self) -> int:

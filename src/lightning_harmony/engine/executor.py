@@ -26,7 +26,7 @@ from lightning_harmony.engine.gradient_sums import GradientSums
 from lightning_harmony.engine.host_operands import BringsHostOperands
 from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.intercept import InterceptedForward
-from lightning_harmony.engine.lane import Lane, LanePool
+from lightning_harmony.engine.lane import AnyLane, CallerLane, Lane, LanePool
 from lightning_harmony.engine.layer import SwappedLayer, places_of
 from lightning_harmony.engine.lone_calls import LoneCalls
 from lightning_harmony.engine.measurements import Measurements
@@ -43,7 +43,7 @@ from lightning_harmony.engine.runtime import Runtime
 from lightning_harmony.engine.shared_update import start_postponed
 from lightning_harmony.engine.shortage import exceeded_in_turn, refuse_too_large
 from lightning_harmony.engine.stash import LaneStash, Stash
-from lightning_harmony.engine.step import Grant, Step
+from lightning_harmony.engine.step import Grant, Step, StepWatch
 from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.engine.swap import Swapper
 from lightning_harmony.engine.swapped_model import SwappedModel
@@ -101,8 +101,7 @@ class Executor:
         self.traffic = Traffic()
         # Whether a step has come to its end: the first one changes nothing before.
         self.has_succeeded = False
-        self.on_switch: Callable[[int], None] | None = None
-        self.on_set: Callable[[dict[str, Any], set[str]], None] | None = None
+        self.notify()
         swapped_layers = [
             SwappedLayer(index, layer.name, layer.module, list(layer.module.parameters()), compute_dtype)
             for index, layer in enumerate(layers)
@@ -165,7 +164,8 @@ class Executor:
         self._glue = Glue(places_of(model, list(in_order)), root.torch_device, runtime, compute_dtype)
         self._random = RandomStreams([], [])
         self._num_elements, self._evaluated_elements = 0, -1
-        self._fuses = True
+        self._predicts = True
+        self._is_driving = False
         self._upstream = torch.ones(())
         self._use(planner.layer_by_layer(range(len(layers))))
         self.step_plan = self.plan
@@ -187,10 +187,31 @@ class Executor:
         """Whether layers were called in a backward, as reentrant checkpointing does."""
         return self._sums.reentrant
 
+    def notify(
+        self,
+        *,
+        on_switch: Callable[[int], None] | None = None,
+        on_set: Callable[[dict[str, Any], set[str]], None] | None = None,
+        watch: StepWatch | None = None,
+    ) -> None:
+        """Say who is told of the steps from now on: nobody else than these.
+
+        Args:
+            on_switch: told which microbatch has its turn.
+            on_set: told what attributes the own code of a layer has set.
+            watch: told of microbatches that run one after the other, if there are several.
+        """
+        self._on_switch, self._on_set, self._watch = on_switch, on_set, watch
+
     @property
     def is_running(self) -> bool:
         """Whether lanes run, or wait for each other: parameters are then not what they are between hooks."""
-        return self._lanes.is_driving
+        return self._lanes.is_driving or self._is_driving
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether the microbatches of the step run one after the other, in the calling thread."""
+        return self._step.is_sequential
 
     def _use(self, plan: Plan) -> None:
         self._placement.use(plan, self._model.layers)
@@ -236,8 +257,11 @@ class Executor:
         num_elements: int,
         predicted_gradient: float | None,
         is_training: bool = True,
+        interleave: bool = True,
     ) -> None:
         """Run the user's step on all microbatches, up to their losses.
+
+        A single microbatch, and those whose work is not known, run one after the other, in the calling thread.
 
         Args:
             microbatches: one for each lane.
@@ -245,7 +269,8 @@ class Executor:
                 weights may be narrow, holds for no other.
             num_elements: elements of the largest microbatch. More than ever before are run with care, and measured.
             predicted_gradient: the gradient of the batch's loss that `backward` will bring, if it is known. The backward of
-                the last packs then follows each loss at once.
+                the last packs then follows each loss at once; where one microbatch runs after the other, all of it does.
+            interleave: whether several microbatches may take turns: their code must not notice.
         """
         self.abandon()
         if is_training:
@@ -259,23 +284,32 @@ class Executor:
             is_watching=is_watching,
             is_timing=is_training and self._planner.times_turns_of(num_elements),
         )
+        step, is_alone = self._step, len(microbatches) == 1
+        step.is_sequential = is_alone or is_measuring or not interleave
+        step.watch = self._watch if step.is_sequential and not is_alone else None
+        predicted = predicted_gradient if self._predicts else None
         # Where work space isn't known, a lane goes from pack to pack.
-        can_fuse = self._fuses and self._planner.is_planned and not is_measuring
-        self._step.predicted = predicted_gradient if can_fuse else None
+        step.fuses = predicted is not None and self._planner.is_planned and not is_measuring
+        # A single microbatch has no other to wait for: its caller brings the gradient at once.
+        step.predicted = None if is_alone or not (step.fuses or step.is_sequential) else predicted
         self._num_elements = num_elements
         self._random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
         self.updater.reclaim()
-        self._step.in_backward = False
+        step.in_backward = False
         self._model.begin_step(is_training=is_training)
         for residents in self._residents:
+            residents.follows_moves = is_alone or not step.is_sequential
             residents.swapper.updates.forget_stayed(stale_alone=True)
             residents.device.begin_lanes()
             for pack in residents.packs:
                 pack.is_narrow = is_training
-        jobs = [lambda number=number: self._run_lane(number) for number in range(len(microbatches))]
-        lanes = self._lanes.lanes(jobs)
-        running = [self._begin(lane, each) for lane, each in zip(lanes, microbatches, strict=True)]
-        self._start(running)
+        numbers = range(len(microbatches))
+        lanes: Sequence[AnyLane] = (
+            [CallerLane(number, self._grant_here) for number in numbers]
+            if step.is_sequential
+            else self._lanes.lanes([partial(self._run_lane, number) for number in numbers])
+        )
+        self._start([self._begin(lane, each) for lane, each in zip(lanes, microbatches, strict=True)])
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
             self._drive(Phase.FORWARD)
             # Hooks before the backward draw as others do, not as a microbatch.
@@ -294,35 +328,85 @@ class Executor:
         """These lanes run from now on."""
         self._step.start(running, self.plan, {pack.index for pack in self._placement.packs if pack.buffers})
 
-    def _begin(self, lane: Lane, microbatch: Microbatch) -> LaneProgress:
+    def _begin(self, lane: AnyLane, microbatch: Microbatch) -> LaneProgress:
         stashes = [LaneStash(residents.stash) for residents in self._residents]
         transfers = LaneTransfers(self._transfers, lane.microbatch)
         glue = OneDevice(transfers, self._transfers, self._draw_on) if len(self.devices) > 1 else None
         return LaneProgress(lane, microbatch, stashes, transfers, glue)
 
     def _run_lane(self, number: int) -> None:
+        """Run a microbatch whose lane takes turns with others."""
         progress = self._step.turns.running[number]
-        with ExitStack() as stack:
-            # The root last: it is the current one.
-            for device in reversed(self.devices):
-                stack.enter_context(device.lane(number))
-            stack.callback(self._runtime.open_call.leave)
-            with self._glue.stashing(), progress.glue or nullcontext():
-                loss = progress.microbatch.step()
-            if loss is None or not loss.requires_grad:
+        assert isinstance(progress.lane, Lane)
+        with self._working(progress):
+            loss = self._run_forward(progress)
+            if loss is None:
                 return
             if self._step.predicted is None:
                 progress.lane.park(Request(Phase.BACKWARD, None))
                 # The gradient comes from the caller, who has computed since the lane began.
                 for device in self.devices:
                     device.catch_up()
-                upstream = self._runtime.sent(self._upstream, self._runtime.home(loss))
             else:
                 self._visits.enter_loss(progress)
-                # Made where it is needed: to copy it to a GPU, the host would wait for all that was launched there.
-                upstream = torch.full((), self._step.predicted, device=loss.device)
-            progress.differentiating = True
-            gradient = (upstream.to(loss.device) * progress.microbatch.weight).to(loss.dtype)
+            self._run_backward(progress, loss)
+
+    def _run_here(self, progress: LaneProgress) -> None:
+        """Run a microbatch in the calling thread, as far as its loss, or from there on."""
+        lane = progress.lane
+        assert isinstance(lane, CallerLane)
+        with lane.entered():
+            loss, progress.loss = progress.loss, None
+            watch = self._step.watch
+            if loss is None:
+                self._grant_here(lane)
+                if watch is not None:
+                    watch.begin(lane.microbatch)
+                with self._working(progress):
+                    loss = self._run_forward(progress)
+                    if watch is not None:
+                        watch.end()
+                    if loss is not None and self._step.predicted is not None:
+                        if self._step.fuses:
+                            self._visits.enter_loss(progress)
+                        else:
+                            lane.park(Request(Phase.BACKWARD, None))
+                        self._run_backward(progress, loss)
+                        loss = None
+                progress.loss = loss
+            else:
+                lane.park(Request(Phase.BACKWARD, None))
+                with self._working(progress):
+                    self._run_backward(progress, loss)
+            lane.finished = progress.loss is None
+            self._end_turn()
+
+    @contextmanager
+    def _working(self, progress: LaneProgress) -> Iterator[None]:
+        """The context of a lane's own code."""
+        with ExitStack() as stack:
+            # The root last: it is the current one.
+            for device in reversed(self.devices):
+                stack.enter_context(device.lane(progress.lane.microbatch))
+            stack.callback(self._runtime.open_call.leave)
+            yield
+
+    def _run_forward(self, progress: LaneProgress) -> Tensor | None:
+        """Run a microbatch up to its loss; None if there is nothing to differentiate."""
+        with self._glue.stashing(), progress.glue or nullcontext():
+            loss = progress.microbatch.step()
+        return None if loss is None or not loss.requires_grad else loss
+
+    def _run_backward(self, progress: LaneProgress, loss: Tensor) -> None:
+        """Differentiate the loss of a microbatch."""
+        if self._step.predicted is None:
+            upstream = self._runtime.sent(self._upstream, self._runtime.home(loss))
+        else:
+            # Made where it is needed: to copy it to a GPU, the host would wait for all that was launched there.
+            upstream = torch.full((), self._step.predicted, device=loss.device)
+        progress.differentiating = True
+        gradient = (upstream.to(loss.device) * progress.microbatch.weight).to(loss.dtype)
+        with ExitStack() as stack:
             # Glue's backward begins where its forward ended.
             if progress.glue is not None:
                 stack.enter_context(self.devices[self._runtime.home(loss) or 0].selected())
@@ -396,7 +480,7 @@ class Executor:
         actual = float(gradient)
         if actual == predicted:
             return 1.0
-        self._fuses = False
+        self._predicts = False
         return actual / predicted
 
     def _end(self) -> None:
@@ -490,7 +574,10 @@ class Executor:
             # A compiled container around layers runs as it is written where its operations may be on several devices.
             whole = torch.compiler.set_stance("force_eager") if len(self.devices) > 1 else nullcontext()
             with whole, functions_as_operations():
-                self._lanes.drive(partial(self._next, until))
+                if step.is_sequential:
+                    self._run_one_after_another()
+                else:
+                    self._lanes.drive(partial(self._next, until))
         except torch.OutOfMemoryError as error:
             if step.granted is None:
                 raise
@@ -507,24 +594,50 @@ class Executor:
             for device in self.devices:
                 device.join_lanes()
 
+    def _run_one_after_another(self) -> None:
+        self._is_driving = True
+        try:
+            for progress in self._step.turns.running:
+                if not progress.lane.finished:
+                    self._run_here(progress)
+        finally:
+            self._is_driving = False
+
     def _next(self, until: Phase, previous: Lane | None) -> Lane | None:
         """The lane whose turn it is, everything ready for it. Called in whichever lane has the baton."""
+        self._end_turn()
         step = self._step
-        # Modes that are active in that lane are not to see this.
+        with torch.no_grad(), no_dispatch():
+            progress = step.turns.next(until, step.of(previous))
+            if progress is None:
+                return None
+            self._grant(progress)
+            assert isinstance(progress.lane, Lane)
+            return progress.lane
+
+    def _grant_here(self, lane: CallerLane) -> None:
+        """The turn of a lane is over, and its next one begins."""
+        self._end_turn()
+        progress = self._step.of(lane)
+        assert progress is not None
+        with torch.no_grad(), no_dispatch():
+            self._grant(progress)
+
+    def _end_turn(self) -> None:
+        step = self._step
+        # Modes that are active in the lane are not to see this.
         with torch.no_grad(), no_dispatch():
             granted, step.granted = step.granted, None
             if granted is not None:
                 with self.devices[granted.device].scheduling():
                     self._take_stock(granted)
-            progress = step.turns.next(until, step.of(previous))
-            if progress is None:
-                return None
-            number = step.turns.device_of(progress)
-            with self.devices[number].scheduling():
-                step.granted = self._grant(progress, number)
-            return progress.lane
 
-    def _grant(self, progress: LaneProgress, number: int) -> Grant:
+    def _grant(self, progress: LaneProgress) -> None:
+        number = self._step.turns.device_of(progress)
+        with self.devices[number].scheduling():
+            self._step.granted = self._granted(progress, number)
+
+    def _granted(self, progress: LaneProgress, number: int) -> Grant:
         request = progress.lane.request
         self._random.switch_to(progress.lane.microbatch)
         self._draw_on(number)
@@ -535,16 +648,16 @@ class Executor:
             self._step.turns.take(progress, number)
         elif request is not None:
             self._visits.enter_loss(progress)
-        if self.on_switch is not None:
-            self.on_switch(progress.lane.microbatch)
+        if self._on_switch is not None:
+            self._on_switch(progress.lane.microbatch)
         phase = Phase.FORWARD if request is None else request.phase
         self._observer.begin_turn(self.devices[number], phase, pack)
         self._visits.note_task(number, progress, phase, pack)
         return Grant(progress, number, phase, pack)
 
     def _note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
-        if self.on_set is not None:
-            self.on_set(attributes, names)
+        if self._on_set is not None:
+            self._on_set(attributes, names)
 
     def _draw_on(self, number: int) -> None:
         """Random numbers are drawn on another device from now on."""

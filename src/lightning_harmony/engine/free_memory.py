@@ -1,13 +1,4 @@
-"""How much memory can still be taken, of a GPU and of the host."""
-
-import torch
-
-
-def free_device_bytes(device: torch.device) -> int:
-    """What this process may still allocate on a GPU, less a tenth for fragmentation and libraries' work space."""
-    free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(0.9 * (free + cached))
+"""How much host memory can still be taken."""
 
 
 def free_host_bytes() -> int | None:

@@ -350,6 +350,8 @@ class Glue:
                 requires_grad = parameter.requires_grad
                 known = StandIn.of(parameter, self._device, dtype, self._runtime, requires_grad=requires_grad)
             self._stand_ins[parameter] = known
+        # Code may read there what was set on the parameter, and somebody may have set it since.
+        vars(known).update(vars(parameter))
         return known
 
     def stashing(self) -> AbstractContextManager[Any]:

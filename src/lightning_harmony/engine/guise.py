@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.opaque import with_tensors
+
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
@@ -38,6 +40,27 @@ class Guise(NamedTuple):
             tensor = Tensor.as_subclass(tensor, self.kind)
         vars(tensor).update(self.attributes)
         return tensor
+
+
+def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """A parameter with other values, which has the class of another parameter and what was set on that one.
+
+    Tensors among the attributes, also those within objects such as bitsandbytes' `quant_state`, are where the values are.
+    """
+    if type(parameter) is nn.Parameter:
+        copy = nn.Parameter(values, parameter.requires_grad)
+    else:
+        # Constructors of classes of their own may quantize, or take other arguments.
+        copy = Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
+    vars(copy).update({name: _on_device(value, values.device) for name, value in vars(parameter).items()})
+    return copy
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    """A value that was set on a tensor, with its tensors on a device; the value itself if they are there."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return with_tensors(value, lambda tensor: tensor.to(device))
 
 
 def _attributes_of(tensor: Tensor) -> dict[str, Any] | None:

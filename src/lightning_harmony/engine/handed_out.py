@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_harmony.engine.attributes import Attributes
 from lightning_harmony.engine.guise import Guise
 from lightning_harmony.engine.host_store import lies_in
-from lightning_harmony.engine.opaque import ObjectSnapshot, is_opaque
+from lightning_harmony.engine.opaque import with_tensors
 from lightning_harmony.engine.pack import Residency
 from lightning_harmony.engine.tree import flatten
 
@@ -53,14 +53,7 @@ class HandedOut:
             return Tensor.clone(tensor)
 
     def _object(self, value: Any) -> Any:
-        if not is_opaque(value):
-            return value
-        try:
-            snapshot = ObjectSnapshot(value)
-        except TypeError:
-            return value
-        copies = self._copies(snapshot.tensors)
-        return snapshot.restore([copies.get(id(tensor), tensor) for tensor in snapshot.tensors]) if copies else value
+        return with_tensors(value, self._tensor)
 
     def _copies(self, tensors: list[Tensor]) -> dict[int, Tensor]:
         """What takes the places of some, by their identity."""

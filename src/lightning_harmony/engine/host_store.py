@@ -189,11 +189,12 @@ class HostStore:
         self._unregister()
 
 
-# A buffer that no training step took for so long will not be taken again: another plan has packs of other sizes.
+# A buffer that no training step took for so long is given back: another plan has packs of other sizes. Of a size that had to
+# be made again, buffers stay twice as long: evaluations and other steps that come now and then must not make them each time.
 KEPT_STEPS = 4
 
 
-@dataclass
+@dataclass(eq=False)
 class _Free:
     """A buffer that nobody uses.
 
@@ -230,6 +231,8 @@ class _Existing:
 class HostPool:
     """Host buffers that are used again, each of the exact size asked for, and given back to the system when they are not.
 
+    Any thread may call it: updates give buffers back while a step takes others.
+
     Args:
         allocate: makes a flat uint8 buffer of a size.
 
@@ -240,9 +243,13 @@ class HostPool:
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self.making_seconds = 0.0
         self._allocate = allocate
+        self._lock = threading.Lock()
         self._free: dict[int, list[_Free]] = defaultdict(list)
         self._existing = _Existing()
         self._missed: Counter[int] = Counter()
+        # For how many steps unused buffers of a size stay, and which sizes have lost one.
+        self._kept_steps: dict[int, int] = {}
+        self._trimmed: set[int] = set()
 
     @property
     def num_bytes(self) -> int:
@@ -256,15 +263,18 @@ class HostPool:
 
     def take(self, num_bytes: int) -> tuple[Tensor, list[Event]]:
         """A buffer, and the events after which it may be written."""
-        if self._free[num_bytes]:
-            free = self._free[num_bytes].pop()
-            return free.buffer, [] if free.last_use is None else [free.last_use]
-        self._missed[num_bytes] += 1
+        with self._lock:
+            if self._free[num_bytes]:
+                # The newest: what many steps do not need shows in the age of the others.
+                free = self._free[num_bytes].pop()
+                return free.buffer, [] if free.last_use is None else [free.last_use]
+            self._missed[num_bytes] += 1
         return self._make(num_bytes), []
 
     def take_missed(self) -> Counter[int]:
         """How many buffers of each size had to be made for who took them, since this was last asked."""
-        missed, self._missed = self._missed, Counter()
+        with self._lock:
+            missed, self._missed = self._missed, Counter()
         return missed
 
     def provide(self, num_bytes: int, number: int = 1) -> None:
@@ -274,22 +284,37 @@ class HostPool:
 
     def _make(self, num_bytes: int) -> Tensor:
         start = time.perf_counter()
+        # Without the lock: to page-lock a large buffer takes a tenth of a second.
         buffer = self._allocate(num_bytes)
-        self.making_seconds += time.perf_counter() - start
+        with self._lock:
+            self.making_seconds += time.perf_counter() - start
+            if num_bytes in self._trimmed:
+                self._trimmed.discard(num_bytes)
+                self._kept_steps[num_bytes] = 2 * self._kept_steps.get(num_bytes, KEPT_STEPS)
         self._existing.count(num_bytes)
         weakref.finalize(buffer.untyped_storage(), self._existing.count, -num_bytes)
         return buffer
 
     def give(self, buffer: Tensor, last_use: Event | None) -> None:
         """Return a buffer, with the event of the last copy that reads it."""
-        self._free[buffer.numel()].append(_Free(buffer, last_use))
+        with self._lock:
+            self._free[buffer.numel()].append(_Free(buffer, last_use))
 
     def trim(self) -> None:
         """After a training step: let buffers go that the last ones did not take."""
-        for num_bytes, several in self._free.items():
-            for free in several:
-                free.age += 1
-            self._free[num_bytes] = [free for free in several if free.age <= KEPT_STEPS or not _is_over(free.last_use)]
+        unused: list[_Free] = []
+        with self._lock:
+            for num_bytes, several in self._free.items():
+                most = self._kept_steps.get(num_bytes, KEPT_STEPS)
+                for free in several:
+                    free.age += 1
+                old = [free for free in several if free.age > most and _is_over(free.last_use)]
+                if old:
+                    self._trimmed.add(num_bytes)
+                    self._free[num_bytes] = [free for free in several if free not in old]
+                    unused += old
+        # Without the lock: to unregister memory takes long.
+        unused.clear()
 
 
 def _is_over(event: Event | None) -> bool:

@@ -1,17 +1,20 @@
-"""Lanes: threads that each run one microbatch's step and pass a baton, so that exactly one runs at a time."""
+"""Lanes: threads that each run one microbatch's step and pass a baton, so that exactly one runs at a time.
+
+A microbatch that shares its step with no other at the same time needs no thread: its lane is the caller's own.
+"""
 
 from __future__ import annotations
 
-import contextvars
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from lightning_harmony.engine.ambient import AmbientState, ProcessState
 from lightning_harmony.engine.cores import keep_to, start_computing_threads
 from lightning_harmony.engine.lock_wait import LockWatch
 from lightning_harmony.errors import UnsupportedModelError
@@ -37,22 +40,18 @@ class Lane:
         microbatch: which microbatch it runs; its number in the pool.
         request: what the parked job asks for; None before it began and after it ended.
         finished: whether there is no job, or it has ended.
-        pauses: what the job has open that is not to go on while others run. Each is called, the newest first, before
-            another lane runs; what it returns then is called before the job goes on.
     """
 
     def __init__(self, microbatch: int, pool: LanePool) -> None:
         self.microbatch = microbatch
         self.request: Any = None
         self.finished = True
-        self.pauses: dict[Any, Callable[[], Callable[[], None]]] = {}
         self._pool = pool
         self._aborted = False
         self._closing = False
         self._num_jobs = 0
         self._job: Callable[[], None] | None = None
-        self._context = contextvars.copy_context()
-        self._thread_state = ThreadState.capture()
+        self._ambient = AmbientState.capture()
         # A bare lock, released by the other side: a semaphore takes several times as long to hand over.
         self.go = threading.Lock()
         self.go.acquire()
@@ -69,9 +68,7 @@ class Lane:
         """
         assert self.finished
         self._job, self._aborted, self.finished = job, False, False
-        self.pauses.clear()
-        self._context = contextvars.copy_context()
-        self._thread_state = ThreadState.capture()
+        self._ambient = AmbientState.capture()
         if core is not None and self._num_jobs >= NUM_FIRST_JOBS:
             keep_to(core, self._thread)
         self._num_jobs += 1
@@ -84,7 +81,7 @@ class Lane:
         self.request = request
         self._pool.hand_on(self)
         self.request = None
-        state.restore()
+        state.enter()
         if self._aborted:
             raise LaneAborted
 
@@ -123,8 +120,9 @@ class Lane:
         assert job is not None
         try:
             if not self._aborted:
-                with self._thread_state.applied():
-                    self._context.run(job)
+                # The engine then runs every node of a backward in this thread, which can park in it.
+                with self._ambient.entered(), torch.autograd.set_multithreading_enabled(False):
+                    self._ambient.run(job)
         except LaneAborted:
             pass
         except BaseException as error:
@@ -135,7 +133,44 @@ class Lane:
         return None
 
 
-def current_lane() -> Lane | None:
+class CallerLane:
+    """A lane in the caller's own thread. It parks nowhere: it is granted its turns where it asks for them.
+
+    Attributes:
+        microbatch: which microbatch it runs.
+        request: what it asks for; None before its first turn.
+        finished: whether it has run.
+    """
+
+    def __init__(self, microbatch: int, grant: Callable[[CallerLane], None]) -> None:
+        self.microbatch = microbatch
+        self.request: Any = None
+        self.finished = False
+        self._grant = grant
+
+    def park(self, request: Any) -> None:
+        """Have a turn at once. Called by the job."""
+        self.request = request
+        self._grant(self)
+        self.request = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The context in which the calling thread is this lane."""
+        before = current_lane()
+        _local.lane = self
+        try:
+            # The engine then runs every node of a backward in this thread, which is the only one that is this lane.
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
+        finally:
+            _local.lane = before
+
+
+AnyLane = Lane | CallerLane
+
+
+def current_lane() -> AnyLane | None:
     """The lane that the calling thread is, if it is one."""
     return getattr(_local, "lane", None)
 
@@ -200,7 +235,7 @@ class LanePool:
         finally:
             # Ctrl-C can end this anywhere: the lane that has the baton must give it back.
             self._choose = None
-            state.restore()
+            state.enter()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -210,11 +245,8 @@ class LanePool:
         following = self._following(lane)
         if following is lane:
             return
-        go_on = [pause() for pause in reversed(lane.pauses.values())]
         self._give(following)
         lane.go.acquire()
-        for each in reversed(go_on):
-            each()
 
     def note(self, lane: Lane, error: BaseException | None) -> None:
         """Called by the lane whose job has ended, with what it raised."""
@@ -241,7 +273,7 @@ class LanePool:
                 self._run_until_back(lane)
         if waiting is not None:
             self._end(waiting)
-        state.restore()
+        state.enter()
         self._error = None
 
     def close(self) -> None:
@@ -289,101 +321,3 @@ class LanePool:
             time.sleep(_GLANCE_SECONDS)
         waiting.leave()
         self._lanes[waiting.microbatch] = Lane(waiting.microbatch, self)
-
-
-class ThreadState:
-    """What PyTorch keeps for each thread, so that a lane computes as its caller would."""
-
-    def __init__(self) -> None:
-        self._grad = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
-        self._casting = CastingState()
-        self._default_device = torch.get_default_device()
-        self._cuda_device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    @classmethod
-    def capture(cls) -> ThreadState:
-        """The state of the calling thread."""
-        return cls()
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Give the calling thread this state."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self._inference))
-            stack.enter_context(torch.set_grad_enabled(self._grad))
-            stack.enter_context(self._casting.applied())
-            if self._default_device != torch.device("cpu"):
-                stack.enter_context(self._default_device)
-            if self._cuda_device is not None:
-                stack.enter_context(torch.cuda.device(self._cuda_device))
-            # The engine then runs every node of a backward in this thread, which can park in it.
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            yield
-
-
-class ProcessState(NamedTuple):
-    """What PyTorch keeps for the process, and user code sets for a while: each lane finds its own.
-
-    The default dtype, as Lightning's 64-true sets it; which kernels there are for attention, as
-    `torch.nn.attention.sdpa_kernel` says; and cuDNN's flags, as `torch.backends.cudnn.flags` sets them.
-    """
-
-    default_dtype: torch.dtype
-    attention: tuple[bool, ...]
-    cudnn: tuple[bool, ...]
-
-    @classmethod
-    def capture(cls) -> ProcessState:
-        """The state now."""
-        # What the public functions call: it is read several times a turn.
-        torch_c = torch._C
-        return cls(
-            torch.get_default_dtype(),
-            (
-                torch_c._get_flash_sdp_enabled(),
-                torch_c._get_mem_efficient_sdp_enabled(),
-                torch_c._get_math_sdp_enabled(),
-                torch_c._get_cudnn_sdp_enabled(),
-            ),
-            (torch_c._get_cudnn_enabled(), torch_c._get_cudnn_benchmark(), torch_c._get_cudnn_deterministic()),
-        )
-
-    def restore(self) -> None:
-        """Make it so again."""
-        now = ProcessState.capture()
-        if now == self:
-            return
-        # Setting the dtype takes longer than handing over does.
-        if now.default_dtype is not self.default_dtype:
-            torch.set_default_dtype(self.default_dtype)
-        kernels = torch.backends.cuda
-        flash, memory_efficient, plain, of_cudnn = self.attention
-        kernels.enable_flash_sdp(flash)
-        kernels.enable_mem_efficient_sdp(memory_efficient)
-        kernels.enable_math_sdp(plain)
-        kernels.enable_cudnn_sdp(of_cudnn)
-        enabled, benchmark, deterministic = self.cudnn
-        torch.backends.cudnn.set_flags(_enabled=enabled, _benchmark=benchmark, _deterministic=deterministic)
-
-
-class CastingState:
-    """Which device types autocast, and to what; and the state of the process, which chooses types and kernels, too."""
-
-    def __init__(self) -> None:
-        self._process = ProcessState.capture()
-        self._types = {
-            device_type: (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
-            for device_type in ("cpu", "cuda")
-        }
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Cast so. Without the cache of casts: it would keep casts of weights that were swapped out."""
-        with ExitStack() as stack:
-            stack.callback(ProcessState.capture().restore)
-            self._process.restore()
-            for device_type, (enabled, dtype) in self._types.items():
-                if (enabled, dtype) != (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)):
-                    stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False))
-            yield

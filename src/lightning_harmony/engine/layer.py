@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from types import new_class
 from typing import Any
 
 import torch
@@ -34,17 +36,24 @@ class DataAssignedError(Exception):
     """Code assigns to the data of a weight on a device."""
 
 
-class ResidentWeight(nn.Parameter):
-    """A weight on a device, as a layer's code finds it. What is done to its data counts as a change of it."""
+def make_resident(weight: nn.Parameter) -> nn.Parameter:
+    """Let what is done to the data of a weight on a device count as a change of it, which swapping would lose."""
+    weight.__class__ = _resident(type(weight))
+    return weight
 
-    @property
-    def data(self) -> Tensor:
-        """Its elements: a change of them is seen, which swapping would lose."""
-        return self.detach()
 
-    @data.setter
-    def data(self, value: Tensor) -> None:
+@cache
+def _resident(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    def assign(weight: Tensor, value: Tensor) -> None:
         raise DataAssignedError
+
+    # A detached tensor counts its changes together with the weight.
+    content = {
+        "data": property(Tensor.detach, assign),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
+    return new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(content))
 
 
 @dataclass(frozen=True)

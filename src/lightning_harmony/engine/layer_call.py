@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -15,14 +14,14 @@ from torch._C import DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 
+from lightning_harmony.engine.ambient import AmbientState
 from lightning_harmony.engine.asked import asked_for
 from lightning_harmony.engine.call_arguments import CallArguments
 from lightning_harmony.engine.call_buffers import CallBuffers
-from lightning_harmony.engine.guise import Guise
+from lightning_harmony.engine.guise import Guise, parameter_like
 from lightning_harmony.engine.handed_out import HandedOut
 from lightning_harmony.engine.host_store import begins_in, lies_in
-from lightning_harmony.engine.lane import CastingState
-from lightning_harmony.engine.layer import DataAssignedError, ResidentWeight, SwappedLayer, changes_data, own_code_of
+from lightning_harmony.engine.layer import DataAssignedError, SwappedLayer, changes_data, make_resident, own_code_of
 from lightning_harmony.engine.narrow import CastWatch
 from lightning_harmony.engine.opaque import StashedObject
 from lightning_harmony.engine.pack import Residency
@@ -178,8 +177,7 @@ class LayerCall:
         if with_graph:
             self._prepare_backward()
         if with_graph or watch is not None:
-            self._random, self._casting = self._capture_random(), CastingState()
-            self._context = contextvars.copy_context()
+            self._random, self._ambient = self._capture_random(), AmbientState.capture()
         inputs = _Unchanged(self._arguments.tensors)
         self._buffers = CallBuffers(layer, residency, copies=with_graph)
         version, gathered = residency.weights._version, self._storages_of_gathered()
@@ -263,11 +261,14 @@ class LayerCall:
         return self._as_found(self._gradients.parameters, self._node.saved_tensors)
 
     def _as_found(self, parameters: Sequence[nn.Parameter], taps: Sequence[Tensor]) -> Mapping[nn.Parameter, Tensor]:
+        """The weights, some of them in a graph: of the classes that the layer's code finds, and with the same attributes."""
         leaves = self.residency.leaves
         for parameter, tap in zip(parameters, taps, strict=True):
             # The compiler knows no classes of ours.
-            if isinstance(leaves[parameter], ResidentWeight) and not self._is_compiled:
-                tap.__class__ = ResidentWeight
+            kind = type(parameter) if self._is_compiled else type(leaves[parameter])
+            if kind is not nn.Parameter:
+                tap.__class__ = kind
+            vars(tap).update(vars(leaves[parameter]))
         return {**leaves, **dict(zip(parameters, taps, strict=True))}
 
     def _saving(self) -> AbstractContextManager[Any]:
@@ -346,7 +347,7 @@ class LayerCall:
                 if not casts:
                     return
                 with torch.no_grad():
-                    narrow = {p: nn.Parameter(leaves[p].to(dtype), p.requires_grad) for p in casts}
+                    narrow = {p: make_resident(parameter_like(p, leaves[p].detach().to(dtype))) for p in casts}
                 self.residency.leaves = {**leaves, **narrow}
                 trained = self._trained() if self._with_graph else []
                 # Leaves of no graph, and else what the layer found.
@@ -449,8 +450,8 @@ class LayerCall:
         self._random.restore(self._cuda_device(), now)
         try:
             attributes = self.layer.attributes.as_they_were(self._attributes)
-            with self._casting.applied(), self.runtime.recomputing(), attributes:
-                return self._context.copy().run(run, *args, **kwargs)
+            with self._ambient.entered(), self.runtime.recomputing(), attributes:
+                return self._ambient.run(run, *args, **kwargs)
         finally:
             now.restore(self._cuda_device())
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from lightning_harmony.engine.cuda_device import CudaDevice
+from lightning_harmony.engine.cuda_memory import CudaBudget
 from lightning_harmony.engine.device import Device
-from lightning_harmony.engine.free_memory import free_device_bytes, free_host_bytes
+from lightning_harmony.engine.free_memory import free_host_bytes
 from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.plan.machine import Machine
 
@@ -26,7 +27,7 @@ def measure_machine() -> Machine:
     """Describe this machine: its first GPU, or, where there is none, the virtual device in host memory."""
     if torch.cuda.is_available():
         torch_device = torch.device("cuda", 0)
-        capacity = free_device_bytes(torch_device)
+        capacity = CudaBudget.of(torch_device, None).capacity_bytes
         device: Device = CudaDevice(torch_device, capacity)
         name = torch.cuda.get_device_name(torch_device)
         dtypes, size = [torch.bfloat16, torch.float16, torch.float32], 4096

@@ -107,6 +107,7 @@ class Observer:
         self._observation: Observation | None = None
         self._recomputes: list[Period] = []
         self._last_turn: LastTurn | None = None
+        self._copying_seconds = 0.0
         # The visit that runs, and the one that the host was at last.
         self._timed: TimedVisit | None = None
         self._launched: TimedVisit | None = None
@@ -171,23 +172,25 @@ class Observer:
         self._observation = self._last_turn = self._timed = self._launched = None
 
     def _note_period(self, pack: SwappedPack | None, phase: Phase) -> None:
-        """Keep what the last turn took of the host, up to one of another lane in the same layer; not what it took to observe.
+        """Keep what the last turn took of the host, up to the next one; not what it took to observe, and to copy weights.
 
-        Where that is more than what the device computed, launching bounds the step.
+        Where that is more than what the device computed, launching bounds the step. If microbatches take turns, only one that
+        another lane takes in the same layer counts.
         """
         last, self._last_turn = self._last_turn, None
-        if last is None or pack is None or (last.pack, last.phase) != (pack, phase) or len(pack.layers) > 1:
+        if last is None or last.pack is None or len(last.pack.layers) > 1 or not self.is_profiling:
             return
-        if self.is_profiling:
-            self._profiler.note_period(pack.layers[0], phase, last.seconds + self._busy_seconds() - last.ended_seconds)
+        if self._step.is_sequential or (last.pack, last.phase) == (pack, phase):
+            seconds = last.seconds + self._busy_seconds() - last.ended_seconds
+            self._profiler.note_period(last.pack.layers[0], last.phase, seconds)
 
     def _busy_seconds(self) -> float:
         """A clock that stands still while the host makes buffers, which it does once, or waits until copies leave room.
 
-        When they do depends on the plan, and replay tells.
+        When they do depends on the plan, and replay tells. So it does while weights are copied that are waited for.
         """
         waited = sum(residents.waited_seconds for residents in self._placement.residents)
-        return time.perf_counter() - self._pool.making_seconds - waited
+        return time.perf_counter() - self._pool.making_seconds - waited - self._copying_seconds
 
     def _note_seconds(self, granted: Grant, device: Device, observation: Observation) -> None:
         """Keep how long a turn in a layer took, and what it stashed."""
@@ -202,7 +205,12 @@ class Observer:
                 self._provide_for_others(pack)
 
     def _provide_for_others(self, pack: SwappedPack) -> None:
-        """Make the host buffers that the lanes behind this one will need: to make them takes longer than what is timed."""
+        """Make the host buffers that the lanes behind this one will need: to make them takes longer than what is timed.
+
+        A microbatch that runs whole leaves its own to the next one.
+        """
+        if self._step.runs_whole:
+            return
         waiting = sum(progress.task != (Phase.FORWARD, pack.index) for progress in self._step.turns.running)
         for num_bytes, number in self._pool.take_missed().items():
             self._pool.provide(num_bytes, number * waiting)
@@ -255,15 +263,24 @@ class Observer:
 
     # ---- within a turn -------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """The context of a copy of weights that the host waits for."""
+        before = time.perf_counter()
+        yield
+        self._copying_seconds += time.perf_counter() - before
+
     def note_found(self, residents: Residents, place: Place) -> None:
-        """Keep what all lanes have on the device when the first comes to a layer; on several devices each may be anywhere."""
+        """Keep what lanes have on the device when the first comes to a layer; on several devices each may be anywhere."""
         pack, plan = place.pack, self._placement.plan
         is_last = place.phase is Phase.BACKWARD and (pack.index,) == plan.visits[-1:]
         if len(self._placement.residents) > 1 or is_last:
             return
         state = pack.layout.num_bytes + pack.buffer_bytes + sum(a.buffer.numel() for a in pack.accumulators.values())
         num_bytes = residents.device.allocated_bytes() - state
-        self.work.note_found(pack.layers, place.phase, num_bytes, len(self._step.turns.running))
+        # In turn, one microbatch after the other is there by itself.
+        num_lanes = 1 if self._step.is_sequential else len(self._step.turns.running)
+        self.work.note_found(pack.layers, place.phase, num_bytes, num_lanes)
 
     @contextmanager
     def measuring_graph(self, layer: SwappedLayer, device: Device) -> Iterator[None]:

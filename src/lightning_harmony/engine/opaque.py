@@ -48,6 +48,29 @@ class ObjectSnapshot:
         return _Unpickler(io.BytesIO(self._pickled), tensors.__getitem__).load()
 
 
+def with_tensors(value: Any, exchange: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of an object with others in the places of its tensors.
+
+    Args:
+        value: the object.
+        exchange: says which takes the place of a tensor; the tensor itself, if none does.
+
+    Returns:
+        The object itself if no tensor is exchanged, or if it can't be taken apart.
+    """
+    if not is_opaque(value):
+        return value
+    try:
+        snapshot = ObjectSnapshot(value)
+    except TypeError:
+        return value
+    # What is in several places stays one tensor.
+    others = {tensor: exchange(tensor) for tensor in dict.fromkeys(snapshot.tensors)}
+    if all(tensor is other for tensor, other in others.items()):
+        return value
+    return snapshot.restore([others[tensor] for tensor in snapshot.tensors])
+
+
 @contextmanager
 def without_caches(model: nn.Module) -> Iterator[None]:
     """Tell Hugging Face models not to fill key-value caches, which training never reads and which stay on the device.

@@ -49,12 +49,14 @@ class Overlap:
         waited_seconds: how much of that all devices, with nothing else to do, waited for.
         spared_threads: how many of torch's threads an update leaves to who launches the devices' work.
         on_update: told each piece of an update.
+        has_failed: whether an update that was waited for has raised.
     """
 
     busy_seconds: float = 0.0
     waited_seconds: float = 0.0
     spared_threads: int = 0
     on_update: UpdateHeard = lambda parameters, start, end: None
+    has_failed: bool = False
 
     @contextmanager
     def updating(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -99,8 +101,12 @@ class Overlap:
             if not meanwhile() and idle_since is not None:
                 break
             time.sleep(_GLANCE_SECONDS)
-        for event in events:
-            event.synchronize()
+        try:
+            for event in events:
+                event.synchronize()
+        except Exception:
+            self.has_failed = True
+            raise
         if idle_since is not None:
             self.waited_seconds += time.perf_counter() - idle_since
 

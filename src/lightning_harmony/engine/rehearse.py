@@ -28,9 +28,10 @@ from lightning_harmony.engine.pack import Residency, SwappedPack
 from lightning_harmony.engine.rehearsed_call import CallProfile, Measured, RehearsedForward
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.rng import RandomState
-from lightning_harmony.engine.stash import Alias, LaneStash, Stash, Stashed
+from lightning_harmony.engine.stash import Alias, LaneStash, Stash, Stashed, is_small
 from lightning_harmony.engine.stock import Stock
 from lightning_harmony.engine.stream import Happened
+from lightning_harmony.engine.strides import copied
 from lightning_harmony.engine.structure import structure_of
 from lightning_harmony.engine.tally import Tally
 from lightning_harmony.plan.task import Phase
@@ -217,11 +218,15 @@ class _Rehearsal:
             yield self._residency(layer)
 
     def stash(self, tensor: Tensor) -> Stashed:
-        """Keep a tensor for the backward."""
+        """Keep what a layer takes for the backward; as in training, of what is small a copy on the device."""
+        if is_small(tensor):
+            tensor = copied(Tensor.detach(tensor))
+        return self.stash_unchanged(tensor)
+
+    def stash_unchanged(self, tensor: Tensor) -> Stashed:
+        """Keep a tensor that nobody may change."""
         stash = self._stash if self._measured is None else self._measured.stash
         return stash.put(tensor) or Alias(tensor)
-
-    stash_unchanged = stash
 
     def brought(self, tensor: Tensor, residency: Residency, *, at_once: bool) -> Tensor:
         """It is there."""
@@ -405,7 +410,8 @@ class _Rehearsal:
                     swapped_bytes=self._swapped_bytes(layer),
                     trained_bytes=sum(p.numel() * p.element_size() for p in trained),
                     num_trained=sum(p.numel() for p in trained),
-                    live_bytes=max(totals.live_bytes, first._tally.totals[layer.index].live_bytes),
+                    held=totals.held,
+                    first_held=first._tally.totals[layer.index].held,
                     input_bytes=totals.input_bytes,
                     stash_bytes=totals.stash_bytes,
                     num_calls=totals.num_calls,
@@ -422,6 +428,7 @@ class _Rehearsal:
             buffer_bytes=self._buffer_bytes,
             microbatch_bytes=self._microbatch_bytes,
             start_bytes=self._tally.start_bytes,
+            loss_bytes=max(self._tally.loss_bytes, first._tally.loss_bytes),
         )
 
     def _swapped_bytes(self, layer: SwappedLayer) -> int:

@@ -17,12 +17,13 @@ class StepReport:
         swapped_in_bytes: host to device, by kind: weights, gradients, optimizer, stash.
         swapped_out_bytes: device to host, by kind.
         transferred_bytes: device to device.
-        peak_device_bytes: for each device, the most that was allocated on it up to this step.
+        peak_device_bytes: for each device, the most that was allocated on it up to this step. Empty where nothing is counted,
+            as the model fits and the device has no capacity.
         host_bytes: the most that the host store took: parameters, optimizer state, and at their largest since the step before,
             the buffers of gradients and of the stash.
         num_microbatches: lanes of the step.
         num_packs: packs of the plan that the step ran.
-        update: "just-in-time" or "deferred".
+        update: "just-in-time" or "deferred"; "in-memory" where the model fits and nothing is swapped.
         update_reason: why.
         update_hidden: the share of the updates' seconds in which the device had other work, between 0 and 1: of this step's
             update just in time, under its backward; or of the deferred one that the step before asked for, under this step's
@@ -32,6 +33,8 @@ class StepReport:
         busy: for each device, the share of `seconds` in which it computed, between 0 and 1. What a microbatch does counts from
             its first operation in a pack to its last, waiting for what is copied excepted. With several devices, calls of
             layers count, and not the code between them. Empty where nobody asked: `HarmonyMonitor` does.
+        reserved_device_bytes: for each device, the most that was taken of it up to this step, with what torch's allocator
+            keeps unused, but without the process's context. Empty where nothing is counted.
     """
 
     seconds: float
@@ -47,6 +50,7 @@ class StepReport:
     update_hidden: float
     predicted_seconds: float | None = None
     busy: list[float] = field(default_factory=list)
+    reserved_device_bytes: list[int] = field(default_factory=list)
 
 
 @dataclass

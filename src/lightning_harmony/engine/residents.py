@@ -72,6 +72,7 @@ class Residents:
         pinned: the packs that lanes behind the running one will come through, wherever that is.
         visit: where lanes are on this device.
         waited_seconds: how long the host has waited for copies to leave room.
+        follows_moves: whether a step visits packs as moves were made for: not if microbatches run one after the other.
     """
 
     def __init__(self, device: Device, swapper: Swapper, stash: Stash, number: int = 0) -> None:
@@ -81,6 +82,7 @@ class Residents:
         self.pinned: frozenset[int] = frozenset()
         self.visit: Visit | None = None
         self.waited_seconds = 0.0
+        self.follows_moves = True
         self.device = device
         self.swapper = swapper
         self.stash = stash
@@ -173,7 +175,7 @@ class Residents:
         self.swapper.finish_gathering()
         self.stash.drain()
         for pack in self.packs:
-            pack.accumulators, pack.parked = {}, {}
+            self.swapper.drop_gradients(pack)
             self.evict(pack)
             pack.is_narrow = False
         self.drain()
@@ -272,10 +274,14 @@ class Residents:
         """Whether there is room to fetch a pack ahead. Where no plan tells what goes, what is needed later makes way."""
         while not self.device.room_for(num_bytes):
             last = self._needed_last([following.index, *self._evictable(place)], place)
-            if self.moves or last == following.index:
+            if self._has_moves or last == following.index:
                 return False
             self.evict(self.packs[last])
         return True
+
+    @property
+    def _has_moves(self) -> bool:
+        return self.follows_moves and bool(self.moves)
 
     def _move(self, place: Place) -> list[int]:
         """Evict what the plan tells to evict before a visit, and note what it tells to bring.
@@ -284,7 +290,7 @@ class Residents:
             The packs of which the optimizer's state is to come.
         """
         key = place.phase, place.position
-        if key in self._visited:
+        if key in self._visited or not self.follows_moves:
             return []
         self._visited.add(key)
         coming: list[int] = []
@@ -364,7 +370,7 @@ class Residents:
 
     def _following(self, place: Place) -> list[SwappedPack]:
         """The packs that are fetched ahead: those that the plan tells to bring, or as many as it looks ahead."""
-        if self.moves:
+        if self._has_moves:
             return [self.packs[index] for index in self._due] if self.plan.lookahead else []
         following: list[SwappedPack] = []
         for index in self.plan.upcoming(place.phase, place.position):

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from lightning_harmony.engine.lane import Lane, current_lane
+from lightning_harmony.engine.lane import AnyLane, current_lane
 from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.turns import LaneProgress, Turns
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.task import Phase
+
+
+class StepWatch(Protocol):
+    """Watches microbatches that run one after the other."""
+
+    def begin(self, microbatch: int) -> None:
+        """A microbatch begins."""
+
+    def at_call(self, layer: str) -> None:
+        """It calls a layer."""
+
+    def end(self) -> None:
+        """It has ended."""
 
 
 @dataclass
@@ -34,8 +48,10 @@ class Step:
 
     Attributes:
         turns: gives its lanes their turns.
-        predicted: the gradient of its loss, if that was known before: lanes then go through the fused packs to their losses
-            and back.
+        predicted: the gradient of its loss, if that was known before: the backward of each microbatch then follows its loss.
+        fuses: whether a lane that comes to the fused packs goes through them to its loss and back.
+        is_sequential: whether one microbatch runs after the other, in the caller's own thread.
+        watch: watches its microbatches while one runs after the other.
         in_backward: whether the gradient of its loss has come.
         granted: the turn that a lane has.
     """
@@ -44,9 +60,12 @@ class Step:
 
     def __init__(self) -> None:
         self.predicted: float | None = None
+        self.fuses = False
+        self.is_sequential = False
+        self.watch: StepWatch | None = None
         self.in_backward = False
         self.granted: Grant | None = None
-        self._progress: dict[Lane | None, LaneProgress] = {}
+        self._progress: dict[AnyLane | None, LaneProgress] = {}
 
     @property
     def is_running(self) -> bool:
@@ -54,9 +73,9 @@ class Step:
         return bool(self._progress)
 
     @property
-    def fuses(self) -> bool:
-        """Whether a lane that comes to the fused packs goes through them to its loss and back."""
-        return self.predicted is not None
+    def runs_whole(self) -> bool:
+        """Whether each microbatch runs forward and backward before the next one begins."""
+        return self.is_sequential and self.predicted is not None
 
     def start(self, running: Sequence[LaneProgress], plan: Plan, having_buffers: Collection[int]) -> None:
         """These lanes run from now on.
@@ -69,7 +88,7 @@ class Step:
         self._progress = {progress.lane: progress for progress in running}
         self.turns = Turns(running, plan, having_buffers, fuses=self.fuses)
 
-    def of(self, lane: Lane | None) -> LaneProgress | None:
+    def of(self, lane: AnyLane | None) -> LaneProgress | None:
         """How far a lane has come; None if it has no part in the step."""
         return self._progress.get(lane)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -102,6 +103,13 @@ def wait_for_one(events: Iterable[HostEvent]) -> None:
     wait([event._future for event in events], return_when=FIRST_COMPLETED)
 
 
+@contextmanager
+def out_of_sight() -> Iterator[None]:
+    """The context of work as in a thread of its own: no mode of the caller's sees it, and no graph records it."""
+    with DisableTorchFunction(), no_dispatch(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class _HostWork:
     """Work that waits in line for a thread."""
 
@@ -164,8 +172,7 @@ class HostStream:
             return self.submit(work, after)
         for event in after:
             event.synchronize()
-        # As in a thread of its own: no mode of the caller's sees it, and no graph records it.
-        with DisableTorchFunction(), no_dispatch(), torch.inference_mode(False), torch.no_grad():
+        with out_of_sight():
             work()
         return Happened()
 
@@ -273,8 +280,8 @@ class CudaStream:
         self._stream = torch.cuda.Stream(device)
 
     def submit(self, work: Callable[[], None], after: Sequence[Event] = ()) -> CudaEvent:
-        """Launch ``work`` on this stream."""
-        with self.selected(), torch.no_grad():
+        """Launch ``work`` on this stream. No mode of the caller's sees it, and no graph records it."""
+        with self.selected(), out_of_sight():
             for event in after:
                 event.wait()
             work()

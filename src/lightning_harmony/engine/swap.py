@@ -12,8 +12,9 @@ from torch.utils._mode_utils import no_dispatch
 
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.device_update import DeviceUpdates, Stayed
+from lightning_harmony.engine.guise import parameter_like
 from lightning_harmony.engine.host_store import HostPool, HostStore, Slot, lay_out
-from lightning_harmony.engine.layer import BufferKey, ResidentWeight, SwappedLayer
+from lightning_harmony.engine.layer import BufferKey, SwappedLayer, make_resident
 from lightning_harmony.engine.pack import (
     Accumulator,
     GradientKey,
@@ -126,9 +127,7 @@ class Swapper:
                 _copy(staging.on_device, staging.memory)
 
         # First: what the copy runs beside should not wait for the thread that copies.
-        leaves: dict[nn.Parameter, nn.Parameter] = {
-            p: ResidentWeight(slot.view(weights), p.requires_grad) for p, slot in layout.slots.items()
-        }
+        leaves = {p: make_resident(parameter_like(p, slot.view(weights))) for p, slot in layout.slots.items()}
         copied = pack.buffer_bytes + (layout.copied_bytes if stayed is None else _frozen_bytes(pack, stayed))
         after = [] if stayed is None else [stayed.updated]
         ready = device.start_copy(Errand.SWAP_IN, "weights", copied, copy, after, pack.index)
@@ -396,6 +395,17 @@ class Swapper:
     def park_gradients(self, pack: SwappedPack) -> None:
         """Make room: keep the sums that are not final yet on the host."""
         pack.parked = {gradients.use: gradients for gradients in self.swap_out_gradients(pack, Errand.PARK)}
+
+    def drop_gradients(self, pack: SwappedPack) -> None:
+        """Forget the sums that a pack has, here and on the host, where a copy may still write to them."""
+        for parked in pack.parked.values():
+            self._device.keep_until(parked.event, parked.buffer)
+        pack.accumulators, pack.parked = {}, {}
+
+    def unpark_gradients(self, pack: SwappedPack) -> None:
+        """Bring sums back that made room before."""
+        for use in list(pack.parked):
+            self._open(pack, use, add_to_earlier=False)
 
     def scale_gradients(self, pack: SwappedPack, factor: float) -> None:
         """Multiply the sums that a pack has."""

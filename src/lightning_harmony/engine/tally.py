@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_harmony.engine.fakes import FakeDevice
 from lightning_harmony.engine.layer import SwappedLayer
@@ -14,7 +14,7 @@ from lightning_harmony.engine.stash import Stash
 from lightning_harmony.engine.stock import Stock
 from lightning_harmony.engine.workspace import WorkSpace
 from lightning_harmony.plan.task import Phase
-from lightning_harmony.plan.work import Work
+from lightning_harmony.plan.work import Held, Work
 
 
 @dataclass
@@ -43,10 +43,11 @@ class Totals:
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
     recompute: Work = field(default_factory=Work)
-    live_bytes: int = 0
+    held: Held = field(default_factory=Held)
     input_bytes: int = 0
     stash_bytes: int = 0
     num_calls: int = 0
+    has_returned: bool = False
 
 
 class Tally:
@@ -63,6 +64,7 @@ class Tally:
         totals: what each did, by its index.
         calls: the layers in the order in which they were called, by their indices.
         start_bytes: what the code before the first layer allocated.
+        loss_bytes: the most that a microbatch has on the device in the backward of its loss, up to the last layer's.
         resident_bytes: what is on the device throughout.
     """
 
@@ -70,7 +72,7 @@ class Tally:
         self.work = WorkSpace()
         self.totals: defaultdict[int, Totals] = defaultdict(Totals)
         self.calls: list[int] = []
-        self.start_bytes = self.resident_bytes = 0
+        self.start_bytes = self.loss_bytes = self.resident_bytes = 0
         self._device = device
         self._stock = stock
         self._stash = stash
@@ -84,8 +86,7 @@ class Tally:
         self._stash.retire()
         before = self._device.allocated_bytes()
         if layer is not None:
-            totals = self.totals[layer.index]
-            totals.live_bytes = max(totals.live_bytes, before - self.resident_bytes)
+            self._note_waiting(layer, phase, before - self.resident_bytes, is_visit=is_visit)
         self._turn = Turn(layer, phase, is_visit, before, self._device.watch_peak())
 
     def end(self) -> None:
@@ -93,7 +94,8 @@ class Tally:
         turn, self._turn = self._turn, None
         if turn is None:
             return
-        num_bytes, work = turn.measured() - turn.before, self._stock.take()
+        most, work = turn.measured(), self._stock.take()
+        num_bytes = most - turn.before
         stashed = self._traffic.swapped_out["stash"]
         self._traffic.reset()
         if turn.layer is None:
@@ -102,15 +104,29 @@ class Tally:
         if turn.phase is Phase.BACKWARD and not turn.is_visit:
             self._loss_layer = turn.layer
             self.work.loss_bytes = self._device.allocated_bytes() - turn.before
+            self.loss_bytes = max(self.loss_bytes, most - self.resident_bytes)
         elif turn.phase is Phase.BACKWARD and turn.layer is self._loss_layer:
             num_bytes += self.work.loss_bytes
         self.work.note([turn.layer], turn.phase, num_bytes)
-        totals = self.totals[turn.layer.index]
+        totals, held = self.totals[turn.layer.index], self.totals[turn.layer.index].held
         totals.stash_bytes += stashed
+        most -= self.resident_bytes
         if turn.phase is Phase.FORWARD:
             totals.forward += work
+            totals.held = replace(held, forward_bytes=max(held.forward_bytes, most))
         else:
             totals.backward += work
+            if turn.is_visit:
+                totals.held = replace(held, backward_bytes=max(held.backward_bytes, most))
+
+    def _note_waiting(self, layer: SwappedLayer, phase: Phase, num_bytes: int, *, is_visit: bool) -> None:
+        """A microbatch held so much when it came to a layer."""
+        totals, held = self.totals[layer.index], self.totals[layer.index].held
+        # Where the backward of the loss has just ended, the same microbatch goes on, and the others do not wait like this.
+        is_first = phase is Phase.BACKWARD and is_visit and self.calls[-1] == layer.index and not totals.has_returned
+        if not is_first:
+            totals.held = replace(held, waiting_bytes=max(held.waiting_bytes, num_bytes))
+        totals.has_returned |= phase is Phase.BACKWARD and is_visit
 
     @contextmanager
     def visiting(self, layer: SwappedLayer, phase: Phase) -> Iterator[None]:

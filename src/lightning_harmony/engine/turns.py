@@ -9,7 +9,7 @@ from math import inf
 
 from torch import Tensor, nn
 
-from lightning_harmony.engine.lane import Lane
+from lightning_harmony.engine.lane import AnyLane
 from lightning_harmony.engine.one_device import OneDevice
 from lightning_harmony.engine.stash import LaneStash
 from lightning_harmony.engine.transfer import LaneTransfers
@@ -77,9 +77,10 @@ class LaneProgress:
         pending: how many backwards it still has to run of each pack.
         calls: the layers that it called, in order.
         differentiating: whether it has come to the backward of its loss.
+        loss: where the backward follows when the caller brings its gradient.
     """
 
-    lane: Lane
+    lane: AnyLane
     microbatch: Microbatch
     stashes: list[LaneStash]
     transfers: LaneTransfers
@@ -93,6 +94,7 @@ class LaneProgress:
     pending: Counter[int] = field(default_factory=Counter)
     calls: list[int] = field(default_factory=list)
     differentiating: bool = False
+    loss: Tensor | None = None
 
     @property
     def has_come_to_its_loss(self) -> bool:
@@ -207,7 +209,7 @@ class Turns:
         if request is None:
             return True
         if request.phase is Phase.FORWARD:
-            return not self._is_too_early(progress, request) and not self.would_overtake_buffers(progress, request)
+            return not self._is_too_early(progress, request) and not self.would_overtake(progress, request)
         if request.pack is None:
             return until is Phase.BACKWARD
         if not progress.differentiating:
@@ -221,9 +223,14 @@ class Turns:
             return False
         return not all(other.has_come_to_its_loss for other in self._earlier(progress))
 
-    def would_overtake_buffers(self, progress: LaneProgress, request: Request) -> bool:
-        """Whether an earlier microbatch is still on its way to a pack whose layers may change their buffers."""
-        if not self._has_several_devices or request.pack not in self._having_buffers:
+    def would_overtake(self, progress: LaneProgress, request: Request) -> bool:
+        """Whether an earlier microbatch is still on its way to a pack that each comes to in its order.
+
+        Those are the packs whose layers may change their buffers, and the last one: the code behind it keeps losses and sums.
+        """
+        if not self._has_several_devices:
+            return False
+        if request.pack not in self._having_buffers and request.position != len(self._plan.visits) - 1:
             return False
         return any(
             not other.has_come_to_its_loss and _is_before(other.lane.request, request)

@@ -226,6 +226,15 @@ class Updater:
         """Whether gradients that are delivered are used up at once."""
         return self._step.optimizer is not None
 
+    @property
+    def torn(self) -> tuple[int, int] | None:
+        """After a backward that failed: how many parameters were updated within it, and how many were not; None if none was.
+
+        Those count whose gradients have been used. None, too, where all have been: that step is whole.
+        """
+        left = sum(number > 0 for number in self._num_owners.values())
+        return (len(self._updated), left) if self.is_just_in_time and self._updated and left else None
+
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """A pack of these parameters has come up since the step began, for which `deliver` will be called, too."""
         for parameter in parameters:

@@ -60,7 +60,7 @@ class Visits:
 
     def _refuse_forward_mode(self, layer: SwappedLayer) -> None:
         """The tangents of forward-mode derivatives are the process's: who ends a level ends it for all microbatches."""
-        if torch.autograd.forward_ad._current_level >= 0 and len(self._step.turns.running) > 1:
+        if torch.autograd.forward_ad._current_level >= 0 and not self._step.is_sequential:
             raise UnsupportedModelError(
                 f"{layer.name!r} is swapped in within a forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad), "
                 "whose state all microbatches share: take a copy of the parameter before, parameter.clone(), or use "
@@ -77,6 +77,8 @@ class Visits:
         pack = residents.packs[index]
         if phase is Phase.FORWARD:
             progress.calls.append(layer.index)
+            if self._step.watch is not None and not progress.differentiating:
+                self._step.watch.at_call(layer.name)
         if progress.task != (phase, index) or pack.residency is None:
             position = placement.plan.position(phase, index, progress.position[phase])
             request = Request(phase, index, position)
@@ -124,7 +126,7 @@ class Visits:
             return (
                 not (self._observer.is_measuring or progress.differentiating)
                 and task == (Phase.FORWARD, plan.visits[request.position - 1])
-                and not step.turns.would_overtake_buffers(progress, request)
+                and not step.turns.would_overtake(progress, request)
             )
         if not step.fuses or step.in_backward or pack not in plan.fused or task[1] not in plan.fused:
             return False
@@ -171,6 +173,9 @@ class Visits:
             residents.enter(place, work_bytes, alone=self._observer.is_measuring)
         if sharing and place.phase is Phase.FORWARD:
             residents.swapper.read_again(place.pack)
+        if self._observer.is_measuring and place.phase is Phase.BACKWARD:
+            # They count as gradients, and not as what the turn allocates.
+            residents.swapper.unpark_gradients(place.pack)
 
     def enter_loss(self, progress: LaneProgress) -> None:
         """A lane comes to the backward of its loss, which counts to the last layer's: make room for it.
@@ -211,11 +216,12 @@ class Visits:
         """Bring a layer to an empty device, and time its copy."""
         pack = place.pack
         # What that waits for, an update of the step before, is no part of the copy.
-        residents.evict_all_but(pack)
-        with self._profiler.swapping_in(pack.layers[0], residents.device):
-            residents.enter(place, work_bytes, alone=True)
-            assert pack.residency is not None
-            pack.residency.ready.synchronize()
+        with self._observer.copying():
+            residents.evict_all_but(pack)
+            with self._profiler.swapping_in(pack.layers[0], residents.device):
+                residents.enter(place, work_bytes, alone=True)
+                assert pack.residency is not None
+                pack.residency.ready.synchronize()
 
     # ---- memory --------------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class DocumentKind:
         """
         try:
             data: Any = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"this is not a {self.name}, for it is not JSON: {error}") from error
         if not isinstance(data, dict) or data.pop("format", None) != self.format:
             raise PlanError(f'this is not a {self.name}: it has no "format": "{self.format}"{self.origin}')

@@ -20,7 +20,8 @@ def read_plan(given: Plan | str | Path) -> Plan:
         PlanError: if there is no such file, or it holds something else, or the plan contradicts itself.
     """
     if isinstance(given, Plan):
-        refuse_invalid(given)
+        # Its values are checked as those of a file are.
+        refuse_invalid(Plan.from_json(given.to_json()))
         return given
     try:
         plan = Plan.from_json(Path(given).read_text(encoding="utf-8"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from math import inf
 from pathlib import Path
 
 
@@ -81,7 +82,7 @@ def read_machine(text: str) -> Machine:
         )
     try:
         return _from_values(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{text} does not describe a machine: {error}") from error
 
 
@@ -98,10 +99,12 @@ def _from_values(values: object) -> Machine:
     if not isinstance(machine.flops_per_second, dict) or not machine.flops_per_second:
         raise ValueError('flops_per_second must be an object such as {"float32": 1e12}')
     for name, rate in {**rates, **machine.flops_per_second}.items():
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < inf:
             raise ValueError(f"{name} must be a positive number, not {rate!r}")
     for name in ("operation_seconds", "call_seconds", "library_bytes", "host_bytes", "device_bytes"):
         value = getattr(machine, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf
+        ):
             raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
     return machine

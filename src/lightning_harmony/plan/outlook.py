@@ -23,7 +23,7 @@ from lightning_harmony.plan.replay import predict
 from lightning_harmony.plan.rules import with_graphs
 from lightning_harmony.plan.search import MOST_TASKS
 from lightning_harmony.plan.streams import COMPUTE
-from lightning_harmony.plan.work import LayerProfile, StepProfile
+from lightning_harmony.plan.work import Held, LayerProfile, StepProfile
 
 # More microbatches are not replayed, and have the packs of so many: each of them adds as much as the one before.
 MOST_REPLAYED = 32
@@ -37,8 +37,8 @@ class Need:
     Attributes:
         name: of the layer or pack; empty for the code before the first layer.
         state_bytes: its weights, and in the backward its gradients.
-        work_bytes: what it allocates.
-        live_bytes: what all microbatches have on the device meanwhile.
+        work_bytes: what the microbatch that runs has on the device.
+        live_bytes: what the other microbatches have there meanwhile.
         other_bytes: buffers of no layer, the batch, and what libraries take.
     """
 
@@ -271,38 +271,63 @@ class _Step:
 
     def _need(self) -> Need:
         """What the neediest takes: of the layers one by one, as in the first step, and of the packs."""
-        layers = self._profile.layers
-        live = self._live()
-        start = Need("", 0, self._profile.start_bytes, self._lanes * max(live.values(), default=0), self._other_bytes)
-        needs = [start]
-        for index in dict.fromkeys(self._profile.calls):
-            needs += self._needs(layers[index].first_cost, layers[index].num_calls, live[index])
+        layers, calls = self._profile.layers, self._profile.calls
+        first = [layer.first_held for layer in layers]
+        waiting = self._waiting(first)
+        needs = [
+            Need(
+                "",
+                0,
+                self._profile.start_bytes,
+                (self._lanes - 1) * max(waiting.values(), default=0),
+                self._other_bytes,
+            )
+        ]
+        for index in dict.fromkeys(calls):
+            needs += self._needs(layers[index].first_cost, layers[index].num_calls, first[index], waiting[index])
+        if calls:
+            # The backward of a loss runs beside the layer called last, and beside the gradients of earlier microbatches.
+            last = layers[calls[-1]].first_cost
+            state = last.weight_bytes + last.gradient_bytes
+            live = (self._lanes - 1) * waiting[calls[-1]]
+            needs.append(Need(last.name, state, self._profile.loss_bytes, live, self._other_bytes))
+        held = [layer.held for layer in layers]
+        waiting = self._waiting(held)
         for pack in self._packs:
-            called = [index for index in pack if index in live]
+            called = [index for index in pack if index in waiting]
             if called:
-                calls = max(layers[index].num_calls for index in called)
+                most = Held(
+                    max(held[index].forward_bytes for index in called),
+                    max(held[index].backward_bytes for index in called),
+                )
+                num_calls = max(layers[index].num_calls for index in called)
                 cost = pack_cost([layers[index].cost for index in pack])
-                needs += self._needs(cost, calls, max(live[index] for index in called))
+                needs += self._needs(cost, num_calls, most, max(waiting[index] for index in called))
         return max(needs, key=lambda need: need.num_bytes)
 
-    def _needs(self, cost: Cost, num_calls: int, live_bytes: int) -> list[Need]:
+    def _needs(self, cost: Cost, num_calls: int, held: Held, waiting_bytes: int) -> list[Need]:
         """Forward, and backward with a sum of gradients for each call."""
-        live, other = self._lanes * live_bytes, self._other_bytes
+        live, other = (self._lanes - 1) * waiting_bytes, self._other_bytes
         # Room for its work is made before it comes.
         weights, gradients = cost.weight_bytes + cost.staging_bytes, max(num_calls, 1) * cost.gradient_bytes
         return [
-            Need(cost.name, weights, cost.forward_work_bytes, live, other),
-            Need(cost.name, weights + gradients, cost.backward_work_bytes, live, other),
+            Need(cost.name, weights, held.forward_bytes, live, other),
+            Need(cost.name, weights + gradients, held.backward_bytes, live, other),
         ]
 
-    def _live(self) -> dict[int, int]:
-        """What a microbatch has on the device around each layer: some lanes wait for it, others for one beside it."""
-        calls, layers = self._profile.calls, self._profile.layers
-        live = dict.fromkeys(calls, 0)
+    def _waiting(self, held: Sequence[Held]) -> dict[int, int]:
+        """What a microbatch that waits holds while another is in each layer: it waits for this layer, or for one beside it.
+
+        Args:
+            held: by each layer.
+        """
+        calls = self._profile.calls
+        at = {index: held[index].waiting_bytes for index in calls}
+        waiting = dict.fromkeys(calls, 0)
         for place, index in enumerate(calls):
             around = calls[max(place - 1, 0) : place + 2]
-            live[index] = max(live[index], *(layers[other].live_bytes for other in around))
-        return live
+            waiting[index] = max(waiting[index], *(at[other] for other in around))
+        return waiting
 
     def _host(self) -> HostNeed:
         layers: Sequence[LayerProfile] = self._profile.layers

@@ -1,7 +1,6 @@
 """The record: what steps of a model were seen to do on a machine, kept from one fit to the next."""
 
 import json
-import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
@@ -143,8 +142,3 @@ def _refuse_contradictions(record: Record) -> None:
     strangers = sorted({*record.calls, *(narrow.layer for narrow in record.narrow)} - set(names))
     if strangers:
         raise PlanError(f"the profile does not say what layer {strangers[0]!r} costs")
-    values = [value for size in record.sizes for cost in size.layers for value in vars(cost).values()]
-    speeds = [speed for speed in vars(record.machine).values() if speed is not None]
-    for value in [*values, *speeds]:
-        if not isinstance(value, str) and not (math.isfinite(value) and value >= 0):
-            raise PlanError(f"a profile has bytes, seconds and speeds of at least 0, but this one has {value!r}")

@@ -6,6 +6,9 @@ from itertools import chain
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.plan import Plan
 
+# Of microbatches, and of devices: what is beyond would take longer to foresee than to run.
+_MOST = 65536
+
 
 def refuse_invalid(plan: Plan) -> None:
     """Refuse a plan that contradicts itself.
@@ -50,7 +53,7 @@ def refuse_invalid(plan: Plan) -> None:
     if plan.lookahead < 0 or (plan.lookahead and not plan.just_in_time):
         problems.append(f"it fetches {plan.lookahead} packs ahead, but with reuse={plan.reuse!r} none would stay")
     for name, number in (("microbatches", plan.num_microbatches), ("devices", plan.num_devices)):
-        if number is not None and number < 1:
-            problems.append(f"it is for {number} {name}")
+        if number is not None and not 1 <= number <= _MOST:
+            problems.append(f"it is for {number} {name}: from 1 to {_MOST} are possible")
     if problems:
         raise PlanError(f"this plan cannot be run: {'; '.join(problems)}")

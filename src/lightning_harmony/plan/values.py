@@ -10,12 +10,15 @@ from lightning_harmony.plan.task import Task
 
 T = TypeVar("T")
 
+# Sizes, seconds, speeds, positions and numbers of things: the largest that fits a signed integer of 64 bits.
+_LARGEST = 2**63 - 1
+
 
 def encode(value: object) -> Any:
     """A dataclass, or what lies in one, as JSON knows it."""
     if is_dataclass(value):
         return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, frozenset):
+    if isinstance(value, frozenset | set):
         return sorted(value)
     if isinstance(value, Task):
         return str(value)
@@ -35,7 +38,7 @@ def decode(expected: type[T], data: Any, name: str) -> T:
         name: what errors call it.
 
     Raises:
-        PlanError: if anything is missing, unknown or of another type.
+        PlanError: if anything is missing, unknown, of another type, or a number that is no size of anything.
     """
     value: T = _decode(expected, data, name)
     return value
@@ -59,11 +62,22 @@ def _decode(expected: Any, data: Any, name: str) -> Any:
         if data not in arguments:
             raise _wrong(name, f"one of {', '.join(map(repr, arguments))}", data)
         return data
-    if expected is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
-    if not isinstance(data, expected) or (isinstance(data, bool) and expected is not bool):
+    if expected in (int, float):
+        return _decode_number(expected, data, name)
+    if not isinstance(data, expected):
         raise _wrong(name, expected.__name__, data)
     return data
+
+
+def _decode_number(expected: type[int] | type[float], data: Any, name: str) -> int | float:
+    if isinstance(data, bool) or not isinstance(data, int if expected is int else int | float):
+        raise _wrong(name, expected.__name__, data)
+    # NaN compares false.
+    if not 0 <= data <= _LARGEST:
+        raise _wrong(name, f"a number from 0 to {_LARGEST:.1e}", data)
+    if data == 0 and name.endswith("_per_second"):
+        raise _wrong(name, "a speed above 0, or null for one that is not known,", data)
+    return expected(data)
 
 
 def _decode_fields(expected: Any, data: Any, name: str) -> Any:

@@ -40,6 +40,21 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Bytes that one microbatch holds on the device around one layer, beside weights and gradients.
+
+    Attributes:
+        forward_bytes: most while the layer's forward runs.
+        backward_bytes: most while its backward runs.
+        waiting_bytes: while the microbatch waits for its turn in the layer.
+    """
+
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    waiting_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class LayerProfile:
     """What one layer takes and does for one microbatch, the code behind it included.
 
@@ -49,7 +64,8 @@ class LayerProfile:
         swapped_bytes: what crosses the bus to bring it.
         trained_bytes: its parameters that an optimizer updates.
         num_trained: how many numbers those are.
-        live_bytes: what else a microbatch has on the device when it comes to the layer, in forward or backward.
+        held: what a microbatch holds on the device.
+        first_held: the same in a first step.
         input_bytes: what a call is made with, as far as it goes to the stash.
         stash_bytes: what goes to the stash.
         num_calls: how often a step calls it.
@@ -63,7 +79,8 @@ class LayerProfile:
     swapped_bytes: int
     trained_bytes: int
     num_trained: int
-    live_bytes: int
+    held: Held
+    first_held: Held
     input_bytes: int
     stash_bytes: int
     num_calls: int
@@ -84,6 +101,7 @@ class StepProfile:
         buffer_bytes: buffers that no layer owns, which stay on the device.
         microbatch_bytes: the microbatch itself.
         start_bytes: most that the code before the first layer allocates.
+        loss_bytes: most that the microbatch has on the device in the backward of its loss, up to the last layer's.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -93,6 +111,7 @@ class StepProfile:
     buffer_bytes: int
     microbatch_bytes: int
     start_bytes: int
+    loss_bytes: int
 
 
 def between(one: StepProfile, other: StepProfile, factor: float) -> StepProfile:

@@ -77,7 +77,7 @@ def test_hooks_at_its_end_see_finished_weights(
         trainer = trainer_for(strategy, 12, [], **options | {"max_epochs": 2})
         trainer.fit(module, DataLoader(EndsEarly(), batch_size=4))
         seen.append(module.seen)
-        assert "on_advance_end" not in vars(trainer.fit_loop)
+        assert all("on_advance_end" not in vars(loop) for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop))
     assert len(seen[0]) == len(seen[1]) > 0
     assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
     assert postponed != []

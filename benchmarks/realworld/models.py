@@ -1,0 +1,159 @@
+"""The models of the benchmark: public classes, made from their configurations with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained.
+
+    Attributes:
+        build: makes the model on the host, given a number of layers, or None for its own, and a type of parameters.
+        sample: makes one sample of a length, or of a side.
+        loss: of the model on a batch.
+        sgd: whether it is trained with SGD and momentum; else with AdamW.
+    """
+
+    build: Callable[[int | None, torch.dtype], Any]
+    sample: Callable[[int, Generator], Any]
+    loss: Callable[[Any, Any], Tensor]
+    sgd: bool = False
+
+
+def _language_model(kind: str, config_kind: str, **sizes: Any) -> Subject:
+    def config() -> Any:
+        import transformers
+
+        return getattr(transformers, config_kind)(**sizes)
+
+    def build(num_layers: int | None, dtype: torch.dtype) -> Any:
+        import transformers
+
+        made, small = config(), config()
+        if num_layers is not None:
+            made.num_hidden_layers = num_layers
+        make = getattr(transformers, kind)
+        with torch.device("meta"):
+            model = make(made).to(dtype)
+        model.to_empty(device="cpu")
+        fill(model)
+        # Buffers such as rotary frequencies come from a small one that is made for real.
+        small.num_hidden_layers, small.vocab_size, small.pad_token_id = 1, 64, 0
+        real = dict(make(small).named_buffers())
+        for name, buffer in model.named_buffers():
+            if name in real and real[name].shape == buffer.shape:
+                buffer.data.copy_(real[name])
+        model.tie_weights()
+        return model
+
+    words: list[int] = []
+
+    def sample(length: int, generator: Generator) -> Tensor:
+        # To make a configuration takes longer than to make a sample.
+        words[:] = words or [config().vocab_size]
+        return torch.randint(0, words[0], (length,), generator=generator)
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=batch, labels=batch).loss
+        return found
+
+    return Subject(build, sample, loss)
+
+
+def _classifier(make: Callable[[], nn.Module], *, sgd: bool) -> Subject:
+    def sample(side: int, generator: Generator) -> tuple[Tensor, Tensor]:
+        image = torch.randn(3, side, side, generator=generator)
+        return image, torch.randint(0, 1000, (), generator=generator)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        images, classes = batch
+        return nn.functional.cross_entropy(model(images), classes)
+
+    return Subject(lambda num_layers, dtype: make().to(dtype), sample, loss, sgd=sgd)
+
+
+def _timm(name: str, **options: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import timm
+
+        model: nn.Module = timm.create_model(name, pretrained=False, **options)
+        return model
+
+    return make
+
+
+def _mlp() -> nn.Module:
+    hidden = [layer for _ in range(8) for layer in (nn.Linear(2048, 2048), nn.GELU())]
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(2048), *hidden, nn.Linear(2048, 1000))
+
+
+def _made_mlp() -> nn.Module:
+    model = _mlp()
+    model(torch.zeros(1, 3, 32, 32))
+    return model
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Give parameters small random numbers, quickly; norms ones."""
+    noise = torch.randn(1 << 22, generator=Generator().manual_seed(0)) * 0.02
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0 if "norm" in name.lower() and "bias" not in name else 0.0)
+            continue
+        flat = parameter.data.view(-1)
+        for start in range(0, flat.numel(), noise.numel()):
+            piece = flat[start : start + noise.numel()]
+            piece.copy_(noise[: piece.numel()])
+
+
+def _llama(**sizes: Any) -> Subject:
+    common = {"use_cache": False, "max_position_embeddings": 8192, "vocab_size": 128256}
+    return _language_model("LlamaForCausalLM", "LlamaConfig", **{**common, **sizes})
+
+
+MODELS = {
+    "llama8b": _llama(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+    "llama3b": _llama(
+        hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, num_key_value_heads=8
+    ),
+    "tiny": _llama(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1000,
+    ),
+    "qwen32b": _language_model(
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        use_cache=False,
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+    ),
+    "bert": _language_model("BertForMaskedLM", "BertConfig"),
+    "gpt2": _language_model("GPT2LMHeadModel", "GPT2Config", use_cache=False),
+    "resnet50": _classifier(_timm("resnet50"), sgd=True),
+    "resnet152": _classifier(_timm("resnet152"), sgd=True),
+    "vit-l": _classifier(_timm("vit_large_patch16_224", img_size=512), sgd=False),
+    "mlp": _classifier(_made_mlp, sgd=False),
+}

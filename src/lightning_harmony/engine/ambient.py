@@ -1,0 +1,270 @@
+"""Ambient state: what PyTorch, Python and NumPy keep for a thread or for the process, and code sets for a while.
+
+One registry serves lanes, which each find their own, and recomputes, which find what the forward found. To add a kind of
+state is to add an entry to `OF_THREAD` or `OF_PROCESS`. Random number generators are captured apart, in `rng`: a microbatch
+has streams of its own, which follow it from one GPU to the next.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+
+class OfThread(NamedTuple):
+    """A kind of state that each thread has for itself.
+
+    Attributes:
+        name: for messages.
+        get: reads it.
+        applied: the context in which the calling thread has a value of it.
+    """
+
+    name: str
+    get: Callable[[], Any]
+    applied: Callable[[Any], AbstractContextManager[Any]]
+
+
+class OfProcess(NamedTuple):
+    """A kind of state that all threads share: whose turn it is finds its own.
+
+    Attributes:
+        name: for messages.
+        get: reads it, in well under a microsecond: it is read several times a turn.
+        set: writes it.
+    """
+
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+def _autocast(device_type: str) -> OfThread:
+    def applied(value: tuple[bool, torch.dtype]) -> AbstractContextManager[Any]:
+        enabled, dtype = value
+        # Without the cache of casts: it would keep casts of weights that were swapped out.
+        return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+    def get() -> tuple[bool, torch.dtype]:
+        return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+    return OfThread(f"autocast of {device_type}", get, applied)
+
+
+def _default_device() -> torch.device | None:
+    """As it was given: `torch.get_default_device` would make a tensor to find its index."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return torch.device(mode.device)
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else torch.device(context.device)
+
+
+def _on_default_device(device: torch.device | None) -> AbstractContextManager[Any]:
+    return torch.device("cpu") if device is None else device
+
+
+def _cuda_device() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+@contextmanager
+def _with_threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+OF_THREAD = (
+    OfThread("inference mode", torch.is_inference_mode_enabled, torch.inference_mode),
+    # Behind inference mode, which sets it.
+    OfThread("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    _autocast("cpu"),
+    _autocast("cuda"),
+    OfThread("the default device", _default_device, _on_default_device),
+    OfThread("the current GPU", _cuda_device, torch.cuda.device),
+    OfThread("the number of threads", torch.get_num_threads, _with_threads),
+)
+
+
+def _attention() -> tuple[bool, ...]:
+    # What the public functions call.
+    torch_c = torch._C
+    return (
+        torch_c._get_flash_sdp_enabled(),
+        torch_c._get_mem_efficient_sdp_enabled(),
+        torch_c._get_math_sdp_enabled(),
+        torch_c._get_cudnn_sdp_enabled(),
+    )
+
+
+def _set_attention(value: tuple[bool, ...]) -> None:
+    kernels = torch.backends.cuda
+    flash, memory_efficient, plain, of_cudnn = value
+    kernels.enable_flash_sdp(flash)
+    kernels.enable_mem_efficient_sdp(memory_efficient)
+    kernels.enable_math_sdp(plain)
+    kernels.enable_cudnn_sdp(of_cudnn)
+
+
+def _cudnn() -> tuple[bool, ...]:
+    torch_c = torch._C
+    return torch_c._get_cudnn_enabled(), torch_c._get_cudnn_benchmark(), torch_c._get_cudnn_deterministic()
+
+
+def _set_cudnn(value: tuple[bool, ...]) -> None:
+    enabled, benchmark, deterministic = value
+    torch.backends.cudnn.set_flags(_enabled=enabled, _benchmark=benchmark, _deterministic=deterministic)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    mode, warn_only = value
+    torch._C._set_deterministic_algorithms(mode, warn_only=warn_only)
+
+
+# Since torch 2.9, each backend has a precision of its own beside the one for all.
+_BACKENDS = (("generic", "all"), ("cuda", "matmul"), ("mkldnn", "matmul"))
+_get_of_backend = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
+def _precision() -> tuple[Any, ...]:
+    try:
+        of_all = torch._C._get_float32_matmul_precision()
+    except RuntimeError:
+        # The user sets those of backends, and has told torch nothing else.
+        of_all = None
+    return of_all, *(() if _get_of_backend is None else (_get_of_backend(*backend) for backend in _BACKENDS))
+
+
+def _set_precision(value: tuple[Any, ...]) -> None:
+    of_all, *of_backends = value
+    if of_all is not None:
+        torch._C._set_float32_matmul_precision(of_all)
+    for backend, precision in zip(_BACKENDS, of_backends, strict=False):
+        if _get_of_backend is not None and _get_of_backend(*backend) != precision:
+            torch._C._set_fp32_precision_setter(*backend, precision)
+
+
+class _Same:
+    """An object of which the one and not its equal is meant, such as a list of filters that somebody will change."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    __hash__ = object.__hash__
+
+
+def _attributes(module: Any, *names: str) -> tuple[Callable[[], tuple[_Same, ...]], Callable[[Any], None]]:
+    """How attributes of a module of Python's are read and written."""
+    content = vars(module)
+
+    def read() -> tuple[_Same, ...]:
+        return tuple([_Same(content.get(name)) for name in names])
+
+    def write(values: tuple[_Same, ...]) -> None:
+        content.update(zip(names, [each.value for each in values], strict=True))
+
+    return read, write
+
+
+def _stream(name: str) -> OfProcess:
+    read, write = _attributes(sys, name)
+
+    def write_if_open(value: tuple[_Same]) -> None:
+        # A recompute may come when who redirected it is done.
+        if not getattr(value[0].value, "closed", False):
+            write(value)
+
+    return OfProcess(f"sys.{name}", read, write_if_open)
+
+
+_read_warnings, _write_warnings = _attributes(warnings, "filters", "showwarning", "_showwarnmsg_impl")
+
+
+def _set_warnings(value: Any) -> None:
+    _write_warnings(value)
+    # What each module has been warned of is known for as long as filters don't change.
+    getattr(warnings, "_filters_mutated_lock_held", getattr(warnings, "_filters_mutated", lambda: None))()
+
+
+OF_PROCESS = (
+    OfProcess("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    OfProcess("the kernels for attention", _attention, _set_attention),
+    OfProcess("cuDNN's flags", _cudnn, _set_cudnn),
+    OfProcess("deterministic algorithms", _deterministic, _set_deterministic),
+    OfProcess("the precision of float32", _precision, _set_precision),
+    OfProcess("warnings.filters", _read_warnings, _set_warnings),
+    _stream("stdout"),
+    _stream("stderr"),
+)
+
+
+class ProcessState(tuple[Any, ...]):
+    """The state of the process at one moment, in the order of `OF_PROCESS`."""
+
+    __slots__ = ()
+
+    @classmethod
+    def capture(cls) -> ProcessState:
+        """The state now."""
+        return cls([kind.get() for kind in OF_PROCESS])
+
+    def enter(self) -> ProcessState:
+        """Make it so again; return what was found, which leaves it when it is entered."""
+        found = ProcessState.capture()
+        if found != self:
+            for kind, now, wanted in zip(OF_PROCESS, found, self, strict=True):
+                # To set some takes longer than a change of lanes.
+                if now != wanted:
+                    kind.set(wanted)
+        return found
+
+
+class AmbientState:
+    """What code finds around it at one moment: the state of its thread, of the process, and context variables."""
+
+    def __init__(self) -> None:
+        self._process = ProcessState.capture()
+        self._thread = [kind.get() for kind in OF_THREAD]
+        self._context = contextvars.copy_context()
+
+    @classmethod
+    def capture(cls) -> AmbientState:
+        """What the calling code finds."""
+        return cls()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The context in which code finds the same again, but for context variables. What it sets does not last."""
+        with ExitStack() as stack:
+            stack.callback(ProcessState.capture().enter)
+            self._process.enter()
+            for kind, value in zip(OF_THREAD, self._thread, strict=True):
+                if kind.get() != value:
+                    stack.enter_context(kind.applied(value))
+            yield
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function with the same context variables. What it sets does not last."""
+        return self._context.copy().run(partial(function, *args, **kwargs))

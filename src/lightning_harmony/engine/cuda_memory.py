@@ -1,0 +1,73 @@
+"""How much of a GPU a fit may take, and how torch's allocator is kept to it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+# What a process takes beside torch's allocator: the context, and the libraries' kernels as they are loaded. Measured on an
+# H100 with torch 2.11: 0.8 GiB for BERT in mixed precision.
+CONTEXT_BYTES = 1 << 30
+# The part of it that comes after the context is there.
+_LOADED_LATER_BYTES = 512 << 20
+# Less than this is no limit of a card, which a context alone would fill, but one of what is allocated.
+_SMALLEST_CARD_BYTES = 4 << 30
+# Freed memory of one stream's pool is unused until that stream wants it again.
+_UNUSED_SHARE = 0.06
+_CONFIGURATION = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@dataclass(frozen=True)
+class CudaBudget:
+    """What a fit may take of a GPU.
+
+    Attributes:
+        capacity_bytes: what may be allocated, by which plans are made.
+        reserved_bytes: what torch's allocator may have of the driver; None where it is not bounded.
+    """
+
+    capacity_bytes: int
+    reserved_bytes: int | None
+
+    @classmethod
+    def of(cls, device: torch.device, limit_bytes: int | None) -> CudaBudget:
+        """The budget on a GPU.
+
+        Args:
+            device: which one.
+            limit_bytes: what the process may take of the card, its context included; None for all that is free. A limit of
+                less than 4 GiB is one of what is allocated.
+        """
+        if limit_bytes is not None and limit_bytes < _SMALLEST_CARD_BYTES:
+            return cls(limit_bytes, None)
+        free, _ = torch.cuda.mem_get_info(device)
+        reserved = free + torch.cuda.memory_reserved(device) - _LOADED_LATER_BYTES
+        if limit_bytes is not None:
+            reserved = min(reserved, limit_bytes - CONTEXT_BYTES)
+        reserved = max(reserved, 0)
+        return cls(int(reserved * (1 - _UNUSED_SHARE)), reserved)
+
+
+def use_expandable_segments() -> None:
+    """Let torch's allocator give memory of one size to another, unless the user has configured it.
+
+    Without, what each stream has freed stays cut as it was: of 24 GiB, 13 were reserved and of no use when a fit ran out.
+    """
+    if any(name in os.environ for name in _CONFIGURATION):
+        return
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (configure or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+
+
+def bound_reserved_memory(device: torch.device, reserved_bytes: int | None) -> None:
+    """Let torch's allocator free what it has cached before it takes more of the driver than this.
+
+    Args:
+        device: of which GPU.
+        reserved_bytes: the bound; None for none.
+    """
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = 1.0 if reserved_bytes is None else min(reserved_bytes / total, 1.0)
+    torch.cuda.memory.set_per_process_memory_fraction(share, device)

@@ -1,0 +1,38 @@
+"""The buffers of a module before a step that may be refused: who catches the error finds them as they were."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class BuffersBefore:
+    """Copies of all buffers, such as the statistics of batch normalization, on the host.
+
+    Args:
+        module: the model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+        self._copies: dict[Tensor, Tensor] = {}
+        for owner in module.modules():
+            buffers = dict(owner._buffers)
+            self._buffers.append((owner, buffers))
+            for buffer in buffers.values():
+                if buffer is not None and buffer not in self._copies:
+                    self._copies[buffer] = buffer.detach().to("cpu", copy=True)
+
+    def restore(self) -> None:
+        """Make them what they were."""
+        if torch.cuda.is_initialized():
+            # Copies to the host may be under way.
+            torch.cuda.synchronize()
+        for owner, buffers in self._buffers:
+            owner._buffers.clear()
+            owner._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, copy in self._copies.items():
+                if buffer.shape != copy.shape:
+                    buffer.resize_(copy.shape)
+                buffer.detach().copy_(copy)

@@ -1,0 +1,106 @@
+"""What README and docs show runs: each block of Python, and each command line with its options."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.cli import main
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MOST_WORDS_IN_README = 710
+
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.in_memory,
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:HarmonyMonitor.*records nothing"),
+    pytest.mark.filterwarnings("ignore:.*bf16-mixed is not supported by the model summary"),
+]
+
+
+def blocks(language: str) -> list[Any]:
+    found = []
+    for document in DOCUMENTS:
+        for number, (kind, text) in enumerate(re.findall(r"```(\w*)\n(.*?)```", document.read_text(), re.DOTALL)):
+            if kind == language:
+                found.append(pytest.param(text, id=f"{document.name}-{number}"))
+    return found
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return ((self.net(batch[0]) - batch[1]) ** 2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.randn(16, 4), torch.randn(16, 1)), batch_size=8)
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_each_block_of_python_runs(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = pl.Trainer(
+        strategy=HarmonyStrategy(device_memory="256KiB"),
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    # Swapped: what is in memory has no plan to show.
+    monkeypatch.setattr("lightning_harmony.strategy.fits", lambda lasting, device: False)
+    trainer.fit(Model(), Data())
+    names = {
+        "HarmonyStrategy": HarmonyStrategy,
+        "Path": Path,
+        "data": Data(),
+        "logger": CSVLogger(tmp_path),
+        "model": Model(),
+        "pl": pl,
+        "Trainer": pl.Trainer,
+        "trainer": trainer,
+    }
+    shown = text.replace('accelerator="gpu"', 'accelerator="cpu", max_epochs=1, enable_progress_bar=False')
+    exec(compile(shown, "a block", "exec"), names)
+
+
+def test_options_that_the_documents_show_are_known_to_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line for block in blocks("") for line in block.values[0].splitlines()]
+    commands = [shlex.split(line.split("  #")[0]) for line in lines if line.startswith("lightning-harmony ")]
+    assert len(commands) > 3
+    for _, name, *arguments in commands:
+        with pytest.raises(SystemExit, match="0"):
+            main([name, "--help"])
+        shown = capsys.readouterr().out
+        assert all(argument in shown for argument in arguments if argument.startswith("--")), arguments
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= MOST_WORDS_IN_README
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"

@@ -1,0 +1,509 @@
+"""What code keeps outside of tensors is each microbatch's own, or microbatches do not take turns: results are as plain."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import signal
+import sqlite3
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import nets
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from same_training import Net, assert_same_training, placed, trainer_for
+from torch import Tensor, nn
+
+from lightning_harmony import HarmonyStrategy
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    # What these steps do to their loss is not what splitting is about.
+    pytest.mark.filterwarnings("ignore:the loss of .* samples is"),
+    pytest.mark.filterwarnings("ignore:.*normalize with the statistics of microbatches"),
+]
+ONE_AFTER_THE_OTHER = "microbatches run one after the other"
+
+
+def samples(number: int = 24) -> torch.utils.data.TensorDataset:
+    torch.manual_seed(3)
+    return torch.utils.data.TensorDataset(torch.randn(number, nets.WIDTH), torch.randn(number, nets.WIDTH))
+
+
+class Blocks(nn.Module):
+    """Three layers, and a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[nets.Block() for _ in range(3)])
+        self.helper = SimpleNamespace(factor=1.0, calls=0, seen=[])
+        self.by_name: dict[str, Any] = {"factor": 1.0}
+        self.factor = 1.0
+        self.factors: list[float] = []
+        self.count = 0
+        self.random = random.Random(5)
+        self.generator = np.random.default_rng(5)
+        self.draws = torch.Generator().manual_seed(5)
+        self.array = np.ones(2)
+        self.kept = torch.ones(())
+        self.lock = threading.Lock()
+
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.run(*batch)
+
+
+def mean_of(y: Tensor) -> float:
+    return float(y.mean())
+
+
+def number_on_the_module(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    net.factor = mean_of(y)
+    return net.blocks(x) * net.factor
+
+
+def number_in_a_dict(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    net.by_name["factor"] = mean_of(y)
+    return net.blocks(x) * net.by_name["factor"]
+
+
+def function_in_a_dict(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    factor = mean_of(y)
+    net.by_name["scale"] = lambda tensor: tensor * factor
+    scaled: Tensor = net.by_name["scale"](net.blocks(x))
+    return scaled
+
+
+def number_on_an_object(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    net.helper.factor = mean_of(y)
+    return net.blocks(x) * net.helper.factor
+
+
+def tensor_on_an_object(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    net.helper.mask = y.mean()
+    return net.blocks(x) * net.helper.mask
+
+
+def count_on_an_object(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    net.helper.calls += 1
+    return net.blocks(x) * (1.0 + net.helper.calls % 3)
+
+
+def count_on_the_module(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    net.count += 1
+    return net.blocks(x) * (1.0 + net.count % 3)
+
+
+def last_of_a_list(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    net.factors.append(mean_of(y))
+    return net.blocks(x) * net.factors[-1] * len(net.factors)
+
+
+def number_for_a_part(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    x = net.blocks[0](x)
+    before, net.factor = net.factor, mean_of(y)
+    x = net.blocks[1](x) * net.factor
+    net.factor = before
+    return net.blocks[2](x) * net.factor
+
+
+def array_in_place(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    net.array[0] = mean_of(y)
+    return net.blocks(x) * float(net.array[0])
+
+
+def tensor_in_place(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    net.kept.fill_(y.mean())
+    return net.blocks(x) * net.kept.clone()
+
+
+def random_before_and_behind(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    first = net.random.random()
+    return net.blocks(x) * (first + net.random.random())
+
+
+def numpy_generator_between(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x) * float(net.generator.random())
+    return x
+
+
+def torch_generator_between(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x) * torch.rand((), generator=net.draws)
+    return x
+
+
+def random_before_all_layers(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    return net.blocks(x) * net.random.random()
+
+
+def default_dtype_for_good(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    x = net.blocks(x)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if before is torch.float32 else torch.float32)
+    return x * torch.tensor(1.0 / 3, dtype=before).to(x.dtype)
+
+
+def environment(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    os.environ["FACTOR_OF_A_TEST"] = str(mean_of(y))
+    return net.blocks(x) * float(os.environ["FACTOR_OF_A_TEST"])
+
+
+def lock_around_layers(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    with net.lock:
+        return net.blocks(x)
+
+
+GLOBAL_LOCK = threading.RLock()
+
+
+def global_lock_around_layers(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    with GLOBAL_LOCK:
+        return net.blocks(x)
+
+
+SEMAPHORES = [threading.Semaphore(1)]
+
+
+def semaphore_around_layers(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    semaphore = SEMAPHORES[0]
+    with semaphore:
+        return net.blocks(x)
+
+
+def condition_around_layers(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    condition = net.__dict__.setdefault("condition", threading.Condition())
+    with condition:
+        return net.blocks(x)
+
+
+HAZARDS = [
+    number_on_the_module, number_in_a_dict, function_in_a_dict, number_on_an_object, tensor_on_an_object,
+    count_on_an_object, number_for_a_part, array_in_place, tensor_in_place, random_before_and_behind,
+    numpy_generator_between, torch_generator_between, environment, lock_around_layers, global_lock_around_layers,
+    semaphore_around_layers, condition_around_layers,
+]  # fmt: skip
+
+
+def quiet(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    with contextlib.redirect_stdout(io.StringIO()) as out, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        x = net.blocks(x)
+        print(mean_of(y))
+    return x * float(out.getvalue())
+
+
+def exact_float32(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    x = net.blocks(x)
+    torch.set_float32_matmul_precision(before)
+    return x * (1.0 if torch.get_float32_matmul_precision() == "highest" else 2.0)
+
+
+def deterministic(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    torch.use_deterministic_algorithms(True)
+    x = net.blocks(x)
+    torch.use_deterministic_algorithms(False)
+    return x * (2.0 if torch.are_deterministic_algorithms_enabled() else 1.0)
+
+
+def attention_kernels(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return net.blocks(x)
+
+
+def tensor_on_the_module(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    net.mask = y.mean()
+    return net.blocks(x) * net.mask
+
+
+def number_behind_the_layers(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    x = net.blocks(x)
+    net.factor = mean_of(y)
+    net.by_name[str(len(net.by_name))] = net.factor
+    net.helper.seen.append(net.factor)
+    return x * net.factor
+
+
+def hook_that_registers_itself(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    if not hasattr(net, "handle"):
+        net.handle = net.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+    return net.blocks(x)
+
+
+def dtype_of_the_process(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    torch.set_num_threads(1)
+    return net.blocks(x)
+
+
+HARMLESS = [
+    quiet, exact_float32, deterministic, attention_kernels, tensor_on_the_module, number_behind_the_layers,
+    hook_that_registers_itself, dtype_of_the_process, count_on_the_module, last_of_a_list, random_before_all_layers,
+]  # fmt: skip
+
+
+class Does(Blocks):
+    def __init__(self, does: Callable[[Blocks, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.does = does
+
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.does(self, x, y), y)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Does:
+        torch.manual_seed(0)
+        return Does(self.does)
+
+
+@pytest.fixture(autouse=True)
+def _process_as_it_was() -> Iterator[None]:
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+    os.environ.pop("FACTOR_OF_A_TEST", None)
+
+
+@pytest.mark.parametrize("does", [*HAZARDS, *HARMLESS], ids=lambda does: does.__name__)
+def test_what_a_step_keeps_while_layers_run_is_as_in_plain_lightning(does: Any) -> None:
+    stdout, filters = sys.stdout, list(warnings.filters)
+    assert_same_training(Net(Does(does)), samples(), batch_size=8)
+    assert sys.stdout is stdout
+    assert list(warnings.filters) == filters
+
+
+@pytest.mark.parametrize(
+    "does", [number_on_the_module, count_on_the_module, quiet, last_of_a_list, numpy_generator_between]
+)
+def test_so_it_is_on_two_devices_and_in_little_memory(does: Any) -> None:
+    assert_same_training(Net(Does(does)), samples(), batch_size=8, devices=2, device_memory="44KiB")
+
+
+class Lanes(pl.Callback):
+    """Whether there are threads of lanes."""
+
+    def __init__(self) -> None:
+        self.exist = False
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.exist = any(thread.name.startswith("harmony-lane") for thread in threading.enumerate())
+
+
+def takes_turns(net: nn.Module, caplog: pytest.LogCaptureFixture) -> tuple[bool, list[str]]:
+    """Whether microbatches take turns in the last of three steps, and what was said of that."""
+    strategy = HarmonyStrategy(num_microbatches=4, loss_reduction="mean", profile_cache=False)
+    lanes = Lanes()
+    trainer = trainer_for(strategy, 3, [lanes])
+    with caplog.at_level("INFO"):
+        trainer.fit(Net(net), torch.utils.data.DataLoader(samples(), batch_size=8))
+    return lanes.exist, [each for each in caplog.messages if ONE_AFTER_THE_OTHER in each]
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (number_on_the_module, "the number 'factor' of module 'net' is changed before layer 'net.blocks.0'"),
+        (number_in_a_dict, "'factor' in 'net.by_name' is changed"),
+        (number_on_an_object, "'factor' in 'net.helper' is changed"),
+        (number_for_a_part, "the number 'factor' of module 'net' is changed before layer 'net.blocks.1'"),
+        (numpy_generator_between, "a generator of random numbers, held by 'net', is drawn from again"),
+        (environment, "os.environ is set"),
+        (global_lock_around_layers, r"a lock is held (GLOBAL_LOCK, in global_lock_around_layers"),
+        (default_dtype_for_good, "the default dtype is set for good before the end of a microbatch"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_what_speaks_against_taking_turns_is_named_once(does: Any, said: str, caplog: Any) -> None:
+    takes, messages = takes_turns(Does(does), caplog)
+    assert not takes
+    assert len(messages) == 1
+    assert said in messages[0]
+    assert "swapped in 4 times as often" in messages[0]
+
+
+@pytest.mark.parametrize("does", HARMLESS, ids=lambda does: does.__name__)
+def test_what_others_cannot_find_does_not(does: Any, caplog: Any) -> None:
+    assert takes_turns(Does(does), caplog) == (True, [])
+
+
+class Later(Does):
+    """Does something from its third step on."""
+
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        self.count += 1
+        if self.count <= 8:
+            return F.mse_loss(self.blocks(x), y)
+        return super().run(x, y)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Later:
+        torch.manual_seed(0)
+        return Later(self.does)
+
+
+class WithStatistics(Later):
+    """Has buffers that each step changes."""
+
+    def __init__(self, does: Any) -> None:
+        super().__init__(does)
+        self.blocks = nn.Sequential(
+            nn.Sequential(nn.Linear(nets.WIDTH, nets.WIDTH), nn.BatchNorm1d(nets.WIDTH)),
+            nets.Block(),
+            nets.Block(),
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WithStatistics:
+        torch.manual_seed(0)
+        return WithStatistics(self.does)
+
+
+class WithStatisticsOfNoLayer(Later):
+    """Has buffers that the code between layers changes, in a module without parameters."""
+
+    def __init__(self, does: Any) -> None:
+        super().__init__(does)
+        self.norm = nn.BatchNorm1d(nets.WIDTH, affine=False)
+
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().run(self.norm(x), y)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WithStatisticsOfNoLayer:
+        torch.manual_seed(0)
+        return WithStatisticsOfNoLayer(self.does)
+
+
+class WithLateStatistics(WithStatisticsOfNoLayer):
+    """Normalizes from its third step on."""
+
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().run(x, y) if self.count >= 8 else Later.run(self, x, y)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WithLateStatistics:
+        torch.manual_seed(0)
+        return WithLateStatistics(self.does)
+
+
+LATE = [
+    number_on_the_module,
+    number_in_a_dict,
+    number_on_an_object,
+    number_behind_the_layers,
+    hook_that_registers_itself,
+]
+
+
+@pytest.mark.parametrize("kind", [Later, WithStatistics, WithStatisticsOfNoLayer, WithLateStatistics])
+@pytest.mark.parametrize("does", LATE, ids=lambda does: does.__name__)
+def test_a_step_in_which_that_shows_late_is_run_again(does: Any, kind: Any) -> None:
+    assert_same_training(Net(kind(does)), samples(40), batch_size=8)
+
+
+def alarm(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+    return net.blocks(x)
+
+
+CONNECTION: list[sqlite3.Connection] = []
+
+
+def query(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    (number,) = CONNECTION[0].execute("select 2").fetchone()
+    return net.blocks(x) * number
+
+
+LOCAL = threading.local()
+
+
+def thread_local(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    return net.blocks(x) * LOCAL.factor
+
+
+@pytest.mark.parametrize("does", [alarm, query, thread_local], ids=lambda does: does.__name__)
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_code_that_needs_the_callers_thread_finds_it(does: Any, num_microbatches: int) -> None:
+    CONNECTION[:] = [sqlite3.connect(":memory:")]
+    LOCAL.factor = 0.5
+    assert_same_training(Net(Does(does)), samples(), batch_size=8, num_microbatches=num_microbatches)
+
+
+class Fails(Blocks):
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        self.count += 1
+        if self.count == 7:
+            raise KeyError("of the user")
+        return F.mse_loss(self.blocks(x), y)
+
+
+def test_an_error_of_a_step_is_the_users_own(caplog: Any) -> None:
+    with pytest.raises(KeyError, match="of the user"):
+        takes_turns(Fails(), caplog)
+
+
+def test_the_number_of_threads_is_each_steps_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+
+    class Counts(Blocks):
+        def run(self, x: Tensor, y: Tensor) -> Tensor:
+            found.append(torch.get_num_threads())
+            return F.mse_loss(self.blocks(x), y)
+
+    class Sets(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            torch.set_num_threads(batch_idx + 1)
+
+    before = torch.get_num_threads()
+    strategy = HarmonyStrategy(num_microbatches=2, loss_reduction="mean", profile_cache=False)
+    try:
+        trainer = trainer_for(strategy, 3, [Sets()])
+        trainer.fit(Net(Counts()), torch.utils.data.DataLoader(samples(), batch_size=8))
+    finally:
+        torch.set_num_threads(before)
+    assert found == [1, 1, 2, 2, 3, 3]
+
+
+def test_everything_runs_in_the_callers_thread_where_one_microbatch_runs_after_the_other() -> None:
+    threads: set[threading.Thread] = set()
+
+    class Noted(Blocks):
+        def run(self, x: Tensor, y: Tensor) -> Tensor:
+            threads.add(threading.current_thread())
+            x.requires_grad_().register_hook(lambda gradient: threads.add(threading.current_thread()))
+            return F.mse_loss(self.blocks(x), y)
+
+    trainer = pl.Trainer(
+        strategy=HarmonyStrategy(num_microbatches=4, loss_reduction="mean", profile_cache=False),
+        max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, **placed({}),
+    )  # fmt: skip
+    trainer.fit(Net(Noted()), torch.utils.data.DataLoader(samples(8), batch_size=8))
+    assert threads == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_what_is_left_behind_the_last_layer_is_that_of_the_last_microbatch(devices: int) -> None:
+    """Devices come to an end in any order where no gradient is predicted, as while batches accumulate."""
+    left: list[list[float]] = []
+    for options in ({"strategy": "auto"}, {"devices": devices}):
+        module = Net(Does(number_behind_the_layers))
+        given = HarmonyStrategy(device_memory="44KiB", num_microbatches=4, parallel="data", profile_cache=False)
+        size = 2 if "strategy" in options else 8
+        trainer = pl.Trainer(
+            strategy=options.get("strategy", given), max_epochs=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, **placed({"devices": options.get("devices", 1)}),
+            accumulate_grad_batches=24 // size,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        trainer.fit(module, torch.utils.data.DataLoader(samples(), batch_size=size))
+        left.append([module.net.factor, *module.net.helper.seen, *module.net.by_name.values()])
+    assert left[0] == left[1]
