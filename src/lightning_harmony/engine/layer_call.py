@@ -381,8 +381,15 @@ class LayerCall:
             raise _double_backward(self.layer)
         with self.runtime.calling():
             self.runtime.open_call.enter(self)
-            if saved is not None and saved.content is None:
-                self._refill()
+            if saved is not None:
+                if saved.content is None:
+                    self._refill()
+                assert saved.content is not None
+                self._use([saved.content])
+
+    def _use(self, tensors: Sequence[Tensor]) -> None:
+        """Nodes of the layer read these: where lanes have streams of their own, it is not theirs on which these were made."""
+        self.residency.device.hand_out([tensor for tensor in tensors if tensor.layout is torch.strided])
 
     def is_through(self) -> bool:
         """Whether no backward can ask for a saved tensor any more: each node lets go of what it saved when it has run."""
@@ -440,6 +447,7 @@ class LayerCall:
             leaves = self._arguments.leaves
         else:
             inputs = [each.load() for each in self._inputs]
+            self._use(inputs)
             if self.layer.changes_inputs:
                 # Leaves may not be changed in place, nor what is in the stash.
                 inputs = [tensor.clone() for tensor in inputs]

@@ -170,4 +170,7 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _moved(gradient, ctx.transfers.copy(gradient, ctx.home), ctx.transfers), None, None
+        # The next node runs where the tensor was made, and that is not always the lane's own stream: it may be a layer's.
+        with ctx.transfers.devices[ctx.home].computing():
+            copied = ctx.transfers.copy(gradient, ctx.home)
+        return _moved(gradient, copied, ctx.transfers), None, None
