@@ -1,5 +1,6 @@
 """Fixtures that make mistakes visible."""
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,6 +39,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("devices")
     if marker is not None and metafunc.config.getoption("--devices") is None:
         metafunc.parametrize("num_default_devices", marker.args, indirect=True, ids=lambda number: f"{number}dev")
+
+
+def pytest_collection_finish() -> None:
+    """Full collections look at what tests make, and not each time at the half million objects of the libraries.
+
+    In a fit of five steps harmony spares these itself, which takes as long as its other steps. `test_garbage` is about that.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

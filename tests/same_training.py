@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import pytest
@@ -19,6 +19,7 @@ from lightning_harmony.engine.rng import stream_seed
 from lightning_harmony.plan.memory_size import parse_bytes
 
 SEED = 7
+Update = Literal["after the backward", "just in time"]
 
 # Where harmony trains, and on how many devices, where a test doesn't say: `pytest --accelerator=gpu --devices=2`.
 accelerator = "cpu"
@@ -181,9 +182,10 @@ def assert_same_training(
     tolerance: float = 0.0,
     devices: int | None = None,
     parallel: Any = "pipeline",
+    updates: Sequence[Update] = get_args(Update),
     **options: Any,
 ) -> list[StepReport]:
-    """Train copies of a module both ways, with either update, and compare all that training leaves behind.
+    """Train copies of a module by plain Lightning and by harmony, and compare all that training leaves behind.
 
     Args:
         module: what to train.
@@ -195,14 +197,15 @@ def assert_same_training(
         tolerance: 0 asks for equal bits; else the largest difference relative to the largest element of a tensor.
         devices: how many harmony has.
         parallel: as for HarmonyStrategy.
+        updates: when harmony updates; it trains once in each way. Gradients are compared, too, where all are there.
         options: of both Trainers.
 
     Returns:
-        The reports of the run that updates just in time.
+        The reports of the last run.
     """
     plain = train_plain(copy.deepcopy(module), samples, num_microbatches, batch_size, **options)
     reports: list[StepReport] = []
-    for with_gradients in (True, False):
+    for update in updates:
         strategy = HarmonyStrategy(
             device_memory=device_memory, num_microbatches=num_microbatches, layers=layers, parallel=parallel
         )
@@ -211,7 +214,7 @@ def assert_same_training(
             samples,
             strategy,
             batch_size,
-            with_gradients=with_gradients,
+            with_gradients=update == "after the backward",
             **{"devices": devices or default_devices, **options},
         )
         reports = harmony.reports
@@ -219,6 +222,11 @@ def assert_same_training(
         if device_memory is not None:
             assert_within(reports, device_memory)
     return reports
+
+
+def update_for(device_memory: Any) -> tuple[Update]:
+    """One update for each capacity: for what is about neither, and is tried in each of them."""
+    return ("after the backward",) if device_memory is None else ("just in time",)
 
 
 def compare(plain: Training, other: Training, tolerance: float = 0.0) -> None:

@@ -17,9 +17,12 @@ import itertools
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -55,8 +58,10 @@ class Clock(dict[str, int]):
 
     def join(self, other: Clock) -> None:
         """Both have happened."""
+        known = self.get
         for name, tick in other.items():
-            self[name] = max(self.get(name, 0), tick)
+            if tick > known(name, 0):
+                self[name] = tick
 
     def copy(self) -> Clock:
         """As it is now."""
@@ -68,7 +73,13 @@ class Access(NamedTuple):
 
     stream: str
     tick: int
-    label: str
+    what: str
+    where: tuple[tuple[CodeType, int], ...]
+
+    @property
+    def label(self) -> str:
+        """What is said of it."""
+        return f"{self.what} in {_text(self.where)}"
 
 
 @dataclass
@@ -446,6 +457,7 @@ class Detector:
         self._baton = Clock()
         self._default_streams: dict[int, FakeStream] = {}
         self._blocks: dict[int, Block] = {}
+        self._allocated: Counter[int] = Counter()
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._pinned: dict[int, Memory] = {}
         self._registered: list[tuple[int, int]] = []
@@ -502,8 +514,7 @@ class Detector:
 
     def allocated_bytes(self, number: int) -> int:
         """What lives on a device."""
-        with self._lock:
-            return sum(block.num_bytes for block in self._blocks.values() if block.pool.device.number == number)
+        return self._allocated[number]
 
     def allocate(self, tensor: Tensor, stream: FakeStream) -> None:
         """A tensor was made on a device."""
@@ -517,11 +528,13 @@ class Detector:
             block.before.update(uses)
         with self._lock:
             self._blocks[key] = block
+            self._allocated[stream.device.number] += block.num_bytes
             self._storages[key] = weakref.ref(storage, lambda _: self._free(key))
 
     def _free(self, key: int) -> None:
         with self._lock:
             block, _ = self._blocks.pop(key), self._storages.pop(key)
+            self._allocated[block.pool.device.number] -= block.num_bytes
         # The allocator waits for the streams that it was told of.
         known = Clock()
         for each in block.recorded:
@@ -562,18 +575,19 @@ class Detector:
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operation has run."""
-        name = str(func)
-        read, written = _operands(func, args, kwargs)
+        operation = _operation(func)
+        name = operation.name
+        read, written = _operands(operation, args, kwargs)
         blocks = [block for tensor in [*read, *written] if (block := self.block(tensor)) is not None]
         devices = {block.pool.device.number for block in blocks}
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+        results = [leaf for leaf in _tensors_of(result) if leaf.layout is torch.strided]
         fresh = [leaf for leaf in results if self.block(leaf) is None and not _is_any(leaf, [*read, *written])]
         here = self.here
         if name.startswith("aten.copy_") and len(devices) == 2:
             self._copy_between(written[0], read[-1], name)
             return
         if len(devices) > 1:
-            self._report(name, f"operands on devices {sorted(devices)}", _where())
+            self._report(name, f"operands on devices {sorted(devices)}", _text(_where()))
         if not devices and (here.on_host or (not here.streams and here.device is None) or read or written):
             self._access_host(name, read, written)
             return
@@ -593,7 +607,7 @@ class Detector:
             return
         self.num_operations += 1
         self._access(stream, name, read, [*written, *fresh])
-        if self._stops_the_host(name, args, kwargs, read, written):
+        if self._stops_the_host(operation, args, kwargs, read, written):
             stream.synchronize()
 
     def _copy_between(self, target: Tensor, source: Tensor, name: str) -> None:
@@ -610,15 +624,14 @@ class Detector:
         other.clock.join(runs.clock)
 
     def _access(self, stream: FakeStream, name: str, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
-        tick, where = stream.tick(), _where()
-        access = Access(stream.name, tick, f"{name} on {stream.name} in {where}")
+        access = Access(stream.name, stream.tick(), f"{name} on {stream.name}", _where())
         written = list(written)
         self._touch(access, stream.clock, read, written)
 
     def _access_host(self, name: str, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         clock, thread = self.here.clock, "host" if self.here.clock is self._baton else threading.current_thread().name
         clock[thread] = clock.get(thread, 0) + 1
-        self._touch(Access(thread, clock[thread], f"{name} on the host in {_where()}"), clock, read, written)
+        self._touch(Access(thread, clock[thread], f"{name} on the host", _where()), clock, read, written)
 
     def _touch(self, access: Access, clock: Clock, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         for is_write, tensors in ((False, read), (True, written)):
@@ -651,12 +664,12 @@ class Detector:
             block.recorded.append(stream)
 
     def _stops_the_host(
-        self, name: str, args: Any, kwargs: Any, read: Sequence[Tensor], written: Sequence[Tensor]
+        self, operation: Operation, args: Any, kwargs: Any, read: Sequence[Tensor], written: Sequence[Tensor]
     ) -> bool:
         """Whether the host waits for an operation: what it asks for, or copies of memory that is not page-locked."""
-        if any(word in name for word in ("_local_scalar_dense", "equal.default", "nonzero", "is_nonzero")):
+        if operation.stops_the_host:
             return True
-        if not name.startswith("aten.copy_"):
+        if not operation.name.startswith("aten.copy_"):
             return False
         on_host = [tensor for tensor in [*read, *written] if self.block(tensor) is None]
         is_blocking = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
@@ -692,22 +705,61 @@ def _is_of_engine(frame: Any) -> bool:
     return bool(frame.f_code is Engine.run_backward.__code__)
 
 
-def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+@dataclass(frozen=True)
+class Operation:
+    """What is the same in all calls of an operation.
+
+    Attributes:
+        name: of it.
+        makes_empty: whether it touches no memory.
+        overwrites: whether it does not read what it writes.
+        arguments: the name of each, and whether it is written.
+        stops_the_host: whether the host waits for what it asks for.
+    """
+
+    name: str
+    makes_empty: bool
+    overwrites: bool
+    arguments: tuple[tuple[str, bool], ...]
+    stops_the_host: bool
+
+
+@cache
+def _operation(func: Any) -> Operation:
+    name = str(func)
+    return Operation(
+        name,
+        makes_empty="empty" in name,
+        overwrites=any(word in name for word in ("copy_", "fill_", "zero_")),
+        arguments=tuple(
+            (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+            for argument in func._schema.arguments
+        ),
+        stops_the_host=any(word in name for word in ("_local_scalar_dense", "equal.default", "nonzero", "is_nonzero")),
+    )
+
+
+def _operands(operation: Operation, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors that an operation reads, and those that it writes."""
     read: list[Tensor] = []
     written: list[Tensor] = []
-    name = str(func)
-    if "empty" in name:
+    if operation.makes_empty:
         return read, written
-    for position, argument in enumerate(func._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
+    for position, (name, is_written) in enumerate(operation.arguments):
+        tensors = _tensors_of(args[position] if position < len(args) else kwargs.get(name))
         if is_written:
             written += tensors
-        if not is_written or not any(word in name for word in ("copy_", "fill_", "zero_")):
+        if not is_written or not operation.overwrites:
             read += tensors
     return read, written
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if value is None or isinstance(value, int | float | torch.dtype | torch.device):
+        return []
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _is_any(tensor: Tensor, others: Iterable[Tensor]) -> bool:
@@ -726,15 +778,19 @@ def _callers(frame: Any) -> Iterator[str]:
         frame = frame.f_back
 
 
-def _where() -> str:
-    """The innermost functions of the engine that are running."""
-    frame, found = sys._getframe(1), []
+def _where() -> tuple[tuple[CodeType, int], ...]:
+    """The innermost functions of the engine that are running, and their lines."""
+    frame: FrameType | None = sys._getframe(1)
+    found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < 5:
         if "lightning_harmony" in frame.f_code.co_filename:
-            file = frame.f_code.co_filename.rsplit("/", 1)[-1]
-            found.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
+            found.append((frame.f_code, frame.f_lineno or 0))
         frame = frame.f_back
-    return " < ".join(found)
+    return tuple(found)
+
+
+def _text(where: Iterable[tuple[CodeType, int]]) -> str:
+    return " < ".join(f"{code.co_filename.rsplit('/', 1)[-1]}:{line} {code.co_name}" for code, line in where)
 
 
 # ---- what stands for torch.cuda ------------------------------------------------------------------------------------------

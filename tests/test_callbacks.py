@@ -788,4 +788,5 @@ def test_the_command_line_fits_saves_its_config_and_resumes(tmp_path: Path, monk
             save_config_kwargs={"overwrite": True},
         )
     assert "strategy: harmony" in (tmp_path / "config.yaml").read_text()
-    assert_same(fit("plain", max_epochs=2), cli.trainer)
+    # Nothing was said of microbatches: a batch runs whole.
+    assert_same(fit("plain", num_microbatches=1, max_epochs=2), cli.trainer)

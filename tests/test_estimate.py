@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from copies import Late, Prompt
 from nets import Frozen, Language, OwnParameters, Tied, TiedByCode, tokens
 from same_training import Reports, trainer_for
 from torch import Tensor, nn
@@ -132,6 +133,29 @@ def test_the_bytes_of_each_layer_and_the_packs_are_those_that_training_finds(pre
     assert result.outlook.swapped_out_bytes["stash"] == report.swapped_out_bytes["stash"]
     assert result.outlook.swapped_out_bytes["gradients"] == report.swapped_out_bytes["gradients"]
     assert max(report.peak_device_bytes) <= result.outlook.peak_bytes <= capacity
+
+
+@pytest.mark.parametrize(
+    ("precision", "capacity"), [("bf16-true", 1_800_000), ("bf16-true", 2_500_000), ("32-true", 2_500_000)]
+)
+def test_however_slow_copies_are_no_more_is_on_the_device_than_is_estimated(
+    precision: str, capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stash left for the host a little later than was predicted: 70 bytes more than estimated, or thousands."""
+    outlook = estimate(
+        GPT, batch_of(8), device_memory=capacity, num_microbatches=4, precision=precision, machine=MACHINE
+    ).outlook
+    peaks = {}
+    for stream in (Prompt, Late):
+        monkeypatch.setattr("lightning_harmony.engine.virtual_device.HostStream", stream)
+        strategy: Any = train(
+            GPT(), samples(24), device_memory=capacity, strategy={"num_microbatches": 4}, precision=precision
+        )
+        assert strategy.plan.packs == outlook.plan.packs
+        peaks[stream] = max(strategy.reports[-1].peak_device_bytes)
+    assert outlook.plan.predicted is not None
+    (predicted,) = outlook.plan.predicted.peak_bytes
+    assert peaks[Prompt] <= predicted < peaks[Late] <= outlook.peak_bytes <= capacity
 
 
 def decided_anew(plan: Plan) -> Plan:
@@ -293,29 +317,35 @@ class Convolutions(pl.LightningModule):
     ],
     ids=["logits", "logits-16-microbatches", "head-registered-first", "attention", "convolutions"],
 )
-def test_the_least_capacity_that_trains_lies_between_1_percent_above_and_15_percent_below_the_estimate(
-    make: Callable[[], pl.LightningModule], data: Tensor, num_microbatches: int
+def test_the_least_capacity_for_taking_turns_lies_between_1_percent_above_and_15_percent_below_the_estimate(
+    make: Callable[[], pl.LightningModule], data: Tensor, num_microbatches: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One microbatch at a time has logits on the device: the head's backward follows its forward.
 
+    With less than is estimated, microbatches run one after the other, if they can.
     The estimate lacks up to 1 %: the losses of microbatches that have ended, and a hidden state that is still on its way.
     """
     result = estimate(make(), data, num_microbatches=num_microbatches, machine=MACHINE, device_memory="1GiB")
     needed = result.outlook.need.num_bytes - MACHINE.library_bytes
 
-    def fit(capacity: int) -> None:
+    def takes_turns(capacity: int) -> bool:
+        caplog.clear()
         strategy = {"num_microbatches": num_microbatches, "profile_cache": False}
-        train(
-            make(),
-            data.repeat(3, *[1] * (data.dim() - 1)),
-            device_memory=capacity,
-            batch_size=len(data),
-            strategy=strategy,
-        )
+        try:
+            with caplog.at_level("INFO"):
+                train(
+                    make(),
+                    data.repeat(3, *[1] * (data.dim() - 1)),
+                    device_memory=capacity,
+                    batch_size=len(data),
+                    strategy=strategy,
+                )
+        except CapacityError:
+            return False
+        return not [message for message in caplog.messages if "do not fit together" in message]
 
-    fit(int(1.01 * needed))
-    with pytest.raises(CapacityError):
-        fit(int(needed / 1.15))
+    assert takes_turns(int(1.01 * needed))
+    assert not takes_turns(int(needed / 1.15))
 
 
 def test_the_host_holds_what_is_estimated() -> None:

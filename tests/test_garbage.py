@@ -47,8 +47,10 @@ class Frozen(pl.Callback):
 def nothing_frozen() -> Iterator[None]:
     gc.unfreeze()
     yield
-    gc.unfreeze()
     gc.enable()
+    # As for all other tests.
+    gc.collect()
+    gc.freeze()
 
 
 def fit(steps: int, **options: Any) -> Frozen:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from nets import WIDTH
-from same_training import Net, assert_same_training, room
+from same_training import Net, assert_same_training, room, update_for
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
@@ -93,7 +93,14 @@ def test_layers_compute_by_what_they_see(kind: str, memory: str | None, devices:
     """Attributes reached no layer in training, and a class none that was run again: gradients were silently wrong."""
     torch.manual_seed(0)
     module = Net(Chain(kind))
-    assert_same_training(module, torch.randn(24, WIDTH), device_memory=room(memory), devices=devices, layers=[Seeing])
+    assert_same_training(
+        module,
+        torch.randn(24, WIDTH),
+        device_memory=room(memory),
+        devices=devices,
+        layers=[Seeing],
+        updates=update_for(memory),
+    )
 
 
 class Attentive(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from nets import WIDTH
-from same_training import Net, assert_same_training, room, trainer_for
+from same_training import Net, assert_same_training, room, trainer_for, update_for
 from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.utils.data import DataLoader
@@ -76,7 +76,9 @@ def test_a_frozen_weight_is_what_it_was(way: str, memory: str | None, devices: i
     module = Net(Matched(way))
     module.net.prior.requires_grad_(False)  # type: ignore[operator, union-attr]
     samples = torch.randn(24, WIDTH)
-    assert_same_training(module, samples, device_memory=room(memory), devices=devices, layers=[nn.Linear, Prior])
+    layers = [nn.Linear, Prior]
+    updates = update_for(memory)
+    assert_same_training(module, samples, device_memory=room(memory), devices=devices, layers=layers, updates=updates)
 
 
 @pytest.mark.parametrize("memory", [None, "12KiB"])

@@ -17,10 +17,10 @@ from test_lightning import trainer_for
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_harmony import CapacityError, HarmonyStrategy
+from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.stream import HostStream
 from lightning_harmony.host_memory import StateSize, state_bytes
-from lightning_harmony.plan.host_gradients import RING
+from lightning_harmony.plan.host_need import RING
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -152,20 +152,6 @@ def test_nothing_of_a_fit_lasts_but_its_model() -> None:
     module.trainer = None
     gc.collect()
     assert [each() for each in of_fit] == [None] * 4
-
-
-def test_only_what_the_host_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that wait for all others take more: those of few packs used to be refused as if they did."""
-    num_bytes = sum(p.numel() * p.element_size() for p in Wide().parameters())
-    free = 2 * num_bytes + num_bytes * RING // NUM_LAYERS
-    monkeypatch.setattr("lightning_harmony.host_memory.free_host_bytes", lambda: free)
-    fit(strategy())
-    for arguments, options in (({}, {"gradient_clip_val": 1.0}), ({"update": "deferred"}, {})):
-        with pytest.raises(CapacityError, match=r"host is .* short: gradients and optimizer state take"):
-            fit(strategy(**arguments), **options)
-    free -= 1024
-    with pytest.raises(CapacityError, match="host is 1 KiB short"):
-        fit(strategy())
 
 
 class TestStateThatGrowsWhileItIsCounted:

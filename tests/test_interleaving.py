@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import nets
@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from same_training import Net, assert_same_training, placed, trainer_for
+from same_training import Net, Update, assert_same_training, placed, room, trainer_for
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
@@ -407,7 +407,8 @@ LATE = [
 @pytest.mark.parametrize("kind", [Later, WithStatistics, WithStatisticsOfNoLayer, WithLateStatistics])
 @pytest.mark.parametrize("does", LATE, ids=lambda does: does.__name__)
 def test_a_step_in_which_that_shows_late_is_run_again(does: Any, kind: Any) -> None:
-    assert_same_training(Net(kind(does)), samples(40), batch_size=8)
+    updates = get_args(Update) if kind is Later else ["just in time"]
+    assert_same_training(Net(kind(does)), samples(40), batch_size=8, updates=updates)
 
 
 def alarm(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
@@ -507,3 +508,84 @@ def test_what_is_left_behind_the_last_layer_is_that_of_the_last_microbatch(devic
         trainer.fit(module, torch.utils.data.DataLoader(samples(), batch_size=size))
         left.append([module.net.factor, *module.net.helper.seen, *module.net.by_name.values()])
     assert left[0] == left[1]
+
+
+class Normalized(nn.Module):
+    """A layer with statistics, its own or another's too."""
+
+    def __init__(self, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(nets.WIDTH, nets.WIDTH)
+        self.norm = norm or nn.BatchNorm1d(nets.WIDTH, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.relu(self.norm(self.linear(x)))
+        return out
+
+
+class Codebook(nn.Module):
+    """A layer that moves a buffer towards what it sees, and uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(nets.WIDTH, nets.WIDTH)
+        self.register_buffer("mean", torch.zeros(nets.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+
+class TwoViews(nn.Module):
+    """An encoder that sees two views of each sample, as contrastive learning has it."""
+
+    def __init__(self, layer: Callable[[], nn.Module] = Normalized) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(*[layer() for _ in range(3)])
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.encoder(x), self.encoder(y).detach())
+
+
+class OfOneModule(nn.Module):
+    """Layers that share the module of their statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(nets.WIDTH, affine=False)
+        self.layers = nn.Sequential(Normalized(norm), Normalized(), Normalized(norm))
+
+    def forward(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.layers(batch[0]), batch[1])
+
+
+class SecondViewLater(TwoViews):
+    """Sees one view in its first two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, batch: Any) -> Tensor:
+        self.count += 1
+        return super().forward(batch) if self.count > 8 else F.mse_loss(self.encoder(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [TwoViews, lambda: TwoViews(Codebook), OfOneModule, SecondViewLater],
+    ids=["views", "codebook", "module", "late"],
+)
+def test_a_buffer_that_a_later_call_finds_changed_is_each_microbatchs_own(
+    make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of microbatches that took turns, the statistics of all first views came before those of all second ones."""
+    torch.manual_seed(0)
+    with caplog.at_level("INFO"):
+        # Gradients of a layer that is called twice are summed call by call, which rounds otherwise.
+        assert_same_training(Net(make()), samples(40), device_memory=room("16KiB"), batch_size=8, tolerance=1e-5)
+    lines = [each for each in caplog.messages if ONE_AFTER_THE_OTHER in each]
+    assert len(lines) == 2
+    assert all("is changed in one call, and found so in a later one" in line for line in lines)

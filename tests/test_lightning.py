@@ -166,8 +166,10 @@ def test_the_strategy_trains_in_both_trees_as_one_process_with_one_device(tree: 
     assert isinstance(trainer.strategy, classes_of(tree).HarmonyStrategy)
     assert (trainer.num_devices, trainer.world_size, trainer.global_rank) == (1, 1, 0)
     assert trainer.is_global_zero
-    assert trainer.strategy.step_report.num_microbatches == 4
-    assert_equal(values(plainly().lightning_module), values(swapped))
+    # By name, nothing is said of microbatches: a batch runs whole.
+    assert trainer.strategy.step_report.num_microbatches == (1 if by_name else 4)
+    plain = fit_harmony(Model(), "auto") if by_name else plainly()
+    assert_equal(values(plain.lightning_module), values(swapped))
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint")
@@ -493,15 +495,6 @@ class Normalized(Model):
 
     def loss(self, batch: Tensor) -> Tensor:
         return self.norm(self(batch).mean(1)).sigmoid().mean()
-
-
-@pytest.mark.filterwarnings("ignore:.*normalize with the statistics of microbatches")
-@pytest.mark.parametrize(("batch_size", "microbatches"), [(2, 1), (5, 2), (8, 4)])
-def test_by_default_no_microbatch_has_too_few_samples_for_batch_norm(batch_size: int, microbatches: int) -> None:
-    """Batches of less than 8 samples used to be split into single ones, at which torch fails."""
-    trainer = trainer_for(HarmonyStrategy())
-    trainer.fit(Normalized(), loader(batch_size))
-    assert trainer.strategy.step_report.num_microbatches == microbatches
 
 
 @pytest.mark.filterwarnings("ignore:.*normalize with the statistics of microbatches")

@@ -575,9 +575,10 @@ class PluginForSome(Precision):
         BackwardForSome.backward(model, tensor)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
-    ("module", "plugins"), [(BackwardForSome, ()), (Model, (PluginForSome,))], ids=["hook", "plugin"]
+    ("module", "plugins", "accumulate"),
+    [(BackwardForSome, (), 2), (Model, (PluginForSome,), 1)],
+    ids=["hook", "plugin"],
 )
 @pytest.mark.devices(1, 2)
 def test_a_backward_for_some_parameters_gives_equal_bits(module: Any, plugins: Any, accumulate: int) -> None:
@@ -620,8 +621,7 @@ class OwnZeroGrad(Model):
                 parameter.grad.mul_(0.5)
 
 
-@pytest.mark.parametrize("module", [OwnStep, OwnClipping], ids=lambda module: module.__name__)
-@pytest.mark.parametrize("memory", [CAPACITY, None], ids=["some", "all"])
+@pytest.mark.parametrize(("module", "memory"), [(OwnStep, CAPACITY), (OwnClipping, None)], ids=["step", "clipping"])
 @pytest.mark.devices(1, 2)
 def test_overridden_hooks_give_equal_bits(module: Any, memory: Any) -> None:
     plain = fit("plain", module(), max_epochs=2)
@@ -883,8 +883,7 @@ class Sharing(Model):
             self.net.blocks[3].up.weight = self.net.blocks[0].up.weight
 
 
-@pytest.mark.parametrize("whole_block", [False, True])
-@pytest.mark.parametrize("memory", [CAPACITY, None], ids=["some", "all"])
+@pytest.mark.parametrize(("whole_block", "memory"), [(False, None), (True, CAPACITY)], ids=["weight", "block"])
 @pytest.mark.devices(1, 2)
 def test_parameters_that_layers_share_differ_by_rounding_only(whole_block: bool, memory: Any) -> None:
     plain = fit("plain", Sharing(whole_block=whole_block), max_epochs=2)

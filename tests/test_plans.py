@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import nets
 import pytest
 import torch
+from copies import Late, Prompt
 from same_training import SEED, Net, Reports, compare, room, train_harmony, trainer_for
 from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
 from torch import Tensor, nn
@@ -236,24 +237,6 @@ class Buffered(Wide):
             block.register_buffer("mask", torch.ones(256 * 1024))
 
 
-class Prompt(HostStream):
-    """Copies before anything else goes on."""
-
-    def submit(self, work: Any, *others: Any, **named: Any) -> Any:
-        event = super().submit(work, *others, **named)
-        event.synchronize()
-        return event
-
-
-class Late(HostStream):
-    """Copies that nobody sees end before they are waited for."""
-
-    def submit(self, work: Any, *others: Any, **named: Any) -> Any:
-        event = super().submit(work, *others, **named)
-        event.done = lambda: False  # type: ignore[method-assign]
-        return event
-
-
 class Peaks(Reports):
     """The most on the device in each step, by itself."""
 
@@ -340,8 +323,7 @@ class TestForeseen:
         assert on_demand is not None
         assert run.reports[-1].swapped_in_bytes == on_demand.reports[-1].swapped_in_bytes
 
-    @pytest.mark.parametrize("stream", [Prompt, Late])
-    @pytest.mark.parametrize("num_microbatches", [2, 4])
+    @pytest.mark.parametrize(("num_microbatches", "stream"), [(2, Late), (4, Prompt)])
     def test_bytes_and_peaks_where_a_turn_of_the_forward_takes_several_packs(
         self, num_microbatches: int, stream: type[HostStream], monkeypatch: pytest.MonkeyPatch
     ) -> None:

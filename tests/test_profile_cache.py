@@ -13,8 +13,7 @@ from typing import Any
 import nets
 import pytest
 import torch
-from same_training import SEED, Net, Reports, Training, compare, room, train_harmony, train_plain, trainer_for
-from torch.utils.data import DataLoader
+from same_training import SEED, Net, Training, compare, room, train_harmony, train_plain
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.executor import Executor
@@ -313,56 +312,6 @@ class TestFiles:
 def test_a_strategy_with_a_folder_can_be_copied(folder: Path) -> None:
     strategy = copy.deepcopy(HarmonyStrategy(profile_cache=folder))
     assert strategy._settings.profile_cache == folder
-
-
-class TestAutomaticNumber:
-    """`num_microbatches="auto"`. Tests say what is predicted: times would make them depend on the machine."""
-
-    @pytest.fixture
-    def prefers(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        def set_preferred(number: int) -> None:
-            monkeypatch.setattr("lightning_harmony.engine.planning.choose_number", lambda *_: number)
-
-        return set_preferred
-
-    @pytest.mark.parametrize("preferred", [2, 8])
-    @pytest.mark.parametrize("is_kept", [True, False])
-    def test_is_chosen_after_the_first_step_and_stays(
-        self, preferred: int, is_kept: bool, folder: Path, prefers: Any, begun: list[tuple[Plan, bool]]
-    ) -> None:
-        prefers(preferred)
-        result = train(folder if is_kept else False, num_microbatches="auto")
-        assert [report.num_microbatches for report in result.reports] == [4, preferred, preferred, preferred]
-        # What is larger than was seen is measured; of what is smaller the costs are known.
-        assert [is_measured for _, is_measured in begun] == [True, preferred == 2, False, False]
-        assert begun[-1][0].num_microbatches == preferred
-
-    def test_is_chosen_at_once_from_an_earlier_fit(self, folder: Path, prefers: Any) -> None:
-        train(folder)
-        prefers(2)
-        result = train(folder, num_microbatches="auto")
-        assert [report.num_microbatches for report in result.reports] == [2] * 4
-        compare(result, train(False, num_microbatches=2))
-
-    def test_is_no_more_than_a_short_batch_has_samples(self, folder: Path, prefers: Any) -> None:
-        train(folder)
-        prefers(8)
-        strategy = HarmonyStrategy(num_microbatches="auto", profile_cache=folder)
-        module = build()
-        trainer = trainer_for(strategy, 2, [reports := Reports()], devices=1)
-        trainer.fit(module, DataLoader(SAMPLES[:13], batch_size=8))
-        assert [report.num_microbatches for report in reports.reports] == [8, 5]
-
-    def test_is_really_predicted(self, folder: Path) -> None:
-        reports = train(folder, num_microbatches="auto").reports
-        assert reports[0].num_microbatches == 4
-        assert reports[-1].num_microbatches in (1, 2, 4, 8)
-
-    def test_other_words_and_two_answers_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="num_microbatches='many'"):
-            HarmonyStrategy(num_microbatches="many")
-        with pytest.raises(ValueError, match="num_microbatches=auto, microbatch_size=2"):
-            HarmonyStrategy(num_microbatches="auto", microbatch_size=2)
 
 
 class TestAnotherMachine:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from same_training import SEED, Net, assert_same_training, placed, room, root
+from same_training import SEED, Net, assert_same_training, placed, room, root, update_for
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics import MeanMetric
@@ -281,7 +281,15 @@ BLOCKS = [Counts, BeginsOnce, Collects, CountsInATensor, Measures, TorchGenerato
 def test_what_a_layer_keeps_in_python(block: type[nn.Module], devices: int, memory: Any) -> None:
     torch.manual_seed(0)
     net = Net(Blocks(block))
-    assert_same_training(net, samples(), num_microbatches=2, batch_size=4, devices=devices, device_memory=memory)
+    assert_same_training(
+        net,
+        samples(),
+        num_microbatches=2,
+        batch_size=4,
+        devices=devices,
+        device_memory=memory,
+        updates=update_for(memory),
+    )
 
 
 @pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "44KiB"), (2, "44KiB")])
@@ -298,6 +306,7 @@ def test_what_a_layer_is_given(net: type[nn.Module], devices: int, memory: Any) 
         devices=devices,
         device_memory=memory,
         tolerance=tolerance,
+        updates=update_for(memory),
     )
 
 
@@ -315,7 +324,15 @@ def test_what_a_layer_is_given_and_how_it_is_called(
     """
     monkeypatch.setattr("lightning_harmony.engine.stash.SMALLEST_BYTES", smallest)
     torch.manual_seed(0)
-    assert_same_training(Net(net()), samples(), num_microbatches=2, batch_size=4, devices=devices, device_memory=memory)
+    assert_same_training(
+        Net(net()),
+        samples(),
+        num_microbatches=2,
+        batch_size=4,
+        devices=devices,
+        device_memory=memory,
+        updates=update_for(memory),
+    )
 
 
 @pytest.mark.parametrize("memory", [None, "44KiB"])
@@ -505,8 +522,7 @@ class SharesNorm(Blocks):
             block.norm = norm
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("parallel", ["pipeline", "data"])
+@pytest.mark.parametrize(("devices", "parallel"), [(1, "pipeline"), (2, "pipeline"), (2, "data")])
 @pytest.mark.parametrize("device_memory", [None, "40KiB"])
 def test_layers_that_share_a_norm_keep_each_other_s_statistics_to_rounding_as_sums_have_another_order(
     device_memory: str | None, parallel: str, devices: int
@@ -525,6 +541,7 @@ def test_layers_that_share_a_norm_keep_each_other_s_statistics_to_rounding_as_su
         tolerance=1e-4,
         parallel=parallel,
         devices=devices,
+        updates=update_for(device_memory),
     )
 
 

@@ -1,4 +1,4 @@
-"""Each case is a fresh interpreter, because imports happen once in a process."""
+"""Fresh interpreters, because imports happen once in a process; few, because each takes seconds to import Lightning."""
 
 import os
 import subprocess
@@ -31,15 +31,32 @@ def run(code, autoload=True):
     return done
 
 
-def test_registered_in_both_trees_without_an_import_of_ours():
-    run("\n".join([f"import {TREES[1]}, {TREES[0]}", *(IS_REGISTERED.format(tree=tree) for tree in TREES)]))
+def test_registered_in_both_trees_without_an_import_of_ours_and_built_only_when_a_trainer_asks_for_it():
+    built = """
+import {tree} as tree
+from {tree}.strategies import StrategyRegistry
+trainer = tree.Trainer(strategy="harmony", accelerator="cpu", logger=False, enable_checkpointing=False)
+assert type(trainer.strategy).__name__ == "HarmonyStrategy"
+assert isinstance(trainer.strategy, tree.strategies.SingleDeviceStrategy)
+StrategyRegistry.register("harmony_again", StrategyRegistry["harmony"]["strategy"])
+assert type(StrategyRegistry.get("harmony_again")).__name__ == "HarmonyStrategy"
+"""
+    run(
+        "\n".join(
+            [
+                f"import {TREES[1]}, {TREES[0]}, sys",
+                *(IS_REGISTERED.format(tree=tree) for tree in TREES),
+                'assert "lightning_harmony.strategy" not in sys.modules',
+                SINGLE_DEVICE_STAND_IN,
+                *(built.format(tree=tree) for tree in TREES),
+            ]
+        )
+    )
 
 
-@pytest.mark.parametrize(
-    "order", ["lightning_harmony, {0}, {1}", "{0}, lightning_harmony, {1}", "{1}, {0}, lightning_harmony"]
-)
-def test_registered_in_both_trees_by_our_import_where_autoload_is_off(order):
-    imports = f"import {order.format(*TREES)}"
+@pytest.mark.parametrize(("first", "second"), [TREES, TREES[::-1]])
+def test_registered_in_the_tree_before_our_import_and_in_the_one_after_it_where_autoload_is_off(first, second):
+    imports = f"import {first}, lightning_harmony, {second}"
     run("\n".join([imports, *(IS_REGISTERED.format(tree=tree) for tree in TREES)]), autoload=False)
 
 
@@ -68,38 +85,26 @@ assert StrategyRegistry["harmony"]["strategy"] is dict
 """)
 
 
-@pytest.mark.parametrize("tree", TREES)
-def test_the_strategy_is_built_only_when_a_trainer_asks_for_it(tree):
-    run(f"""
-import {tree} as tree, sys
-from {tree}.strategies import StrategyRegistry
-assert "lightning_harmony.strategy" not in sys.modules
-{SINGLE_DEVICE_STAND_IN}
-trainer = tree.Trainer(strategy="harmony", accelerator="cpu", logger=False, enable_checkpointing=False)
-assert type(trainer.strategy).__name__ == "HarmonyStrategy"
-assert isinstance(trainer.strategy, tree.strategies.SingleDeviceStrategy)
-StrategyRegistry.register("harmony_again", StrategyRegistry["harmony"]["strategy"])
-assert type(StrategyRegistry.get("harmony_again")).__name__ == "HarmonyStrategy"
-""")
-
-
-@pytest.mark.parametrize("broken", ["register", "register_loaded_trees"])
-def test_a_broken_registration_breaks_no_import(broken):
-    done = run(f"""
+def test_a_broken_registration_breaks_no_import():
+    done = run("""
 from lightning_harmony import registration
-def fail(*args):
-    raise RuntimeError("broken on purpose")
-registration.{broken} = fail
+def broken(message):
+    def fail(*args):
+        raise RuntimeError(message)
+    return fail
+registration.register = broken("broken for one tree")
+registration.register_loaded_trees = broken("broken for those that are loaded")
 import torch
 import lightning.pytorch
 import lightning_harmony.autoload
 lightning_harmony.autoload.install()
 """)
-    assert "broken on purpose" in done.stderr
+    assert "RuntimeError: broken for one tree" in done.stderr
+    assert "RuntimeError: broken for those that are loaded" in done.stderr
     assert "harmony" in done.stderr
 
 
-def test_once_imported_the_module_looks_as_without_us():
+def test_once_imported_the_module_looks_as_without_us_and_before_the_loader_answers_as_the_real_one():
     run("""
 import importlib, importlib.util, inspect, pickle
 from importlib.machinery import SourceFileLoader
@@ -113,13 +118,8 @@ assert importlib.reload(strategies) is strategies
 assert strategies.StrategyRegistry is not before
 assert "harmony" in strategies.StrategyRegistry
 assert type(strategies.__spec__.loader) is SourceFileLoader
-""")
 
-
-def test_before_its_execution_the_loader_answers_as_the_real_one():
-    run("""
-import copy, importlib.util, pickle, sys, torch
-import lightning.pytorch
+import copy, sys
 name = "lightning.pytorch.strategies"
 del sys.modules[name]
 spec = importlib.util.find_spec(name)
@@ -135,9 +135,8 @@ assert "harmony" in module.StrategyRegistry
 """)
 
 
-@pytest.mark.parametrize("position", [0, 1])
-def test_finders_that_ask_each_other_do_not_go_round_in_circles(position):
-    run(f"""
+def test_finders_that_ask_each_other_do_not_go_round_in_circles():
+    run("""
 import sys
 import lightning_harmony.autoload
 lightning_harmony.autoload.install()
@@ -145,8 +144,14 @@ class AsksAll:
     def find_spec(self, *args):
         finders = [finder for finder in sys.meta_path if finder is not self]
         return next((spec for finder in finders if (spec := finder.find_spec(*args)) is not None), None)
-sys.meta_path.insert({position}, AsksAll())
+before, behind = AsksAll(), AsksAll()
+sys.meta_path.insert(0, before)
 import lightning.pytorch.strategies as strategies
+assert "harmony" in strategies.StrategyRegistry
+sys.meta_path.remove(before)
+ours = next(at for at, finder in enumerate(sys.meta_path) if type(finder).__module__ == "lightning_harmony.autoload")
+sys.meta_path.insert(ours + 1, behind)
+import pytorch_lightning.strategies as strategies
 assert "harmony" in strategies.StrategyRegistry
 """)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from typing import get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 from nets import WIDTH
-from same_training import Net, assert_same_training, room
+from same_training import Net, Update, assert_same_training, room
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
@@ -99,4 +100,5 @@ def test_layers_train_the_same_whatever_views_they_are_given(seed: int, monkeypa
         batch_size=NUM_MICROBATCHES * MICROBATCH_SIZE,
         layers={nn.Linear, Feedforward, Attention, Scaled, Convolution},
         device_memory=room("56KiB"),
+        updates=[get_args(Update)[seed % 2]],
     )

@@ -133,6 +133,7 @@ class Measure(pl.Callback):
         self.losses: list[Tensor] = []
         self.taken = [0] * len(free_before)
         self._free_before = free_before
+        self._start = time.perf_counter()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         recorder = getattr(trainer.strategy, "recorder", None)
@@ -144,6 +145,16 @@ class Measure(pl.Callback):
         self.times.append(time.perf_counter())
         for gpu, before in enumerate(self._free_before):
             self.taken[gpu] = max(self.taken[gpu], before - torch.cuda.mem_get_info(gpu)[0])
+        # Where the system kills the run, this is all that is left of it.
+        step = self.times[-1] - (self.times[-2] if len(self.times) > 1 else self._start)
+        print(
+            f"batch {batch_idx}: {step:.2f} s, {_resident_bytes() / GIB:.1f} GiB of the host",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self._start = time.perf_counter()
 
 
 def main() -> None:
@@ -185,6 +196,12 @@ def main() -> None:
         finish(json.dumps(_row(options, trainer, measure, start, split)), 0)
     except BaseException as error:
         finish(f"{traceback.format_exc()[-3000:]}\nFAILED {type(error).__name__}: {str(error)[:1500]}", 1)
+
+
+def _resident_bytes() -> int:
+    """What this process has of the host's memory."""
+    with open("/proc/self/statm") as numbers:
+        return int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _free_bytes() -> list[int]:

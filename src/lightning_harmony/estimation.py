@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from torch import nn
@@ -266,11 +267,32 @@ def estimate(
     found = find_layers(subject.module, max_layer_bytes=capacity, layers=layers)
     if not found:
         raise UnsupportedModelError(f"{subject.name} has no submodule with parameters that could be swapped as a layer")
-    size = microbatch_sizes(subject.batch_size, num_microbatches=num_microbatches, microbatch_size=microbatch_size)[0]
     is_deferred = update == "deferred" or precision == "16-mixed"
 
+    @cache
     def profile_of(of_size: int) -> StepProfile:
         return rehearse(subject.module, found, subject.step, _microbatch(subject, of_size), casting(precision))
+
+    def outlook_of(profile: StepProfile, of_size: int, most_tasks: float) -> Outlook:
+        return look_ahead(
+            profile,
+            where,
+            capacity_bytes=capacity,
+            num_microbatches=len(microbatch_sizes(subject.batch_size, microbatch_size=of_size)),
+            is_deferred=is_deferred,
+            state_copies=subject.state_copies,
+            most_tasks=most_tasks,
+        )
+
+    if num_microbatches is not None or microbatch_size is not None:
+        size = microbatch_sizes(
+            subject.batch_size, num_microbatches=num_microbatches or 1, microbatch_size=microbatch_size
+        )[0]
+    else:
+        # As training finds it: the fewest that fit.
+        size = subject.batch_size
+        while size > 1 and capacity is not None and outlook_of(profile_of(size), size, 0).need.num_bytes > capacity:
+            size = -(-size // 2)
 
     # Two sizes are rehearsed; what others take lies on the line through them. Not a single sample, if that isn't asked for:
     # its tensors may be views where those of several have to be copied.
@@ -283,16 +305,8 @@ def estimate(
 
     def row(of_size: int) -> Row:
         factor = 0.0 if of_size == size else (of_size - size) / (other - size)
-        outlook = look_ahead(
-            between(profile, second, factor),
-            where,
-            capacity_bytes=capacity,
-            num_microbatches=len(microbatch_sizes(subject.batch_size, num_microbatches=None, microbatch_size=of_size)),
-            is_deferred=is_deferred,
-            state_copies=subject.state_copies,
-            most_tasks=MOST_TASKS if of_size == size else MOST_TASKS // len(others),
-        )
-        return Row(of_size, outlook)
+        most_tasks = MOST_TASKS if of_size == size else MOST_TASKS // len(others)
+        return Row(of_size, outlook_of(between(profile, second, factor), of_size, most_tasks))
 
     chosen = row(size)
     result = Estimate(
@@ -316,7 +330,7 @@ def estimate(
 
 
 def _microbatch(subject: Subject, size: int) -> Any:
-    sizes = microbatch_sizes(subject.batch_size, num_microbatches=None, microbatch_size=size)
+    sizes = microbatch_sizes(subject.batch_size, microbatch_size=size)
     return split_batch(subject.batch, subject.batch_size, sizes)[0]
 
 

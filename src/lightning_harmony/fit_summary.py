@@ -10,7 +10,7 @@ from lightning_harmony import host_memory
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.errors import PlanError
 from lightning_harmony.lightning_tree import LightningTree
-from lightning_harmony.plan.host_gradients import waiting_bytes
+from lightning_harmony.plan.host_need import waiting_bytes
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.page import format_seconds
 from lightning_harmony.plan.plan import Plan
@@ -122,7 +122,7 @@ def _table(
     assert plan.profile is not None
     gradients = [cost.gradient_bytes for cost in plan.profile.pack_costs(plan.packs)]
     state = host_memory.expected_state_bytes(optimizers)
-    most = waiting_bytes(gradients, is_deferred=is_deferred)
+    most = waiting_bytes(gradients, is_deferred=is_deferred, ring=engine.updater.ring)
     on_host = {
         "weights": format_bytes(engine.store.num_bytes),
         "gradients": format_bytes(most) if most == sum(gradients) else f"up to {format_bytes(most)}",

@@ -1,53 +1,19 @@
-"""What optimizers will take in host memory, before they take it."""
+"""What the state of optimizers takes, before there is one and after."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
-
-from lightning_harmony.engine.free_memory import free_host_bytes
-from lightning_harmony.errors import CapacityError
-from lightning_harmony.plan.host_gradients import bytes_beside_state
-from lightning_harmony.plan.memory_size import format_bytes
 
 # Host bytes of optimizer state per parameter byte, where it is known before the first step.
 STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "RMSprop": 1, "Adagrad": 1}
 # Of an optimizer that does not tell what its state will take: the two moments of Adam.
 ASSUMED_STATE_COPIES = 2
-
-
-def refuse_too_little(
-    optimizers: Sequence[Optimizer], layers: Iterable[Iterable[nn.Parameter]], *, is_deferred: bool
-) -> None:
-    """Refuse to train where gradients and optimizer state will not fit.
-
-    Args:
-        optimizers: of the training.
-        layers: the parameters of each. Packs of several will need more, as far as there is more.
-        is_deferred: whether no update runs just in time.
-
-    Raises:
-        CapacityError: saying how many bytes the host is short.
-    """
-    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    sizes = {p: p.numel() * p.element_size() for p in trained if p.requires_grad}
-    copies = max((STATE_COPIES.get(type(optimizer).__name__, 0) for optimizer in optimizers), default=0)
-    state_bytes = copies * sum(sizes.values())
-    # Each parameter in one layer; those of none, by themselves.
-    gradients = [sum(sizes.pop(p, 0) for p in layer) for layer in layers]
-    gradients += sizes.values()
-    needed = state_bytes + bytes_beside_state(gradients, state_bytes, is_deferred=is_deferred)
-    free = free_host_bytes()
-    if free is not None and needed > free:
-        raise CapacityError(
-            f"the host is {format_bytes(needed - free)} short: gradients and optimizer state take {format_bytes(needed)}, "
-            f"{format_bytes(free)} are free. Add host memory, train fewer parameters, or choose an optimizer with less state"
-        )
 
 
 def expected_state_bytes(optimizers: Sequence[Optimizer]) -> int | None:

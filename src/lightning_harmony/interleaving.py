@@ -7,6 +7,7 @@ microbatch after the other, as plain accumulation does, and is watched.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -390,6 +391,7 @@ class Interleaving:
         undo = _Undo(self._model, self._changing)
         self._attributes.begin()
         error: BaseException | None = None
+        too_large: CapacityError | None = None
         try:
             self._run_in_turns(forward, sizes)
             return
@@ -397,11 +399,15 @@ class Interleaving:
             late = str(unsafe)
         except BaseException as raised:
             # Where an update has failed, parameters are half updated: to run the step again would hide that.
-            is_users = isinstance(raised, Exception) and not isinstance(raised, CapacityError | PlanError)
-            if not is_users or engine.updater.overlap.has_failed:
+            may_repeat = isinstance(raised, Exception) and not isinstance(raised, PlanError)
+            if not may_repeat or engine.updater.overlap.has_failed:
                 self._attributes.finish()
                 raise
             late, error = f"it fails where they take turns ({type(raised).__name__}: {raised})", raised
+            if isinstance(raised, CapacityError):
+                # Without the frames of the attempt, which hold what it has allocated.
+                error = too_large = CapacityError(str(raised))
+        gc.collect()
         engine.abandon()
         self._attributes.undo()
         if not undo.restore():
@@ -410,7 +416,9 @@ class Interleaving:
                 "HarmonyStrategy(num_microbatches=1), or pass it to layers as an argument"
             )
         self._run_in_sequence(forward, sizes)
-        if error is not None and self.hazard is None:
+        if too_large is not None:
+            self.end(f"they do not fit together ({too_large})", len(sizes), "use more device_memory")
+        elif error is not None and self.hazard is None:
             self._refuse_turns(late, len(sizes))
 
     def finish(self) -> None:
@@ -436,9 +444,13 @@ class Interleaving:
         engine.notify(on_switch=switch, on_set=self._attributes.set_by_layer, watch=watch)
         with logs:
             forward(True)
-            late = [] if engine.is_sequential else self._attributes.late()
-            if late:
-                raise _Unsafe(f"{late[0]} is changed")
+            if not engine.is_sequential:
+                late = self._attributes.late()
+                if late:
+                    raise _Unsafe(f"{late[0]} is changed")
+                buffer = engine.buffer_of_several_visits()
+                if buffer is not None:
+                    raise _Unsafe(f"{buffer} is changed")
         if engine.is_sequential:
             self._conclude(watch, len(sizes))
 
@@ -459,15 +471,31 @@ class Interleaving:
             self._conclude(watch, len(sizes))
 
     def _conclude(self, watch: Watch, num_microbatches: int) -> None:
-        hazard = watch.conclude(self._known, num_microbatches)
+        hazard, buffer = watch.conclude(self._known, num_microbatches), self._engine.buffer_of_several_visits()
         self._is_shown = True
         if hazard is not None:
             self._refuse_turns(hazard, num_microbatches)
+        elif buffer is not None:
+            self._refuse_buffer(buffer, num_microbatches)
+
+    def _refuse_buffer(self, buffer: str, num_microbatches: int) -> None:
+        changed = f"{buffer} is changed in one call, and found so in a later one"
+        self.end(changed, num_microbatches, "give each call a module of its own")
 
     def _refuse_turns(self, hazard: str, num_microbatches: int) -> None:
+        found = f"{hazard}, where others that took turns would find it so"
+        self.end(found, num_microbatches, "keep that in a local variable, or pass it to layers as an argument")
+
+    def end(self, hazard: str, num_microbatches: int, way_out: str) -> None:
+        """Microbatches take turns no more.
+
+        Args:
+            hazard: what speaks against it.
+            num_microbatches: of a step.
+            way_out: how the user could let them take turns.
+        """
         self.hazard = hazard
         self._tree.info(
-            f"microbatches run one after the other: {hazard}, where others that took turns would find it so. Results are "
-            f"exact, but each layer is swapped in {num_microbatches} times as often. To let them take turns, keep that in a "
-            "local variable, or pass it to layers as an argument"
+            f"microbatches run one after the other: {hazard}. Results are exact, but each layer is swapped in "
+            f"{num_microbatches} times as often. To let them take turns, {way_out}"
         )

@@ -10,11 +10,14 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_harmony import profile_cache
-from lightning_harmony.engine.batch import DEFAULT_NUM_MICROBATCHES, microbatch_sizes
+from lightning_harmony.engine.batch import microbatch_sizes
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.given import read_plan
 from lightning_harmony.plan.memory_size import parse_bytes
 from lightning_harmony.plan.plan import Parallel, Plan
+
+# Into how many microbatches a batch is split that is too large to be evaluated whole, where nothing says that.
+NUM_EVALUATION_MICROBATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,6 @@ class Settings:
 
     Attributes:
         capacities: of each device, or a single one for all.
-        chooses_number: whether the number of microbatches is chosen by what is predicted.
         compile_options: of `torch.compile`; None not to compile.
         reduction: how losses are merged.
         check_loss: whether to check that the loss of a batch is that of its samples, so merged.
@@ -32,7 +34,6 @@ class Settings:
 
     capacities: tuple[int | None, ...]
     num_microbatches: int | None
-    chooses_number: bool
     microbatch_size: int | None
     layers: Collection[type] | Callable[[str, nn.Module], bool] | None
     update: str
@@ -72,9 +73,9 @@ class Settings:
                 f"HarmonyStrategy(num_microbatches={num_microbatches}, microbatch_size={microbatch_size}): "
                 "give at most one of the two, the other follows from the batch"
             )
-        chooses_number = num_microbatches == "auto"
-        if not chooses_number:
-            _whole_number("num_microbatches", num_microbatches)
+        if num_microbatches == "auto":
+            num_microbatches = None
+        _whole_number("num_microbatches", num_microbatches)
         _whole_number("microbatch_size", microbatch_size)
         _one_of("update", update, ("auto", "just-in-time", "deferred"))
         _one_of("loss_reduction", loss_reduction, ("mean", "sum", None))
@@ -98,8 +99,7 @@ class Settings:
             )
         return cls(
             capacities=capacities,
-            num_microbatches=None if num_microbatches == "auto" else num_microbatches,
-            chooses_number=chooses_number,
+            num_microbatches=num_microbatches,
             microbatch_size=microbatch_size,
             layers=layers,
             update=update,
@@ -133,24 +133,29 @@ class Settings:
             return self.profile_cache
         return profile_cache.default_folder() if self.profile_cache else None
 
-    def sizes(self, batch_size: int, chosen: int | None = None, least: int = 1) -> tuple[int, ...]:
+    @property
+    def leaves_number(self) -> bool:
+        """Whether nothing says into how many microbatches a batch is split, or how large they are."""
+        planned = None if self.plan is None else self.plan.num_microbatches
+        return self.num_microbatches is None and self.microbatch_size is None and planned is None
+
+    def sizes(self, batch_size: int, number: int = 1) -> tuple[int, ...]:
         """The samples of each microbatch of a batch.
 
         Args:
             batch_size: samples of the batch.
-            chosen: the number of microbatches that is predicted to be fastest, where nobody gave one.
-            least: how many samples each needs, where nobody gave a number.
+            number: of microbatches, where nothing else says that.
         """
-        number, planned = self.num_microbatches, None if self.plan is None else self.plan.num_microbatches
-        if number is None and self.microbatch_size is None:
-            number = planned or min(chosen or DEFAULT_NUM_MICROBATCHES, max(batch_size // least, 1))
-        return microbatch_sizes(batch_size, num_microbatches=number, microbatch_size=self.microbatch_size)
+        if self.microbatch_size is not None:
+            return microbatch_sizes(batch_size, microbatch_size=self.microbatch_size)
+        planned = None if self.plan is None else self.plan.num_microbatches
+        return microbatch_sizes(batch_size, num_microbatches=self.num_microbatches or planned or number)
 
     def evaluation_sizes(self, batch_size: int) -> tuple[int, ...]:
         """The samples of each microbatch of a batch that is too large to be evaluated whole."""
-        return microbatch_sizes(
-            batch_size, num_microbatches=self.num_microbatches, microbatch_size=self.microbatch_size
-        )
+        if self.microbatch_size is not None:
+            return microbatch_sizes(batch_size, microbatch_size=self.microbatch_size)
+        return microbatch_sizes(batch_size, num_microbatches=self.num_microbatches or NUM_EVALUATION_MICROBATCHES)
 
     def weights(self, sizes: Sequence[int]) -> list[float]:
         """What each microbatch's loss counts in that of the batch."""

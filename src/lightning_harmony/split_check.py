@@ -74,9 +74,8 @@ class SplitCheck:
             # Python 3.10 has no notes.
             if hasattr(error, "add_note"):
                 error.add_note(
-                    f"the batch of {sum(sizes)} samples was split into {len(sizes)} microbatches of "
-                    f"{', '.join(map(str, sizes))}; a step that needs all samples at once runs with "
-                    "HarmonyStrategy(num_microbatches=1)"
+                    f"the batch of {sum(sizes)} samples was split into {len(sizes)} microbatches of {_few(sizes)}; a step "
+                    "that needs all samples at once runs with HarmonyStrategy(num_microbatches=1)"
                 )
             raise
 
@@ -167,6 +166,13 @@ class SplitCheck:
         found = explain_difference(whole, losses, halves, reduction=self.settings.reduction, is_narrow=is_narrow)
         if found is not None and not has_drawn and math.isfinite(whole + sum(losses)):
             splitting.tree.warn(found)
+
+
+def _few(sizes: Sequence[int]) -> str:
+    """The sizes of microbatches, in few words."""
+    if len(sizes) <= 8:
+        return ", ".join(map(str, sizes))
+    return f"{max(sizes)}" if max(sizes) == min(sizes) else f"{min(sizes)} or {max(sizes)}"
 
 
 def batch_norms(module: nn.Module) -> dict[str, nn.Module]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_harmony import tracebacks
 from lightning_harmony.checkpoints import refuse_directory, refuse_sharded
 from lightning_harmony.deferred_update import DeferredUpdate
 from lightning_harmony.engine.compiled import is_compiled
@@ -70,12 +71,9 @@ class StrategyMixin(_Base):
     Args:
         device_memory: the capacity of each device, in bytes or as text such as "16GiB", or a list with that of each;
             None for what is free on it (on the CPU: no limit).
-        num_microbatches: how many microbatches a batch is split into; "auto" for the number that is predicted to be fastest,
-            of those that divide the first batch. It is chosen from what an earlier fit measured, or else after the first step,
-            which has the default's, and stays for the fit. As it depends on measured times, so does what depends on it.
-        microbatch_size: how many samples a microbatch has. Give at most one of the two; with neither, a batch is split
-            into 4 microbatches, of 2 samples at least where the model has BatchNorm. A batch with fewer samples is split
-            into as many as it has.
+        num_microbatches: how many microbatches a batch is split into; None or "auto" for the fewest that fit, which the first
+            step finds: one, or twice as many as devices if there are several, and twice as many again until a step fits.
+        microbatch_size: how many samples a microbatch has. Give at most one of the two.
         layers: the classes of the modules to schedule as layers, or a predicate on name and module; None to find them.
         update: when parameters are updated: "just-in-time", pack by pack in the backward; "deferred", after it, under the
             forward of the next batch unless something looks at parameters before; or "auto", just in time unless something
@@ -523,6 +521,12 @@ class StrategyMixin(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training_step on each microbatch; the backward runs when that of the result does."""
+        try:
+            return self._train(args, kwargs)
+        except Exception as error:
+            raise error.with_traceback(tracebacks.of_user(error))  # noqa: B904
+
+    def _train(self, args: Any, kwargs: Any) -> Any:
         if self._in_memory is not None:
             self._reports.begin(None)
             try:
@@ -544,8 +548,11 @@ class StrategyMixin(_Base):
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward of the batch's loss."""
-        with self._restoring_buffers():
-            return super().backward(*args, **kwargs)
+        try:
+            with self._restoring_buffers():
+                return super().backward(*args, **kwargs)
+        except Exception as error:
+            raise error.with_traceback(tracebacks.of_user(error))  # noqa: B904
 
     @contextmanager
     def _restoring_buffers(self) -> Generator[None, None, None]:
@@ -648,6 +655,12 @@ class StrategyMixin(_Base):
         return self._evaluate("predict_step", super().predict_step, args, kwargs)
 
     def _evaluate(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return self._run_evaluation(name, step, args, kwargs)
+        except Exception as error:
+            raise error.with_traceback(tracebacks.of_user(error))  # noqa: B904
+
+    def _run_evaluation(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._in_memory is not None:
             try:
                 return self._in_memory.evaluate(name, step, args, kwargs)

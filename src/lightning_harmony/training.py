@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,21 +13,22 @@ from torch import Tensor, nn
 
 from lightning_harmony.deferred_update import DeferredUpdate
 from lightning_harmony.engine.asked import anchored, asked_for
-from lightning_harmony.engine.batch import DEFAULT_NUM_MICROBATCHES, merge_losses, merge_outputs
+from lightning_harmony.engine.batch import merge_losses, merge_outputs
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.postponed import by_value
 from lightning_harmony.engine.rng import stream_seed
 from lightning_harmony.engine.turns import Microbatch
-from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.fit_summary import FitSummary
-from lightning_harmony.host_memory import refuse_too_little
+from lightning_harmony.host_budget import HostBudget
 from lightning_harmony.interleaving import Interleaving
 from lightning_harmony.lightning_tree import LightningTree
-from lightning_harmony.microbatches import TrainingStep, num_elements, run_without_backward
+from lightning_harmony.microbatches import TrainingStep, run_without_backward
 from lightning_harmony.refusals import refuse_several_losses
 from lightning_harmony.settings import Settings
+from lightning_harmony.snapshot import Snapshot
 from lightning_harmony.split_check import SplitCheck, batch_norms
 from lightning_harmony.step_reports import StepReports
 from lightning_harmony.unchanged import UnchangedBatch, UnchangedParameters
@@ -53,7 +55,10 @@ class Training:
 
     def __post_init__(self) -> None:
         self._interleaving = Interleaving(self.tree, self.trainer, self.engine)
-        self._chosen: int | None = None
+        self._budget = HostBudget(self.engine, self.trainer)
+        # Where nothing says it, the fewest that fit. Of several devices each has one to run, and one to wait for.
+        self._number = 1 if len(self.engine.devices) == 1 else 2 * len(self.engine.devices)
+        self._has_said_number = True
         self._least_samples = 2 if batch_norms(self._module) else 1
 
     def start(self) -> None:
@@ -63,8 +68,8 @@ class Training:
             CapacityError: if the host has too little memory.
         """
         layers = [self._module.get_submodule(name).parameters() for pack in self.engine.plan.packs for name in pack]
-        is_deferred = self._runs_alone() or self.deferred.policy.choose()[0] == "deferred"
-        refuse_too_little(self.trainer.optimizers, layers, is_deferred=is_deferred)
+        is_deferred = self._runs_alone() or self._is_deferred()
+        self._budget.refuse_too_little(layers, is_deferred=is_deferred)
         self.summary.show_start(runs_alone=self._runs_alone())
 
     def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -85,17 +90,60 @@ class Training:
             does = "fetches its batches" if self._module.automatic_optimization else "steps its optimizers"
             self._report(1, "deferred", f"the training_step {does} itself")
             return output
-        batch, *rest = args
-        samples = None if self.settings.num_microbatches == 1 else self.split_check.splitting.samples(batch)
-        sizes = (1,) if samples is None else self._sizes(batch, samples.number)
-        parts = self.split_check.splitting.split(batch, samples, sizes)
-        steps = [
-            TrainingStep(self.engine, self.trainer.precision_plugin, self._module.training_step, (part, *rest), kwargs)
-            for part in parts
-        ]
-        weights = self.settings.weights(sizes)
+        while True:
+            sizes, parts, steps = self._split(args, kwargs)
+            before = None
+            if self.settings.leaves_number and self.engine.measures(_largest(steps), is_training=True):
+                before = Snapshot(self.trainer, self.engine.devices)
+            try:
+                output = self._run_split(sizes, parts, steps)
+                break
+            except CapacityError:
+                if before is None or not self._split_further(args[0], len(sizes)):
+                    raise
+            # Not within the except clause: the error's frames hold what the attempt has allocated.
+            del parts, steps
+            gc.collect()
+            before.restore()
+            self.engine.start_over()
+        if not self._has_said_number:
+            self._has_said_number = True
+            self.tree.info(
+                f"Harmony: a batch runs in {len(sizes)} microbatches, as it does not fit in fewer. "
+                f"HarmonyStrategy(num_microbatches={len(sizes)}) says so from the start."
+            )
+        return output
+
+    def _split(self, args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any], list[TrainingStep]]:
+        """The samples of each microbatch of a batch, the microbatches, and the steps on them."""
+        (batch, *rest), settings, splitting = args, self.settings, self.split_check.splitting
+        runs_whole = settings.num_microbatches == 1 or (settings.leaves_number and self._number == 1)
+        samples = None if runs_whole else splitting.samples(batch)
+        sizes = (1,) if samples is None else settings.sizes(samples.number, self._at_most(samples.number))
+        parts = splitting.split(batch, samples, sizes)
         self.split_check.note(batch, samples, sizes, rest, kwargs)
-        shared = UnchangedBatch(parts)
+        step, precision = self._module.training_step, self.trainer.precision_plugin
+        return sizes, parts, [TrainingStep(self.engine, precision, step, (part, *rest), kwargs) for part in parts]
+
+    def _at_most(self, num_samples: int) -> int:
+        """The number of microbatches of so many samples, where nothing else says it."""
+        return min(self._number, max(num_samples // self._least_samples, 1))
+
+    def _split_further(self, batch: Any, number: int) -> bool:
+        """A batch does not fit in so many microbatches: let there be more; whether there can be."""
+        samples = self.split_check.splitting.samples(batch)
+        if samples is None:
+            return False
+        before, self._number = self._number, 2 * number
+        if self._at_most(samples.number) <= number:
+            self._number = before
+            return False
+        self._has_said_number = False
+        return True
+
+    def _run_split(self, sizes: tuple[int, ...], parts: Sequence[Any], steps: Sequence[TrainingStep]) -> Any:
+        """Run the microbatches of a batch."""
+        weights, shared = self.settings.weights(sizes), UnchangedBatch(parts)
         with self.split_check.explaining(sizes):
             self._forward(steps, weights, sizes)
         shared.check()
@@ -126,11 +174,6 @@ class Training:
         """Whether the training_step runs as it is: each call of a layer brings its weights, its gradients stay for later."""
         return not self._module.automatic_optimization or self.tree.takes_iterator(self._module.training_step)
 
-    def _sizes(self, batch: Any, num_samples: int) -> tuple[int, ...]:
-        if self.settings.chooses_number and self._chosen is None:
-            self._chosen = self.engine.choose_number(num_samples, num_elements(batch), DEFAULT_NUM_MICROBATCHES)
-        return self.settings.sizes(num_samples, self._chosen, self._least_samples)
-
     def _losses_of(self, batches: Sequence[Any], like: Any) -> list[Tensor | None]:
         """Run the training_step on some batches, without a backward."""
         module, engine = self._module, self.engine
@@ -141,7 +184,7 @@ class Training:
         engine.notify()
         with without_caches(module):
             microbatches = [Microbatch(step, 1.0, None) for step in steps]
-            run_without_backward(engine, microbatches, max(step.num_elements() for step in steps))
+            run_without_backward(engine, microbatches, _largest(steps))
         return [step.loss for step in steps]
 
     def _forward(self, steps: Sequence[TrainingStep], weights: Sequence[float], sizes: Sequence[int]) -> None:
@@ -149,15 +192,22 @@ class Training:
         seed = torch.initial_seed()
         seeds = [stream_seed(seed, batch_number, number) if len(steps) > 1 else None for number in range(len(steps))]
         microbatches = [Microbatch(*each) for each in zip(steps, weights, seeds, strict=True)]
-        num_elements, predicted = max(step.num_elements() for step in steps), self._predicted_gradient()
+        num_elements, predicted = _largest(steps), self._predicted_gradient()
 
         def forward(interleave: bool) -> None:
             self.engine.forward(
                 microbatches, num_elements=num_elements, predicted_gradient=predicted, interleave=interleave
             )
 
+        if self._interleaving.is_earned:
+            short = self._budget.keep(len(sizes), is_deferred=self._is_deferred())
+            if short is not None:
+                self._interleaving.end(short, len(sizes), "use smaller batches, or add host memory")
         with without_caches(self._module):
             self._interleaving.run(forward, sizes)
+
+    def _is_deferred(self) -> bool:
+        return self.deferred.policy.choose()[0] == "deferred"
 
     def _predicted_gradient(self) -> float | None:
         """The gradient that Lightning will bring to the batch's loss.
@@ -166,10 +216,13 @@ class Training:
         zeroes those when it knows the loss, or where the user's own `backward` may bring any other, or ask for some
         parameters: to rescale what was computed from a wrong prediction would round otherwise.
         """
-        if self.trainer.accumulate_grad_batches > 1 or self._is_backward_own() or self._trains_others():
+        batches: int = self.trainer.accumulate_grad_batches
+        # In the first batches there is nothing to add to. A power of two divides without rounding, whatever the loss's type.
+        adds = batches > 1 and (batches & (batches - 1) or any(p.grad is not None for p in self._module.parameters()))
+        if adds or self._is_backward_own() or self._trains_others():
             return None
         scaler = self.deferred.policy.scaler
-        return 1.0 if scaler is None else float(scaler.get_scale())
+        return (1.0 if scaler is None else float(scaler.get_scale())) / batches
 
     def _trains_others(self) -> bool:
         """Whether an optimizer has parameters that the module has not, such as latents of samples."""
@@ -245,6 +298,11 @@ class Training:
     @property
     def _module(self) -> Any:
         return self.trainer.lightning_module
+
+
+def _largest(steps: Sequence[TrainingStep]) -> int:
+    """Elements of the largest microbatch."""
+    return max(step.num_elements() for step in steps)
 
 
 class DeferredBackward(torch.autograd.Function):

@@ -72,7 +72,7 @@ class TestMicrobatchSizes:
     @given(batch_size=st.integers(1, 200), num_microbatches=st.integers(1, 200))
     def test_a_number_of_microbatches_makes_them_equal_and_the_larger_first(self, batch_size, num_microbatches):
         num_microbatches = min(num_microbatches, batch_size)
-        sizes = microbatch_sizes(batch_size, num_microbatches=num_microbatches, microbatch_size=None)
+        sizes = microbatch_sizes(batch_size, num_microbatches=num_microbatches)
         assert sum(sizes) == batch_size
         assert len(sizes) == num_microbatches
         assert list(sizes) == sorted(sizes, reverse=True)
@@ -80,39 +80,31 @@ class TestMicrobatchSizes:
 
     @given(batch_size=st.integers(1, 200), microbatch_size=st.integers(1, 250))
     def test_a_microbatch_size_fills_all_but_the_last(self, batch_size, microbatch_size):
-        sizes = microbatch_sizes(batch_size, num_microbatches=None, microbatch_size=microbatch_size)
+        sizes = microbatch_sizes(batch_size, microbatch_size=microbatch_size)
         assert sum(sizes) == batch_size
         assert set(sizes[:-1]) <= {microbatch_size}
         assert 0 < sizes[-1] <= microbatch_size
 
-    @pytest.mark.parametrize(
-        ("batch_size", "sizes"), [(32, (8, 8, 8, 8)), (6, (2, 2, 1, 1)), (3, (1, 1, 1)), (1, (1,)), (0, (0,))]
-    )
-    def test_by_default_there_are_four_or_one_a_sample(self, batch_size, sizes):
-        assert microbatch_sizes(batch_size, num_microbatches=None, microbatch_size=None) == sizes
+    def test_by_default_there_is_one(self):
+        assert microbatch_sizes(6) == (6,)
 
     def test_an_empty_batch_is_one_empty_microbatch_of_any_size(self):
-        assert microbatch_sizes(0, num_microbatches=None, microbatch_size=2) == (0,)
+        assert microbatch_sizes(0, microbatch_size=2) == (0,)
 
     def test_a_batch_with_fewer_samples_than_microbatches_is_split_into_its_samples(self):
-        assert microbatch_sizes(3, num_microbatches=5, microbatch_size=None) == (1, 1, 1)
-        assert microbatch_sizes(0, num_microbatches=5, microbatch_size=None) == (0,)
-
-    def test_both_options_at_once_are_refused(self):
-        with pytest.raises(ValueError, match="not both"):
-            microbatch_sizes(8, num_microbatches=2, microbatch_size=4)
+        assert microbatch_sizes(3, num_microbatches=5) == (1, 1, 1)
+        assert microbatch_sizes(0, num_microbatches=5) == (0,)
 
     @pytest.mark.parametrize("option", ["num_microbatches", "microbatch_size"])
     def test_less_than_one_is_refused(self, option):
-        options = {"num_microbatches": None, "microbatch_size": None, option: 0}
         with pytest.raises(ValueError, match=f"`{option}` must be at least 1, not 0"):
-            microbatch_sizes(8, **options)
+            microbatch_sizes(8, **{option: 0})
 
 
 class TestSplitBatch:
     @given(batch_size=st.integers(2, 40), num_microbatches=st.integers(2, 40))
     def test_concatenating_the_parts_gives_the_batch(self, batch_size, num_microbatches):
-        sizes = microbatch_sizes(batch_size, num_microbatches=num_microbatches, microbatch_size=None)
+        sizes = microbatch_sizes(batch_size, num_microbatches=num_microbatches)
         batch = {"x": rows(batch_size), "nested": [rows(batch_size, 1), {"names": [str(i) for i in range(batch_size)]}]}
         parts = split_batch(batch, batch_size, sizes)
         assert [len(part["x"]) for part in parts] == list(sizes)

@@ -16,7 +16,7 @@ from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.pack import HostGradients
 from lightning_harmony.engine.stream import Event, Happened
 from lightning_harmony.engine.update import SEPARABLE, Updater, why_not_separable
-from lightning_harmony.plan.host_gradients import RING
+from lightning_harmony.plan.host_need import RING
 
 Groups = list[dict[str, object]]
 

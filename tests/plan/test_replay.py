@@ -179,6 +179,10 @@ class TestTimes:
         back = " ".join(f"{pack}B0 {pack}SWAP_OUT {pack}U {pack}EVICT" for pack in reversed(range(6)))
         six = replay(chain(6, 0, 1), grid(f"{forth} {back}"), packs[:1] * 6, FREE)
         assert six.peak_bytes == (8 + LATE_TURNS * 8,)
+        # Where copies never end by themselves, all of it is there, as far as there is room.
+        assert six.devices[0].bound_bytes == 6 * 8
+        (narrow,) = replay(chain(6, 0, 1), grid(f"{forth} {back}"), packs[:1] * 6, MachineLimits(37)).devices
+        assert narrow.bound_bytes == 37
 
     def test_what_casting_takes_is_there_while_weights_come(self) -> None:
         packs = [Cost("pack", 10, 0, copied_bytes=20, forward_seconds=1.0, staging_bytes=7)] * 2

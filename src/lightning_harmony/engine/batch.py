@@ -16,32 +16,28 @@ from lightning_harmony.engine.guise import Guise
 from lightning_harmony.engine.nested import Node, holds_tensors, is_ndarray, open_node
 from lightning_harmony.engine.stash import SMALLEST_BYTES, is_small
 
-#: Enough microbatches to keep a few devices busy, few enough that each still fills one.
-DEFAULT_NUM_MICROBATCHES = 4
 
-
-def microbatch_sizes(batch_size: int, *, num_microbatches: int | None, microbatch_size: int | None) -> tuple[int, ...]:
+def microbatch_sizes(
+    batch_size: int, *, num_microbatches: int = 1, microbatch_size: int | None = None
+) -> tuple[int, ...]:
     """Say how many samples each microbatch of a batch gets.
 
     Args:
         batch_size: Samples in the batch.
         num_microbatches: How many microbatches, or as many as the batch has samples; they are as equal as possible, the
             larger ones first.
-        microbatch_size: Samples in each microbatch; the last one takes the rest.
+        microbatch_size: Samples in each microbatch; the last one takes the rest. It goes before a number.
 
     Returns:
         The sizes in order. They add up to ``batch_size``, and there is at least one.
 
     Raises:
-        ValueError: If both are given, or either is less than one.
+        ValueError: If either is less than one.
     """
-    if num_microbatches is not None and microbatch_size is not None:
-        raise ValueError("Give `num_microbatches` or `microbatch_size`, not both.")
     if microbatch_size is not None:
         return _sizes_of(batch_size, microbatch_size)
-    number = DEFAULT_NUM_MICROBATCHES if num_microbatches is None else num_microbatches
     # The short last batch of an epoch may have fewer.
-    return _equal_sizes(batch_size, min(number, max(batch_size, 1)))
+    return _equal_sizes(batch_size, min(num_microbatches, max(batch_size, 1)))
 
 
 class Indivisible(ValueError):

@@ -53,6 +53,7 @@ class CallBuffers:
         ]
         resident.update({key: tensor.detach() for key in changed if (tensor := left[key]) is not None})
         residency.dirty_buffers.update(changed)
+        layer.changed_buffers.update(changed)
         self._keep(changed)
         return changed
 

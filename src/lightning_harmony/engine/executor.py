@@ -213,6 +213,14 @@ class Executor:
         """Whether the microbatches of the step run one after the other, in the calling thread."""
         return self._step.is_sequential
 
+    def buffer_of_several_visits(self) -> str | None:
+        """In a step, a buffer that a microbatch changes in one visit of a layer and finds in another; None if none is."""
+        for progress in self._step.turns.running:
+            found = self._model.buffer_of_several_visits(progress.calls)
+            if found is not None:
+                return found
+        return None
+
     def _use(self, plan: Plan) -> None:
         self._placement.use(plan, self._model.layers)
 
@@ -290,8 +298,10 @@ class Executor:
         predicted = predicted_gradient if self._predicts else None
         # Where work space isn't known, a lane goes from pack to pack.
         step.fuses = predicted is not None and self._planner.is_planned and not is_measuring
-        # A single microbatch has no other to wait for: its caller brings the gradient at once.
-        step.predicted = None if is_alone or not (step.fuses or step.is_sequential) else predicted
+        # A single microbatch has no other to wait for: its caller brings the gradient at once. But where its work is not
+        # known, whether its backward fits shows here.
+        waits = is_alone and not is_measuring
+        step.predicted = None if waits or not (step.fuses or step.is_sequential) else predicted
         self._num_elements = num_elements
         self._random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
         self.updater.reclaim()
@@ -525,15 +535,11 @@ class Executor:
         """Whether so many elements in a microbatch are more than ever before."""
         return num_elements > (self._planner.measured_elements if is_training else self._evaluated_elements)
 
-    def choose_number(self, batch_size: int, num_elements: int, usual: int) -> int | None:
-        """The number of microbatches that is predicted to make a training step fastest; None as long as nothing is known.
-
-        Args:
-            batch_size: samples of a batch.
-            num_elements: of its tensors.
-            usual: the number to use where nothing is known.
-        """
-        return self._planner.choose_number(batch_size, num_elements, usual)
+    def start_over(self) -> None:
+        """A training step did not fit, and is to run again in smaller microbatches."""
+        plan = self._planner.start_over()
+        if plan is not None:
+            self._use(plan)
 
     def forget_evaluations(self) -> None:
         """Forget the work space of evaluations: a batch that failed is not run again."""

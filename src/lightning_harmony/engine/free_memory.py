@@ -1,11 +1,77 @@
-"""How much host memory can still be taken."""
+"""How much host memory can still be taken: of the machine, and of the control groups that the process is in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class HostMemory(NamedTuple):
+    """The host's memory, as far as the process may have it.
+
+    Attributes:
+        total: bytes of all of it.
+        free: bytes that can still be taken without swapping to disk.
+    """
+
+    total: int
+    free: int
 
 
 def free_host_bytes() -> int | None:
     """Host memory that can still be taken without swapping to disk; None where the system doesn't tell."""
+    memory = host_memory()
+    return None if memory is None else memory.free
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory | None:
+    """The host's memory; None where the system doesn't tell.
+
+    A container, or a job of a cluster, has a limit of its own, which the system's figures say nothing of.
+
+    Args:
+        root: of the file systems ``/proc`` and ``/sys``.
+    """
     try:
-        with open("/proc/meminfo") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
+        fields = _fields((root / "proc/meminfo").read_text().replace(":", " "))
     except OSError:
         return None
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    limits = [HostMemory(fields["MemTotal"] * 1024, fields["MemAvailable"] * 1024), *_limits(root)]
+    return HostMemory(min(limit.total for limit in limits), max(min(limit.free for limit in limits), 0))
+
+
+def _limits(root: Path) -> Iterator[HostMemory]:
+    """What each control group leaves to the process, whichever of those above it has the limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mounted, limit, usage, prefix = "sys/fs/cgroup", "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            mounted, limit, usage = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            prefix = "total_"
+        else:
+            continue
+        group = root / mounted / path.lstrip("/")
+        while group.is_relative_to(root / mounted):
+            try:
+                most, now = (group / limit).read_text().strip(), int((group / usage).read_text())
+                stat = _fields((group / "memory.stat").read_text())
+            except (OSError, ValueError):
+                # The root has no limit, and a container does not see the groups above its own.
+                most = "max"
+            if most != "max":
+                # Cached files count as used, and go when the memory is wanted.
+                cached = stat.get(f"{prefix}active_file", 0) + stat.get(f"{prefix}inactive_file", 0)
+                yield HostMemory(int(most), int(most) - now + cached)
+            group = group.parent
+
+
+def _fields(text: str) -> dict[str, int]:
+    """The numbers behind the first word of each line."""
+    words = [line.split() for line in text.splitlines()]
+    return {first: int(second) for first, second, *_ in words}

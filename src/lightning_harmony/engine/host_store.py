@@ -300,6 +300,17 @@ class HostPool:
         with self._lock:
             self._free[buffer.numel()].append(_Free(buffer, last_use))
 
+    def release(self) -> None:
+        """Let all buffers go that nobody uses."""
+        with self._lock:
+            free, self._free = self._free, defaultdict(list)
+        for several in free.values():
+            for each in several:
+                if each.last_use is not None:
+                    each.last_use.synchronize()
+        # Without the lock: to unregister memory takes long.
+        free.clear()
+
     def trim(self) -> None:
         """After a training step: let buffers go that the last ones did not take."""
         unused: list[_Free] = []

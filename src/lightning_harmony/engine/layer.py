@@ -86,6 +86,7 @@ class SwappedLayer:
             layers, which may share modules.
         is_training: whether a training step runs, in which nobody else may change its buffers.
         num_compared_calls: how many of its calls were looked at for changes that no version tells.
+        changed_buffers: those that its calls have changed in this step.
         host_buffers: in a training step, the host's buffers as they should be, and their versions: one dict for all layers.
         changes_inputs: whether its code changes inputs in place; None before the first call.
         unversioned_buffers: those that its code changes through `.data`, of which no version tells.
@@ -116,6 +117,7 @@ class SwappedLayer:
         self.num_compared_calls = 0
         self.changes_inputs: bool | None = None
         self.is_training = False
+        self.changed_buffers: set[BufferKey] = set()
         self.host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         self.compute_dtype = compute_dtype
         types = {parameter: dtype_on_device(parameter, compute_dtype) for parameter in self.parameters}

@@ -16,7 +16,6 @@ from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.deciding import decide, foreseen, improved
 from lightning_harmony.plan.device_updates import with_device_updates
 from lightning_harmony.plan.given import refuse_unfit
-from lightning_harmony.plan.microbatches import choose_number
 from lightning_harmony.plan.plan import Parallel, Plan, fingerprint
 from lightning_harmony.plan.profile import MachineLimits, share_seconds
 from lightning_harmony.plan.record import NarrowWeights, Origin, Record, SeenSize
@@ -168,7 +167,7 @@ class Planner:
         self._has_begun = self._has_read = False
         # What earlier fits have seen, whether all that is known is known from there, and whether that is yet to be checked.
         self._record: Record | None = None
-        self._rests_on_record = self._is_to_be_checked = self._changes_number = False
+        self._rests_on_record = self._is_to_be_checked = False
         self._seconds: list[float] = []
         # In the first steps by the plan, of which there were so many.
         self._update_speeds: list[float] = []
@@ -202,8 +201,6 @@ class Planner:
             num_microbatches: of the batch.
             find: makes a layer of a parameter, given by its name, that glue used in an earlier fit; None if there is none.
         """
-        if self._changes_number:
-            return self._planned_again(num_elements, num_microbatches)
         if self._has_begun or self._records is None:
             return None
         self._has_begun = True
@@ -233,7 +230,7 @@ class Planner:
             self.measured_elements = seen.num_elements
         if seen.is_cast and not self.knows_casts and any(layer.narrow for layer in self._layers):
             # What was measured is the work with weights as they are: once more, with the narrow ones.
-            return self._start_over(seen)
+            return self._measured_anew(seen)
         if not self.is_planned:
             return self._from_measured(seen) if seen.calls else None
         if seen.is_measured:
@@ -279,33 +276,14 @@ class Planner:
         self._update_speeds.append(now)
         return len(self._update_speeds) == TIMED_UPDATES
 
-    def choose_number(self, batch_size: int, num_elements: int, usual: int) -> int | None:
-        """The number of microbatches that is predicted to make a step fastest; None as long as nothing is known.
-
-        Args:
-            batch_size: samples of a batch.
-            num_elements: of its tensors.
-            usual: the number to use where nothing is known.
-        """
-        record = self._read()
-        if record is None:
+    def start_over(self) -> Plan | None:
+        """A step did not fit, and runs again in smaller microbatches: what to run it by; None for the plan in use."""
+        if self.is_planned and not self._is_to_be_checked:
             return None
-        capacities = _capacities(self._devices)
-        number = choose_number(record, batch_size, num_elements, usual, capacities, self._parallel)
-        self._changes_number = self.is_planned and number != self._plan.num_microbatches
-        return number
-
-    def _planned_again(self, num_elements: int, num_microbatches: int) -> Plan:
-        """For another number of microbatches: from what is known, or measured anew where they are larger."""
-        self._changes_number = False
-        record = self._record
-        assert record is not None
+        self._has_begun = self._rests_on_record = self._is_to_be_checked = False
+        self.is_planned, self.measured_elements = False, -1
         self._measured.forget_layers()
-        if num_elements > record.most_elements:
-            self.is_planned, self.measured_elements = False, -1
-            return self.layer_by_layer(self._calls)
-        self._recall(record, num_elements)
-        return self._planned(num_elements, num_microbatches)
+        return self.layer_by_layer(range(len(self._layers)))
 
     def discard_record(self) -> str:
         """What did not fit was planned from what an earlier fit saw: do not use that again. Return a word on it."""
@@ -354,7 +332,7 @@ class Planner:
             or self._narrow() != record.narrow
         ):
             self._record, self._rests_on_record = None, False
-            return self._start_over(seen)
+            return self._measured_anew(seen)
         if self.is_planned:
             return None
         self.knows_casts = True
@@ -362,7 +340,7 @@ class Planner:
         self._recall(record, seen.num_elements)
         return self._planned(seen.num_elements, seen.num_microbatches)
 
-    def _start_over(self, seen: SeenStep) -> Plan:
+    def _measured_anew(self, seen: SeenStep) -> Plan:
         """Measure anew, layer by layer."""
         self.knows_casts = self.knows_casts or seen.is_cast
         self.is_planned, self.measured_elements = False, -1

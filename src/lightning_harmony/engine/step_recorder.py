@@ -352,7 +352,8 @@ class StepRecorder:
                 transferred += each.num_bytes
         return DevicePrediction(
             spans=tuple(sorted(spans, key=lambda span: (span.start_seconds, span.end_seconds))),
-            peak_bytes=max((num_bytes for _, num_bytes in memory), default=0),
+            peak_bytes=(peak := max((num_bytes for _, num_bytes in memory), default=0)),
+            bound_bytes=peak,
             memory=tuple(sorted(memory, key=lambda point: point[0])),
             compute_seconds=sum(s.end_seconds - s.start_seconds for s in spans if s.stream == COMPUTE),
             swapped_in_bytes=dict(swapped_in),

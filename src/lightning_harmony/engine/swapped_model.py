@@ -13,6 +13,7 @@ from lightning_harmony.engine.host_store import HostStore
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer, buffers_of, move_buffers
 from lightning_harmony.engine.postponed import PostponedUpdate
 from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.plan.plan import visits_of
 
 
 class SwappedModel:
@@ -120,7 +121,7 @@ class SwappedModel:
         """Lanes run from now on: nobody but the layers may change their buffers in a training step."""
         host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         for layer in self.layers:
-            layer.is_training, layer.host_buffers = is_training, host_buffers
+            layer.is_training, layer.host_buffers, layer.changed_buffers = is_training, host_buffers, set()
 
     def end_step(self) -> None:
         """No lane runs any more."""
@@ -135,6 +136,25 @@ class SwappedModel:
         """
         for layer in self.layers:
             layer.refuse_changed_buffers()
+
+    def buffer_of_several_visits(self, calls: Sequence[int]) -> str | None:
+        """A buffer that layers change in one visit of a microbatch and find in another; None if there is none.
+
+        Of microbatches that take turns, each would find there what the others have left.
+
+        Args:
+            calls: of a microbatch, the layers by their indices.
+        """
+        changed = set().union(*(layer.changed_buffers for layer in self.layers))
+        found: set[BufferKey] = set()
+        for index in visits_of(calls) if changed else ():
+            layer = self.layers[index]
+            own = [key for key in layer.buffers if key in changed]
+            for key in own:
+                if key in found:
+                    return f"buffer {key[1]!r} of layer {layer.name!r}"
+            found.update(own)
+        return None
 
     def close(self) -> None:
         """Bring back the buffers that were moved."""

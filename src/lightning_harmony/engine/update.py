@@ -30,7 +30,7 @@ from lightning_harmony.engine.postponed import (
 )
 from lightning_harmony.engine.profile import Speed, UpdateSpeeds
 from lightning_harmony.engine.stream import Event, HostEvent, HostStream, wait_for_one
-from lightning_harmony.plan.host_gradients import RING
+from lightning_harmony.plan.host_need import RING
 
 # Optimizers that update each parameter from its own gradient and state alone, so that a step pack by pack is the same
 # step. (LBFGS is not one: it searches along all parameters together.)
@@ -144,6 +144,7 @@ class Updater:
         speeds: of the updates just in time.
         norms: of the gradients of this step, where they were asked for.
         postponed: the update of the step before, where it runs under this one's forward.
+        ring: how many packs' gradients may wait for an update just in time.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class Updater:
         self.overlap = Overlap(spared_threads=spared_threads, on_update=on_update)
         self.norms = Norms(spared_cores)
         self.postponed = PostponedUpdate(self._stream, devices, self.overlap)
+        self.ring = RING
         self._step = _Step()
         self._known: frozenset[Tensor] = frozenset()
         self._held_back: list[tuple[list[nn.Parameter], list[list[_Part]], list[Event]]] | None = None
@@ -294,7 +296,7 @@ class Updater:
         if self._step.optimizer is None or self._held_back is not None:
             return
         waiting = [event for event in self._submitted if not event.done()]
-        if len(waiting) >= RING:
+        if len(waiting) >= self.ring:
             wait_for_one(waiting)
 
     def finish(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost, pack_cost
 from lightning_harmony.plan.deciding import decide
-from lightning_harmony.plan.host_gradients import bytes_beside_state
+from lightning_harmony.plan.host_need import HostNeed, bytes_beside_state
 from lightning_harmony.plan.line import on_line
 from lightning_harmony.plan.machine import Machine
 from lightning_harmony.plan.plan import Plan, Predicted, visits_of
@@ -55,28 +55,6 @@ class Need:
 
 
 @dataclass(frozen=True)
-class HostNeed:
-    """What a training takes of the host's memory.
-
-    Attributes:
-        weight_bytes: parameters.
-        gradient_bytes: the most of their gradients that is there beside the optimizer's state.
-        optimizer_bytes: the optimizer's state.
-        stash_bytes: the stash of all microbatches.
-    """
-
-    weight_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    stash_bytes: int
-
-    @property
-    def num_bytes(self) -> int:
-        """All of it."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.stash_bytes
-
-
-@dataclass(frozen=True)
 class Outlook:
     """One way to run a step, on one machine.
 
@@ -85,7 +63,8 @@ class Outlook:
         plan: what the step will run by, with what its layers cost.
         need: the layer or pack that needs most on the device.
         host: what is held on the host.
-        peak_bytes: the most that will be allocated on the device.
+        peak_bytes: the most that will be allocated on the device, however slow copies are: what is on its way to the host
+            stays until its room is needed.
         seconds: of the step.
         busy_seconds: how long each part of the machine is busy in it: "compute", "launch" (the host, having the device
             compute), "swap in", "swap out", "update".
@@ -140,6 +119,7 @@ class _Course:
     Attributes:
         seconds: of the step.
         peak_bytes: the most on the device.
+        bound_bytes: the most on the device, however long copies take.
         busy_seconds: by part.
         swapped_in_bytes: by kind.
         swapped_out_bytes: by kind.
@@ -147,6 +127,7 @@ class _Course:
 
     seconds: float
     peak_bytes: int
+    bound_bytes: int
     busy_seconds: Mapping[str, float]
     swapped_in_bytes: Mapping[str, int]
     swapped_out_bytes: Mapping[str, int]
@@ -181,7 +162,7 @@ class _Step:
     def look_ahead(self) -> Outlook:
         plan, need = self._plan, self._need()
         course = self._course(plan)
-        peak = max(course.peak_bytes, need.num_bytes)
+        peak = max(course.bound_bytes, need.num_bytes)
         return Outlook(
             num_microbatches=self._lanes,
             plan=replace(plan, predicted=Predicted(course.seconds, (course.peak_bytes,))),
@@ -260,7 +241,7 @@ class _Step:
                     busy[part] += num_microbatches * (forward + backward - (again if keeps else 0.0))
         swapped_in = {"weights": 0, "stash": 0, **device.swapped_in_bytes}
         swapped_out = {"gradients": 0, "stash": 0, **device.swapped_out_bytes}
-        return _Course(prediction.seconds, device.peak_bytes, busy, swapped_in, swapped_out)
+        return _Course(prediction.seconds, device.peak_bytes, device.bound_bytes, busy, swapped_in, swapped_out)
 
     # ---- bytes ---------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ class DevicePrediction:
     Attributes:
         spans: its tasks but evictions, which take no time, in order, and the updates of its packs in theirs.
         peak_bytes: the most that is on it, even if copies take a little longer.
+        bound_bytes: the most that is on it, however long copies take.
         memory: each moment at which that changes, and what is on it from then on.
         compute_seconds: how long it computes.
         swapped_in_bytes: host to device, by kind: "weights", "gradients", "stash".
@@ -32,6 +33,7 @@ class DevicePrediction:
 
     spans: tuple[Span, ...]
     peak_bytes: int
+    bound_bytes: int
     memory: tuple[tuple[float, int], ...]
     compute_seconds: float
     swapped_in_bytes: Mapping[str, int]

@@ -37,7 +37,7 @@ from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
 from lightning_harmony.plan.device_memory import DeviceMemory
 from lightning_harmony.plan.footprint import Footprint, footprints
-from lightning_harmony.plan.host_gradients import RING
+from lightning_harmony.plan.host_need import RING
 from lightning_harmony.plan.lowering import device_update_bytes, lower, owner, summing_devices
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Plan, Predicted
@@ -339,7 +339,8 @@ class _Replay:
         computing = [span for span in device.spans if span.stream == COMPUTE]
         return DevicePrediction(
             spans=tuple(device.spans),
-            peak_bytes=max([device.memory.most_bytes, *(num_bytes for _, num_bytes in memory)]),
+            peak_bytes=(peak := max([device.memory.most_bytes, *(num_bytes for _, num_bytes in memory)])),
+            bound_bytes=max(peak, device.memory.bound_bytes),
             memory=memory,
             compute_seconds=sum(span.end_seconds - span.start_seconds for span in computing),
             swapped_in_bytes=dict(device.swapped_in),
