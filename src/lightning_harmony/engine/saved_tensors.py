@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._mode_utils import no_dispatch
 
 from lightning_harmony.engine.layer import version_of
+from lightning_harmony.errors import UnsupportedModelError
 
 _EMPTY = torch.empty(0)
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
@@ -113,7 +114,7 @@ class Saves:
         """
         filling = _Filling([None if place is None else place() for place in self._places])
         try:
-            with saved_tensors_hooks(filling.take, _given):
+            with saved_tensors_hooks(filling.take, _refuse):
                 run()
         # User code may have caught it, or wrapped it in an error of its own.
         except (Filled, Exception):
@@ -137,8 +138,12 @@ class _Filling:
     def is_over(self) -> bool:
         return not self._remaining or self._is_wrong
 
-    def take(self, tensor: Tensor) -> Tensor:
-        """A tensor is saved."""
+    def take(self, tensor: Tensor) -> None:
+        """A tensor is saved.
+
+        The graph of the recompute gets nothing: the layer's code may keep it, in an object or in a list that a hook fills, and
+        would keep the layer's weights with it.
+        """
         if self.is_over:
             raise Filled
         with DisableTorchFunction():
@@ -149,8 +154,10 @@ class _Filling:
             place.content = tensor
         if self.is_over:
             raise Filled
-        return tensor
 
 
-def _given(tensor: Tensor) -> Tensor:
-    return tensor
+def _refuse(saved: None) -> Tensor:
+    raise UnsupportedModelError(
+        "a backward comes to what a layer has computed when it ran again for another backward, whose gradients it would count "
+        "twice: differentiate what the layer has computed in its forward"
+    )
