@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from nets import WIDTH
 from same_training import Net, assert_same_training, trainer_for
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+from lightning_harmony.engine.layer_call import LayerCall
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*does not have many workers")
 
@@ -372,3 +378,68 @@ def test_a_change_of_a_weights_data_is_found_in_the_step_in_which_it_is_made(cha
     with pytest.raises(UnsupportedModelError, match=r"layer 'net\.blocks\.\d' (modifies a parameter|changes the data)"):
         trainer.fit(Net(Stack(lambda: SetsData(change))), DataLoader(samples(), batch_size=8))
     assert trainer.global_step == 2
+
+
+# ---- what lasts ----------------------------------------------------------------------------------------------------------
+
+
+class SeesTwice(Stack):
+    """What comes of the second view is a target: no backward comes to its graph."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().run(x) - super().run(x.flip(0)).detach()
+
+
+class RunsAgain(Stack):
+    """Checkpoints run the layers again for the sake of what the code around them has saved."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(lambda y, block=block: F.gelu(block(y)), x, use_reentrant=False)
+        return x
+
+
+class IgnoresOne(Stack):
+    """Nothing uses what one layer returns."""
+
+    def run(self, x: Tensor) -> Tensor:
+        self.blocks[0](x)
+        return super().run(x)
+
+
+class LosesOne(Stack):
+    """A layer's output ends in an error that the code catches."""
+
+    def run(self, x: Tensor) -> Tensor:
+        with suppress(RuntimeError):
+            self.blocks[0](x).reshape(7, 7)
+        return super().run(x)
+
+
+@pytest.mark.parametrize("net", [Stack, SeesTwice, RunsAgain, IgnoresOne, LosesOne])
+def test_calls_end_with_their_graph_without_the_garbage_collector(
+    net: type[Stack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls that no backward had come to kept their inputs on the device for ever: in the next step there was no room."""
+    calls: weakref.WeakSet[LayerCall] = weakref.WeakSet()
+    num_alive: list[int] = []
+    begin = LayerCall.__init__
+
+    def noted(call: LayerCall, *args: Any) -> None:
+        begin(call, *args)
+        calls.add(call)
+
+    class Counts(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            num_alive.append(len(calls))
+
+    monkeypatch.setattr(LayerCall, "__init__", noted)
+    strategy = HarmonyStrategy(device_memory="100KiB", num_microbatches=2)
+    gc.collect()
+    gc.disable()
+    try:
+        trainer = trainer_for(strategy, 3, [Counts()])
+        trainer.fit(Net(net()), DataLoader(samples(), batch_size=4))
+    finally:
+        gc.enable()
+    assert num_alive == [0, 0, 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -143,7 +143,6 @@ class LayerCall:
         self._objects: list[Any] | None = None
         self._with_graph = torch.is_grad_enabled()
         self._node: Any = None
-        self._unsaved: Iterator[nn.Parameter] = iter(())
         self._keeps = self._is_running = self._is_announced = self._is_over = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -248,8 +247,7 @@ class LayerCall:
             return leaves
         self._gradients = WeightGradients(self, trained)
         weights = [leaves[parameter].detach() for parameter in trained]
-        self._unsaved = iter(trained)
-        with saved_tensors_hooks(self._save_weight, _unpack):
+        with saved_tensors_hooks(self._gradients.save, self._gradients.load):
             taps = _Weights.apply(self._anchor, self._gradients, weights)
         self._node = taps[0].grad_fn
         return self._as_found(trained, taps)
@@ -278,10 +276,6 @@ class LayerCall:
             # What happens to saved tensors is not to be traced.
             save, load = torch.compiler.disable(save), torch.compiler.disable(load)
         return saved_tensors_hooks(save, load)
-
-    def _save_weight(self, weight: Tensor) -> SavedWeight:
-        parameter = next(self._unsaved)
-        return SavedWeight(self, parameter, self.residency.leaves[parameter], weight)
 
     def _save(self, tensor: Tensor) -> SavedTensor | SavedWeight:
         """Keep what finds a tensor again that autograd saves."""
@@ -488,7 +482,6 @@ class OpenCall:
         with ExitStack() as stack:
             residency = stack.enter_context(self._visit(call.layer, Phase.BACKWARD))
             stack.callback(setattr, self, "_call", None)
-            # Its weights are saved tensors, too.
             self._call = call
             call.enter(residency, stack)
             self._leaving = stack.pop_all()
@@ -556,9 +549,10 @@ def _state(tensor: Tensor) -> tuple[int, int]:
 
 
 class WeightGradients:
-    """Takes the gradients of a layer's weights from the graph of one call.
+    """The other end of the node that has a layer's weights in the graph of one call: takes their gradients.
 
-    The graph holds it, so it does not hold the call, which holds a node of the graph.
+    The node holds it, and the call holds the node. So it does not hold the call: nothing would free the three where no
+    backward comes, as where a checkpoint around layers runs them again for the sake of another tensor.
 
     Args:
         call: the call.
@@ -569,6 +563,18 @@ class WeightGradients:
         self.parameters = parameters
         self._layer, self._runtime, self._use = call.layer, call.runtime, call.use
         self._call = weakref.ref(call)
+        self._unsaved = iter(parameters)
+
+    def save(self, weight: Tensor) -> tuple[nn.Parameter, torch.dtype]:
+        """The node saves the next weight."""
+        return next(self._unsaved), weight.dtype
+
+    def load(self, saved: tuple[nn.Parameter, torch.dtype]) -> Tensor:
+        """The weight for the call, while a backward is in it."""
+        call, (parameter, dtype) = self._call(), saved
+        assert call is not None
+        # It may have come in another type since.
+        return call.residency.leaves[parameter].detach().to(dtype)
 
     def take(self, gradients: Sequence[Tensor | None], anchor: Any) -> None:
         """Gradients have come.
