@@ -205,7 +205,7 @@ def test_evaluation_runs_on_all_devices() -> None:
     loader = DataLoader(nets.tokens(), batch_size=8)
     results = []
     for devices in (1, 2):
-        trainer = trainer_for(HarmonyStrategy(device_memory="96KiB"), 3, [], devices=devices)
+        trainer = trainer_for(HarmonyStrategy(device_memory="96KiB", num_microbatches=4), 3, [], devices=devices)
         mine = copy.deepcopy(module)
         trainer.fit(mine, loader, loader)
         value = trainer.callback_metrics["val"]
