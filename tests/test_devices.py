@@ -12,14 +12,14 @@ import nets
 import pytest
 import same_training
 import torch
-from same_training import Net, Training, assert_same_training, assert_within, compare, train_harmony, trainer_for
+from same_training import Net, Training, assert_same_training, assert_within, compare, room, train_harmony, trainer_for
 from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_harmony import HarmonyStrategy
+from lightning_harmony import CapacityError, HarmonyStrategy
 from lightning_harmony.engine import virtual_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
@@ -338,3 +338,68 @@ class MakesALayer(nn.Module):
 def test_a_layer_may_be_made_within_a_step() -> None:
     samples = torch.randn(24, nets.WIDTH, generator=torch.Generator().manual_seed(0))
     assert_same_training(build(MakesALayer), samples, layers=[nn.Linear], devices=2)
+
+
+class Convolves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(nets.WIDTH, nets.WIDTH)
+
+    def forward(self, nodes: Tensor, adjacency: Tensor) -> Tensor:
+        out: Tensor = nodes + torch.relu(self.linear(torch.sparse.mm(adjacency, nodes)))
+        return out
+
+
+class OfGraph(nn.Module):
+    """Layers that are given a sparse matrix, of fixed values or of learned ones."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.gate = kind, nn.Linear(1, 1)
+        self.layers = nn.ModuleList(Convolves() for _ in range(4))
+        self.register_buffer("edges", (torch.rand(8, 8) < 0.3).float())
+
+    def adjacency(self) -> Tensor:
+        if self.kind == "csr":
+            return self.edges.to_sparse_csr()
+        found = self.edges.to_sparse_coo().coalesce()
+        if self.kind == "learned":
+            values = self.gate(found.values()[:, None])[:, 0].sigmoid()
+            found = torch.sparse_coo_tensor(found.indices(), values, found.shape, check_invariants=True).coalesce()
+        return found
+
+    def forward(self, nodes: Tensor) -> Tensor:
+        adjacency = self.adjacency()
+        for layer in self.layers:
+            nodes = layer(nodes, adjacency)
+        return nodes.square().mean()
+
+
+@pytest.mark.devices(1, 2)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("kind", ["coo", "csr", "learned"])
+def test_sparse_matrices_go_to_layers_wherever_these_are(kind: str) -> None:
+    """They have no strides that a copy or the stash could keep."""
+    torch.manual_seed(0)
+    assert_same_training(
+        Net(OfGraph(kind)), torch.randn(24, nets.WIDTH), num_microbatches=1, device_memory=room("48KiB")
+    )
+
+
+@pytest.mark.cpu
+def test_a_layer_whose_buffers_alone_exceed_the_capacity_is_refused_with_the_way_out() -> None:
+    """It was said not to fit beside what glue keeps, which was nothing."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(nets.WIDTH, nets.WIDTH)
+            self.register_buffer("table", torch.zeros(1000, nets.WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = (self.linear(x) + self.table[: len(x)]).square().mean()
+            return out
+
+    strategy = HarmonyStrategy(device_memory="60KiB")
+    with pytest.raises(CapacityError, match=r"for its buffers and .* more than the device's 60 KiB: raise Harmony"):
+        trainer_for(strategy, 1, []).fit(Net(nn.Sequential(Table())), DataLoader(torch.randn(8, nets.WIDTH), 8))

@@ -173,10 +173,12 @@ def test_given_the_same_costs_training_has_the_same_plan(capacity: int | None, m
     for limit in ("SHORT_SECONDS", "TURN_SECONDS", "CLEAR_SHARE"):
         monkeypatch.setattr(f"lightning_harmony.plan.search.{limit}", 0.0)
     slow = replace(MACHINE, **dict.fromkeys(("swap_in_bytes_per_second", "swap_out_bytes_per_second"), 1e6))
-    estimated = estimate(GPT, batch_of(8), device_memory=capacity, num_microbatches=4, machine=slow).outlook.plan
+    # So small that all that is searched is looked at.
+    model = partial(GPT, 2 if capacity is None else 5)
+    estimated = estimate(model, batch_of(8), device_memory=capacity, num_microbatches=4, machine=slow).outlook.plan
     # What is not updated just in time is planned once.
     options = {"num_microbatches": 4, "update": "deferred"}
-    trained = train(GPT(), samples(16), device_memory=capacity, strategy=options).plan
+    trained = train(model(), samples(16), device_memory=capacity, strategy=options).plan
     for plan in (estimated, trained):
         assert decided_anew(plan) == plan
 
@@ -184,7 +186,11 @@ def test_given_the_same_costs_training_has_the_same_plan(capacity: int | None, m
 def test_the_plan_of_an_estimate_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = ("swap_in_bytes_per_second", "swap_out_bytes_per_second", "updated_parameters_per_second")
     given = partial(
-        estimate, GPT, batch_of(8), num_microbatches=4, machine=replace(MACHINE, **dict.fromkeys(rates, 1e6))
+        estimate,
+        partial(GPT, 2),
+        batch_of(8),
+        num_microbatches=4,
+        machine=replace(MACHINE, **dict.fromkeys(rates, 1e6)),
     )
     by_rules = given().outlook
     monkeypatch.setattr("lightning_harmony.plan.search.SHORT_SECONDS", 0.0)

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_harmony import fit_summary
 from lightning_harmony.fit_summary import _packs, describe_plan
-from lightning_harmony.host_memory import expected_state_bytes, state_bytes
 from lightning_harmony.lightning_tree import LightningTree
+from lightning_harmony.optimizer_state import expected_state_bytes, state_bytes
 from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
 from lightning_harmony.plan.page import format_seconds
 from lightning_harmony.plan.plan import Plan

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_harmony import CapacityError, HarmonyStrategy, StepReport
 from lightning_harmony.engine.free_memory import HostMemory
 from lightning_harmony.host_budget import room_on_host
-from lightning_harmony.host_memory import state_bytes
+from lightning_harmony.optimizer_state import state_bytes
 from lightning_harmony.plan.host_need import RING
 
 pytestmark = [

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.stream import HostStream
-from lightning_harmony.host_memory import StateSize, state_bytes
+from lightning_harmony.optimizer_state import StateSize, state_bytes
 from lightning_harmony.plan.host_need import RING
 
 pytestmark = [
@@ -191,7 +191,7 @@ class TestStateThatGrowsWhileItIsCounted:
         optimizer, size = self.stepped(torch.optim.Adam), StateSize()
         before = size.num_bytes([optimizer])
         monkeypatch.setattr(
-            "lightning_harmony.host_memory.state_bytes", lambda optimizers: pytest.fail("counted again")
+            "lightning_harmony.optimizer_state.state_bytes", lambda optimizers: pytest.fail("counted again")
         )
         assert size.num_bytes([optimizer]) == before
 

@@ -280,7 +280,8 @@ def _process_as_it_was() -> Iterator[None]:
 @pytest.mark.parametrize("does", [*HAZARDS, *HARMLESS], ids=lambda does: does.__name__)
 def test_what_a_step_keeps_while_layers_run_is_as_in_plain_lightning(does: Any) -> None:
     stdout, filters = sys.stdout, list(warnings.filters)
-    assert_same_training(Net(Does(does)), samples(), batch_size=8)
+    # Both updates are compared on two devices, below, for one of each sort.
+    assert_same_training(Net(Does(does)), samples(), batch_size=8, updates=["just in time"])
     assert sys.stdout is stdout
     assert list(warnings.filters) == filters
 
@@ -436,7 +437,8 @@ def thread_local(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
 def test_code_that_needs_the_callers_thread_finds_it(does: Any, num_microbatches: int) -> None:
     CONNECTION[:] = [sqlite3.connect(":memory:")]
     LOCAL.factor = 0.5
-    assert_same_training(Net(Does(does)), samples(), batch_size=8, num_microbatches=num_microbatches)
+    options = {"num_microbatches": num_microbatches, "updates": ["just in time"]}
+    assert_same_training(Net(Does(does)), samples(), batch_size=8, **options)  # type: ignore[arg-type]
 
 
 class Fails(Blocks):

@@ -317,8 +317,8 @@ class Toggling(Model):
 @pytest.mark.parametrize("update", ["just-in-time", "deferred"])
 @pytest.mark.devices(1, 2)
 def test_layers_that_are_frozen_and_released_in_mid_run_give_equal_bits(update: Any) -> None:
-    plain = fit("plain", Toggling(), max_epochs=3)
-    swapped = trainer_for(harmony(update=update), max_epochs=3)
+    plain = fit("plain", Toggling(), max_epochs=2)
+    swapped = trainer_for(harmony(update=update), max_epochs=2)
     swapped.fit(Toggling(), loader())
     assert_same(plain, swapped)
 
@@ -362,7 +362,7 @@ class Renewing(Replacing):
 @pytest.mark.parametrize("module", [Replacing, Pruning, Renewing])
 @pytest.mark.devices(1, 2)
 def test_parameters_that_are_replaced_in_mid_run_give_equal_bits(module: Any) -> None:
-    assert_same_fits(module, max_epochs=3)
+    assert_same_fits(module, max_epochs=2)
 
 
 def test_a_layer_that_is_called_between_its_replacement_and_the_next_step_is_refused() -> None:
@@ -476,7 +476,7 @@ class Rewinding(Model):
 def test_data_that_hooks_assign_to_parameters_gives_equal_bits(module: Any) -> None:
     validate = module is Averaging
     plain, swapped = (
-        fit(kind, module(), max_epochs=3, validate=validate, device_memory="96KiB") for kind in ("plain", "harmony")
+        fit(kind, module(), max_epochs=2, validate=validate, device_memory="96KiB") for kind in ("plain", "harmony")
     )
     assert_same(plain, swapped)
     for name in ("seen", "first"):
@@ -761,14 +761,14 @@ class Checkpointed(Model):
 @pytest.mark.parametrize("block", [CheckpointedBlock, ReentrantBlock])
 @pytest.mark.devices(1, 2)
 def test_checkpointing_within_a_layer_gives_equal_bits(block: type[nets.Block]) -> None:
-    assert_same_fits(lambda: CheckpointedWithin(block), max_epochs=2)
+    assert_same_fits(lambda: CheckpointedWithin(block))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.devices(1, 2)
 def test_checkpointing_around_layers_gives_equal_bits(reentrant: bool) -> None:
-    plain = fit("plain", Checkpointed(reentrant=reentrant), max_epochs=2)
-    swapped = trainer_for(harmony(update="deferred" if reentrant else "auto"), max_epochs=2)
+    plain = fit("plain", Checkpointed(reentrant=reentrant))
+    swapped = trainer_for(harmony(update="deferred" if reentrant else "auto"))
     swapped.fit(Checkpointed(reentrant=reentrant), loader())
     assert_same(plain, swapped)
 
@@ -787,8 +787,8 @@ class RunsAgain(Checkpointed):
 @pytest.mark.devices(1, 2)
 def test_layers_that_are_called_again_in_the_backward_give_equal_bits(memory: Any) -> None:
     """With room for a pack whose backward follows its forward, the second step was refused: as if the first still ran."""
-    plain = fit("plain", RunsAgain(reentrant=False), max_epochs=2)
-    swapped = trainer_for(harmony(device_memory=memory), max_epochs=2)
+    plain = fit("plain", RunsAgain(reentrant=False))
+    swapped = trainer_for(harmony(device_memory=memory))
     swapped.fit(RunsAgain(reentrant=False), loader())
     assert_same(plain, swapped)
 
@@ -806,8 +806,8 @@ class SkipsAgain(RunsAgain):
 @pytest.mark.devices(1, 2)
 def test_glue_that_runs_again_in_the_backward_differs_by_rounding_only() -> None:
     """Gradients of tensors with several consumers are added in another order. Two GPUs refused such a step."""
-    plain = fit("plain", SkipsAgain(reentrant=False), max_epochs=2)
-    swapped = trainer_for(harmony(device_memory="72KiB"), max_epochs=2)
+    plain = fit("plain", SkipsAgain(reentrant=False))
+    swapped = trainer_for(harmony(device_memory="72KiB"))
     swapped.fit(SkipsAgain(reentrant=False), loader())
     expected, found = (trainer.lightning_module.state_dict() for trainer in (plain, swapped))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -840,8 +840,8 @@ TWICE = "128KiB"
 @pytest.mark.devices(1, 2)
 def test_layers_whose_parts_are_called_in_the_backward_alone_give_equal_bits() -> None:
     """The gradients of the first step were lost: who collected them had not heard of packs that came up in the backward."""
-    plain = fit("plain", RecomputesByHand(), max_epochs=2)
-    swapped = trainer_for(harmony(device_memory=TWICE), max_epochs=2)
+    plain = fit("plain", RecomputesByHand())
+    swapped = trainer_for(harmony(device_memory=TWICE))
     swapped.fit(RecomputesByHand(), loader())
     assert_same(plain, swapped)
 
@@ -852,8 +852,8 @@ def test_layers_that_are_also_called_by_their_parts_differ_by_rounding_only(
     again: tuple[int, ...], memory: Any
 ) -> None:
     """The sums of either kind of call are added in another order."""
-    plain = fit("plain", RecomputesByHand(*again), max_epochs=2)
-    swapped = trainer_for(harmony(device_memory=memory, update="deferred"), max_epochs=2)
+    plain = fit("plain", RecomputesByHand(*again))
+    swapped = trainer_for(harmony(device_memory=memory, update="deferred"))
     swapped.fit(RecomputesByHand(*again), loader())
     expected, found = (trainer.lightning_module.state_dict() for trainer in (plain, swapped))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -861,8 +861,8 @@ def test_layers_that_are_also_called_by_their_parts_differ_by_rounding_only(
 
 def test_parts_of_a_layer_that_are_called_behind_its_backward_are_trained() -> None:
     """In the first step the layer had been updated by then, and it was refused: now updates follow that step."""
-    plain = fit("plain", RecomputesByHand(3, 0), max_epochs=2)
-    swapped = trainer_for(harmony(device_memory=TWICE), devices=1, max_epochs=2)
+    plain = fit("plain", RecomputesByHand(3, 0))
+    swapped = trainer_for(harmony(device_memory=TWICE), devices=1)
     swapped.fit(RecomputesByHand(3, 0), loader())
     expected, found = (trainer.lightning_module.state_dict() for trainer in (plain, swapped))
     # The sums of either kind of call are added in another order.
@@ -886,8 +886,8 @@ class Sharing(Model):
 @pytest.mark.parametrize(("whole_block", "memory"), [(False, None), (True, CAPACITY)], ids=["weight", "block"])
 @pytest.mark.devices(1, 2)
 def test_parameters_that_layers_share_differ_by_rounding_only(whole_block: bool, memory: Any) -> None:
-    plain = fit("plain", Sharing(whole_block=whole_block), max_epochs=2)
-    swapped = trainer_for(harmony(device_memory=memory), max_epochs=2)
+    plain = fit("plain", Sharing(whole_block=whole_block))
+    swapped = trainer_for(harmony(device_memory=memory))
     swapped.fit(Sharing(whole_block=whole_block), loader())
     expected, found = (trainer.lightning_module.state_dict() for trainer in (plain, swapped))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

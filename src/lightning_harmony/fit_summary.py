@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_harmony import host_memory
+from lightning_harmony import optimizer_state
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.errors import PlanError
 from lightning_harmony.lightning_tree import LightningTree
@@ -121,7 +121,7 @@ def _table(
     plan = engine.plan
     assert plan.profile is not None
     gradients = [cost.gradient_bytes for cost in plan.profile.pack_costs(plan.packs)]
-    state = host_memory.expected_state_bytes(optimizers)
+    state = optimizer_state.expected_state_bytes(optimizers)
     most = waiting_bytes(gradients, is_deferred=is_deferred, ring=engine.updater.ring)
     on_host = {
         "weights": format_bytes(engine.store.num_bytes),

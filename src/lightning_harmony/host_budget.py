@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.free_memory import host_memory
 from lightning_harmony.errors import CapacityError
-from lightning_harmony.host_memory import expected_state_bytes, state_bytes
+from lightning_harmony.optimizer_state import expected_state_bytes, state_bytes
 from lightning_harmony.plan.host_need import bytes_beside_state, ring_within, stash_bytes
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.plan.plan import Plan
@@ -77,10 +77,12 @@ class HostBudget:
             CapacityError: if it is short of as much then.
         """
         plan, pool = self._engine.plan, self._engine.pool
-        room = room_on_host()
-        if self._kept_to == (plan, num_microbatches, is_deferred) or plan.profile is None or room is None:
+        if self._kept_to == (plan, num_microbatches, is_deferred) or plan.profile is None:
             return None
         self._kept_to = plan, num_microbatches, is_deferred
+        room = room_on_host()
+        if room is None:
+            return None
         packs, stash = plan.profile.pack_costs(plan.packs), stash_bytes(plan, num_microbatches)
         gradients = sum(cost.gradient_bytes for cost in packs)
         if stash + gradients > room:

@@ -21,10 +21,10 @@ from lightning_harmony.engine.rng import RandomStreams, stream_seed
 from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.hooks import between_passes
-from lightning_harmony.host_memory import ASSUMED_STATE_COPIES, expected_state_bytes
 from lightning_harmony.lightning_tree import LightningTree
 from lightning_harmony.logs import MicrobatchLogs
 from lightning_harmony.microbatches import num_elements
+from lightning_harmony.optimizer_state import ASSUMED_STATE_COPIES, expected_state_bytes
 from lightning_harmony.plan.memory_size import format_bytes
 from lightning_harmony.refusals import refuse_several_losses
 from lightning_harmony.settings import Settings

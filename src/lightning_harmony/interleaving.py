@@ -391,7 +391,6 @@ class Interleaving:
         undo = _Undo(self._model, self._changing)
         self._attributes.begin()
         error: BaseException | None = None
-        too_large: CapacityError | None = None
         try:
             self._run_in_turns(forward, sizes)
             return
@@ -403,10 +402,9 @@ class Interleaving:
             if not may_repeat or engine.updater.overlap.has_failed:
                 self._attributes.finish()
                 raise
-            late, error = f"it fails where they take turns ({type(raised).__name__}: {raised})", raised
-            if isinstance(raised, CapacityError):
-                # Without the frames of the attempt, which hold what it has allocated.
-                error = too_large = CapacityError(str(raised))
+            late = f"it fails where they take turns ({type(raised).__name__}: {raised})"
+            # The frames of the attempt hold what it has allocated.
+            error = CapacityError(str(raised)) if isinstance(raised, CapacityError) else raised
         gc.collect()
         engine.abandon()
         self._attributes.undo()
@@ -416,8 +414,8 @@ class Interleaving:
                 "HarmonyStrategy(num_microbatches=1), or pass it to layers as an argument"
             )
         self._run_in_sequence(forward, sizes)
-        if too_large is not None:
-            self.end(f"they do not fit together ({too_large})", len(sizes), "use more device_memory")
+        if isinstance(error, CapacityError):
+            self.end(f"they do not fit together ({error})", len(sizes), "use more device_memory")
         elif error is not None and self.hazard is None:
             self._refuse_turns(late, len(sizes))
 

@@ -1,6 +1,6 @@
 """What is refused before training begins, with the cause and the way out.
 
-Arguments are checked in `settings`, checkpoints in `checkpoints`, precisions in `precision`, host memory in `host_memory`.
+Arguments are checked in `settings`, checkpoints in `checkpoints`, precisions in `precision`, host memory in `host_budget`.
 """
 
 from __future__ import annotations

@@ -136,8 +136,11 @@ class Settings:
     @property
     def leaves_number(self) -> bool:
         """Whether nothing says into how many microbatches a batch is split, or how large they are."""
-        planned = None if self.plan is None else self.plan.num_microbatches
-        return self.num_microbatches is None and self.microbatch_size is None and planned is None
+        return self.microbatch_size is None and self._given_number is None
+
+    @property
+    def _given_number(self) -> int | None:
+        return self.num_microbatches or (None if self.plan is None else self.plan.num_microbatches)
 
     def sizes(self, batch_size: int, number: int = 1) -> tuple[int, ...]:
         """The samples of each microbatch of a batch.
@@ -146,16 +149,13 @@ class Settings:
             batch_size: samples of the batch.
             number: of microbatches, where nothing else says that.
         """
-        if self.microbatch_size is not None:
-            return microbatch_sizes(batch_size, microbatch_size=self.microbatch_size)
-        planned = None if self.plan is None else self.plan.num_microbatches
-        return microbatch_sizes(batch_size, num_microbatches=self.num_microbatches or planned or number)
+        number = self._given_number or number
+        return microbatch_sizes(batch_size, num_microbatches=number, microbatch_size=self.microbatch_size)
 
     def evaluation_sizes(self, batch_size: int) -> tuple[int, ...]:
         """The samples of each microbatch of a batch that is too large to be evaluated whole."""
-        if self.microbatch_size is not None:
-            return microbatch_sizes(batch_size, microbatch_size=self.microbatch_size)
-        return microbatch_sizes(batch_size, num_microbatches=self.num_microbatches or NUM_EVALUATION_MICROBATCHES)
+        number = self.num_microbatches or NUM_EVALUATION_MICROBATCHES
+        return microbatch_sizes(batch_size, num_microbatches=number, microbatch_size=self.microbatch_size)
 
     def weights(self, sizes: Sequence[int]) -> list[float]:
         """What each microbatch's loss counts in that of the batch."""

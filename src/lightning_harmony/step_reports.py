@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_harmony.engine.executor import Executor
 from lightning_harmony.engine.report import StepReport, Traffic
-from lightning_harmony.host_memory import StateSize
+from lightning_harmony.optimizer_state import StateSize
 
 
 class StepReports:

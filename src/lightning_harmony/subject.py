@@ -20,7 +20,7 @@ from torchmetrics import Metric
 
 from lightning_harmony.engine.batch import loss_of
 from lightning_harmony.errors import UnsupportedModelError
-from lightning_harmony.host_memory import ASSUMED_STATE_COPIES, STATE_COPIES
+from lightning_harmony.optimizer_state import ASSUMED_STATE_COPIES, STATE_COPIES
 
 _TRUE_TYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 _MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

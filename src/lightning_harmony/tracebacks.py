@@ -10,7 +10,7 @@ _BETWEEN = ("contextlib", "torch.autograd.function")
 
 
 def of_user(error: BaseException) -> TracebackType | None:
-    """The traceback of an error without our frames. Of one that was raised here, with all of them.
+    """The traceback of an error without our frames. Of one that was raised here, or by torch in a call from here, with all.
 
     Args:
         error: as it was caught.
@@ -20,7 +20,8 @@ def of_user(error: BaseException) -> TracebackType | None:
     while traceback is not None:
         frames.append(traceback)
         traceback = traceback.tb_next
-    if not frames or _package(frames[-1]) == _OWN_PACKAGE:
+    packages = [package for package in map(_package, frames) if package not in ("torch", "contextlib")]
+    if not packages or packages[-1] == _OWN_PACKAGE:
         return error.__traceback__
     shown, follows_ours = [], False
     for frame in frames:

@@ -58,7 +58,6 @@ class Training:
         self._budget = HostBudget(self.engine, self.trainer)
         # Where nothing says it, the fewest that fit. Of several devices each has one to run, and one to wait for.
         self._number = 1 if len(self.engine.devices) == 1 else 2 * len(self.engine.devices)
-        self._has_said_number = True
         self._least_samples = 2 if batch_norms(self._module) else 1
 
     def start(self) -> None:
@@ -90,6 +89,7 @@ class Training:
             does = "fetches its batches" if self._module.automatic_optimization else "steps its optimizers"
             self._report(1, "deferred", f"the training_step {does} itself")
             return output
+        number = self._number
         while True:
             sizes, parts, steps = self._split(args, kwargs)
             before = None
@@ -106,8 +106,7 @@ class Training:
             gc.collect()
             before.restore()
             self.engine.start_over()
-        if not self._has_said_number:
-            self._has_said_number = True
+        if self._number != number:
             self.tree.info(
                 f"Harmony: a batch runs in {len(sizes)} microbatches, as it does not fit in fewer. "
                 f"HarmonyStrategy(num_microbatches={len(sizes)}) says so from the start."
@@ -132,13 +131,9 @@ class Training:
     def _split_further(self, batch: Any, number: int) -> bool:
         """A batch does not fit in so many microbatches: let there be more; whether there can be."""
         samples = self.split_check.splitting.samples(batch)
-        if samples is None:
+        if samples is None or samples.number // self._least_samples <= number:
             return False
-        before, self._number = self._number, 2 * number
-        if self._at_most(samples.number) <= number:
-            self._number = before
-            return False
-        self._has_said_number = False
+        self._number = 2 * number
         return True
 
     def _run_split(self, sizes: tuple[int, ...], parts: Sequence[Any], steps: Sequence[TrainingStep]) -> Any:

@@ -71,6 +71,12 @@ def is_replaced(place: Place) -> bool:
     return entries.get(place.key) is not place.parameter
 
 
+def bytes_of(keys: Iterable[BufferKey]) -> int:
+    """Bytes of buffers."""
+    buffers = [owner._buffers[name] for owner, name in keys]
+    return sum(buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None)
+
+
 class SwappedLayer:
     """What is scheduled: a module whose calls are intercepted, or a parameter that glue uses on its own.
 
@@ -86,7 +92,7 @@ class SwappedLayer:
             layers, which may share modules.
         is_training: whether a training step runs, in which nobody else may change its buffers.
         num_compared_calls: how many of its calls were looked at for changes that no version tells.
-        changed_buffers: those that its calls have changed in this step.
+        changed_buffers: those that layers have changed in this step: one set for all layers, which may share modules.
         host_buffers: in a training step, the host's buffers as they should be, and their versions: one dict for all layers.
         changes_inputs: whether its code changes inputs in place; None before the first call.
         unversioned_buffers: those that its code changes through `.data`, of which no version tells.
@@ -158,6 +164,11 @@ class SwappedLayer:
         """These buffers of the host were made what the layer, or one that shares them, made of them on a device."""
         self.buffer_writes.update(key for key in keys if key in self._own_buffers)
         self.note_host_buffers(keys)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of its buffers."""
+        return bytes_of(self.buffers)
 
     @property
     def num_buffer_writes(self) -> int:

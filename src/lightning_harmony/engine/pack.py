@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.host_store import HostStore, Slot, lay_out
-from lightning_harmony.engine.layer import BufferKey, SwappedLayer
+from lightning_harmony.engine.layer import BufferKey, SwappedLayer, bytes_of
 from lightning_harmony.engine.stream import Event
 
 
@@ -238,8 +238,7 @@ class SwappedPack:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of its layers' buffers."""
-        buffers = [owner._buffers[name] for owner, name in self.buffers]
-        return sum(buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None)
+        return bytes_of(self.buffers)
 
     def buffer_layout(self) -> tuple[dict[BufferKey, Slot], int]:
         """A slot for each of its layers' buffers, and the bytes of the whole."""

@@ -195,7 +195,9 @@ class Residents:
             self.swapper.swap_in(pack)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
-                f"pack {pack.index} ({pack.name}) does not fit beside what glue keeps: {error}"
+                f"pack {pack.index} ({pack.name}) does not fit beside what glue keeps, such as the batch and activations "
+                "that several layers read: use smaller microbatches with HarmonyStrategy(num_microbatches=...), or more "
+                f"memory with HarmonyStrategy(device_memory=...). ({error})"
             ) from error
         assert pack.residency is not None
         pack.residency.ready.wait()

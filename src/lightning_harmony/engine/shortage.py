@@ -16,18 +16,21 @@ def refuse_too_large(layers: Sequence[SwappedLayer], devices: Sequence[Device]) 
     """Refuse layers that could never run.
 
     Raises:
-        CapacityError: if a layer's weights and gradients exceed the capacity.
+        CapacityError: if a layer's weights, buffers and gradients exceed the capacity.
     """
     capacity = min((d.capacity_bytes for d in devices if d.capacity_bytes is not None), default=None)
     for layer in layers if capacity is not None else []:
         weights = sum(p.numel() * layer.narrow.get(p, p.dtype).itemsize for p in layer.parameters)
         gradients = sum(p.numel() * p.element_size() for p in layer.parameters if p.requires_grad)
-        short = weights + gradients - (capacity or 0)
+        buffers = layer.buffer_bytes
+        short = weights + gradients + buffers - (capacity or 0)
         if short > 0:
+            of_buffers = f", {format_bytes(buffers)} for its buffers" if buffers else ""
             raise CapacityError(
-                f"layer {layer.name!r} needs {format_bytes(weights)} for its weights and {format_bytes(gradients)} for "
-                f"its gradients, {format_bytes(short)} more than the device's {format_bytes(capacity or 0)}: raise "
-                "HarmonyStrategy(device_memory=...), or name smaller modules with HarmonyStrategy(layers=...)"
+                f"layer {layer.name!r} needs {format_bytes(weights)} for its weights{of_buffers} and "
+                f"{format_bytes(gradients)} for its gradients, {format_bytes(short)} more than the device's "
+                f"{format_bytes(capacity or 0)}: raise HarmonyStrategy(device_memory=...), or name smaller modules with "
+                "HarmonyStrategy(layers=...)"
             )
 
 

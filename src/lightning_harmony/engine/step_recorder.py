@@ -350,9 +350,10 @@ class StepRecorder:
                 swapped_out[each.what] += each.num_bytes
             else:
                 transferred += each.num_bytes
+        peak = max((num_bytes for _, num_bytes in memory), default=0)
         return DevicePrediction(
             spans=tuple(sorted(spans, key=lambda span: (span.start_seconds, span.end_seconds))),
-            peak_bytes=(peak := max((num_bytes for _, num_bytes in memory), default=0)),
+            peak_bytes=peak,
             bound_bytes=peak,
             memory=tuple(sorted(memory, key=lambda point: point[0])),
             compute_seconds=sum(s.end_seconds - s.start_seconds for s in spans if s.stream == COMPUTE),

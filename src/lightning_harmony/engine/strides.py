@@ -5,6 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+
+
+def is_sparse(tensor: Tensor) -> bool:
+    """Whether a tensor has a sparse layout, and so no strides."""
+    return tensor.layout in _SPARSE
+
+
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The strided tensors that a tensor consists of, as far as they can be had."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
+
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one range of memory, each place once."""

@@ -52,8 +52,9 @@ class SwappedModel:
         self._store = store
         self._postponed = postponed
         writes: Counter[BufferKey] = Counter()
+        self._changed_buffers: set[BufferKey] = set()
         for layer in self.layers:
-            layer.buffer_writes = writes
+            layer.buffer_writes, layer.changed_buffers = writes, self._changed_buffers
         self._num_owners = Counter(p for layer in layers for p in layer.parameters)
         # They stay on the device throughout.
         self._glue_buffers = self._unowned_buffers()
@@ -120,8 +121,9 @@ class SwappedModel:
     def begin_step(self, *, is_training: bool) -> None:
         """Lanes run from now on: nobody but the layers may change their buffers in a training step."""
         host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
+        self._changed_buffers.clear()
         for layer in self.layers:
-            layer.is_training, layer.host_buffers, layer.changed_buffers = is_training, host_buffers, set()
+            layer.is_training, layer.host_buffers = is_training, host_buffers
 
     def end_step(self) -> None:
         """No lane runs any more."""
@@ -145,11 +147,10 @@ class SwappedModel:
         Args:
             calls: of a microbatch, the layers by their indices.
         """
-        changed = set().union(*(layer.changed_buffers for layer in self.layers))
         found: set[BufferKey] = set()
-        for index in visits_of(calls) if changed else ():
+        for index in visits_of(calls) if self._changed_buffers else ():
             layer = self.layers[index]
-            own = [key for key in layer.buffers if key in changed]
+            own = [key for key in layer.buffers if key in self._changed_buffers]
             for key in own:
                 if key in found:
                     return f"buffer {key[1]!r} of layer {layer.name!r}"

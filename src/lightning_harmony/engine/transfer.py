@@ -14,7 +14,7 @@ from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.layer import version_of
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.shared import SharedTensors
-from lightning_harmony.engine.strides import compact, restore
+from lightning_harmony.engine.strides import compact, parts_of, restore
 from lightning_harmony.plan.task import Task
 
 
@@ -70,14 +70,23 @@ class Transfers:
         is_inference = torch.is_inference_mode_enabled() and tensor.is_inference()
         # Not through the mode below: its choice of a device is not the one that is asked for here.
         with torch._C.DisableTorchFunction(), target.selected(), torch.inference_mode(is_inference), torch.no_grad():
-            source = compact(tensor.detach())
-            num_bytes = source.numel() * source.element_size()
+            has_strides = tensor.layout is torch.strided
+            source = compact(tensor.detach()) if has_strides else tensor.detach()
+            num_bytes = sum(part.nbytes for part in parts_of(source))
             self._admit(to, num_bytes)
-            copied = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=target.torch_device)
+            if has_strides:
+                copied = torch.empty_strided(
+                    source.size(), source.stride(), dtype=source.dtype, device=target.torch_device
+                )
             with self._timing(came_from, target, num_bytes), target.receiving(came_from, num_bytes, task):
-                copied.copy_(source, non_blocking=True)
+                # Torch makes what a sparse or jagged tensor consists of as it copies it.
+                copied = (
+                    copied.copy_(source, non_blocking=True)
+                    if has_strides
+                    else source.to(target.torch_device, copy=True)
+                )
             self._traffic.transferred += num_bytes
-            return restore(copied, tensor.size(), tensor.stride())
+            return restore(copied, tensor.size(), tensor.stride()) if has_strides else copied
 
 
 class LaneTransfers:
@@ -166,7 +175,7 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, copied: Tensor, transfers: Transfers) -> Tensor:
         ctx.transfers, ctx.home = transfers, transfers.home(tensor)
-        return copied.view_as(copied)
+        return copied.view_as(copied) if copied.layout is torch.strided else copied.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

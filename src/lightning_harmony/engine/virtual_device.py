@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_harmony.engine.device import Device, flat_buffer
 from lightning_harmony.engine.operations import run_as_without_mode
 from lightning_harmony.engine.stream import Event, Happened, HostMoment, HostStream, Moment, Stream
+from lightning_harmony.engine.strides import parts_of
 
 
 class DeviceOutOfMemoryError(torch.OutOfMemoryError):
@@ -63,7 +64,7 @@ class VirtualDevice(Device):
             DeviceOutOfMemoryError: if it doesn't fit.
         """
         if tensor.layout is not torch.strided:
-            for part in _parts_of_sparse(tensor):
+            for part in parts_of(tensor):
                 self.count(part)
         elif tensor.device == self.torch_device:
             self._count_storage(tensor.untyped_storage())
@@ -124,7 +125,7 @@ class VirtualDevice(Device):
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether its storage is counted here."""
-        return tensor.layout is torch.strided and _owners.get(tensor.untyped_storage()._cdata) is self
+        return any(_owners.get(part.untyped_storage()._cdata) is self for part in parts_of(tensor))
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -232,14 +233,3 @@ for _counting in (
 _owners: dict[int, VirtualDevice] = {}
 # Nested modes would each see an operation: a thread has one meter, which counts for one device at a time.
 _meters = threading.local()
-
-
-def _parts_of_sparse(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The strided tensors that a sparse one consists of, as far as they can be had."""
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return ()

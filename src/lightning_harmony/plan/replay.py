@@ -337,9 +337,10 @@ class _Replay:
     def _prediction(self, device: _Device) -> DevicePrediction:
         memory = device.memory.curve()
         computing = [span for span in device.spans if span.stream == COMPUTE]
+        peak = max([device.memory.most_bytes, *(num_bytes for _, num_bytes in memory)])
         return DevicePrediction(
             spans=tuple(device.spans),
-            peak_bytes=(peak := max([device.memory.most_bytes, *(num_bytes for _, num_bytes in memory)])),
+            peak_bytes=peak,
             bound_bytes=max(peak, device.memory.bound_bytes),
             memory=memory,
             compute_seconds=sum(span.end_seconds - span.start_seconds for span in computing),
