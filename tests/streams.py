@@ -5,6 +5,9 @@ What it reads must have been written before, and what it writes nobody may still
 barriers between streams order them. A stream's clock tells, for each stream and for the host's threads, up to which of its
 operations all is over when the stream's next operation starts. Devices are as slow as they may be: no event has happened
 unless somebody waited for it.
+
+The nodes of a backward run on the streams on which they were made, and wait for the nodes that made their gradients: see
+`Backward`, which does what torch's own engine does on GPUs, and no more.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType, FrameType
@@ -25,11 +28,12 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import lightning_harmony.strategy
-from lightning_harmony.engine import cuda_device, executor, hollow_graph, stash, swap, visits
+from lightning_harmony.engine import cuda_device, executor, saved_tensors, stash, swap, visits
 from lightning_harmony.engine import stream as stream_module
 from lightning_harmony.engine.cuda_device import CudaDevice
 from lightning_harmony.engine.device import Device
@@ -213,9 +217,13 @@ class Here:
         self.device: Place | None = None
         self.streams: dict[int, FakeStream] = {}
         self.on_host = False
-        # The streams that were current from an autograd node's number on: a node runs on the one that it was made on.
-        self.since: list[int] = [-1]
-        self.were: list[dict[int, FakeStream]] = [{}]
+        # The backward that runs.
+        self.backward: Backward | None = None
+        # The device and the streams that were current from an autograd node's number on.
+        self._since: list[int] = [-1]
+        self._were: list[tuple[Place | None, dict[int, FakeStream]]] = [(None, {})]
+        # The streams where leaves were first used, by their identities.
+        self._leaves: dict[int, tuple[weakref.ref[Tensor], FakeStream]] = {}
         self._detector = detector
 
     def current_device(self) -> Place:
@@ -224,18 +232,205 @@ class Here:
 
     def current_stream(self, device: Any = None) -> FakeStream:
         """That of a device."""
-        number = (device if isinstance(device, Place) else self.current_device()).number
-        return self.streams.get(number) or self._detector.default_stream(number)
+        return self._stream(self.streams, (device if isinstance(device, Place) else self.current_device()).number)
 
     def set(self, device: Place | None, streams: dict[int, FakeStream]) -> None:
         """Make these current."""
         self.device, self.streams = device, streams
-        self.since.append(torch._C._autograd._get_sequence_nr())
-        self.were.append(streams)
+        self._since.append(torch._C._autograd._get_sequence_nr())
+        self._were.append((device, streams))
 
-    def at(self, sequence_number: int) -> dict[int, FakeStream]:
-        """The streams that were current when a node was made."""
-        return self.were[bisect.bisect_right(self.since, sequence_number) - 1]
+    def note_leaves(self, leaves: Iterable[Tensor]) -> None:
+        """An operation on the current device takes these, to which graphs lead."""
+        for leaf in leaves:
+            known = self._leaves.get(id(leaf))
+            if known is None or known[0]() is not leaf:
+                self._leaves[id(leaf)] = weakref.ref(leaf), self.current_stream()
+
+    def stream_of(self, node: Any, device: Place | None) -> FakeStream:
+        """The stream on which a node runs: the one that was current when it was made.
+
+        Args:
+            node: the node.
+            device: that of its gradients, which is that of what it made. None where they are not at hand.
+        """
+        if hasattr(node, "variable"):
+            known = self._leaves.get(id(node.variable))
+            return self.current_stream() if known is None or known[0]() is not node.variable else known[1]
+        then, streams = self._were[bisect.bisect_right(self._since, node._sequence_nr()) - 1]
+        return self._stream(streams, (device or then or self.default[0]).number)
+
+    def _stream(self, streams: dict[int, FakeStream], number: int) -> FakeStream:
+        return streams.get(number) or self._detector.default_stream(number)
+
+
+class Backward:
+    """One run of the autograd engine, as it orders nodes on GPUs (`torch/csrc/autograd/engine.cpp`, `input_buffer.cpp`).
+
+    A node runs on one stream: the one that was current in the forward on the device of what it made there. On all other
+    devices those streams are current that were so for the caller. Before it runs, its stream waits for the streams of the
+    nodes that made its gradients, as far as these had come then, and the allocator is told that it uses those gradients.
+    Gradients that meet are added on the stream of the node that takes them, if they are on its device. When all is over, the
+    caller's streams wait for those of the leaves, and callbacks run on the caller's.
+
+    Args:
+        detector: it looks at.
+        roots: the nodes where it begins.
+        ends: the nodes at which gradients are asked for.
+        waits_for_default: what torch does up to 2.8 with a gradient that comes from a node of another device: who takes it
+            waits for the default stream of its own device, where later releases wait for the node's stream.
+    """
+
+    def __init__(
+        self, detector: Detector, roots: Iterable[Any], ends: Iterable[Any], *, waits_for_default: bool
+    ) -> None:
+        self._detector, self._here = detector, detector.here
+        self._waits_for_default = waits_for_default
+        self._before = self._here.device, self._here.streams
+        self._outer, self._here.backward = self._here.backward, self
+        self._running: tuple[Any, FakeStream] | None = None
+        self._nodes: dict[Any, Any] = {_key(node): node for node in roots}
+        self._roots = frozenset(self._nodes)
+        self._ends = [_key(node) for node in ends]
+        self._producers: dict[Any, list[Any]] = {}
+        self._slots: dict[tuple[Any, int], list[Any]] = {}
+        # Of the edges of the node that runs, those whose gradients have been given to others.
+        self._num_given = 0
+        self._ended: dict[Any, tuple[FakeStream, Clock]] = {}
+        self._hooks: list[Any] = []
+        found = list(self._nodes.values())
+        for node in found:
+            for following, slot in node.next_functions:
+                if following is None:
+                    continue
+                self._slots.setdefault((_key(following), slot), []).append(_key(node))
+                self._producers.setdefault(_key(following), []).append(_key(node))
+                if _key(following) not in self._nodes:
+                    self._nodes[_key(following)] = following
+                    found.append(following)
+        for key, node in self._nodes.items():
+            self._hooks.append(node.register_prehook(lambda gradients, key=key: self._begin(key, gradients)))
+
+    def end(self) -> None:
+        """All nodes have run."""
+        self.leave_nodes()
+        for hook in self._hooks:
+            hook.remove()
+        self._nodes.clear()
+        self._here.backward = self._outer
+
+    def leave_nodes(self) -> None:
+        """What comes next runs where the caller is."""
+        self._finish()
+        self._here.set(*self._before)
+        for key in self._ends:
+            if key not in self._ended and key in self._nodes:
+                self._wait(self._producers.get(key, ()), self._here.stream_of(self._nodes[key], None), ())
+        for key, node in self._nodes.items():
+            if key in self._ends or (key in self._ended and not node.next_functions):
+                stream, clock = self._ended.get(key) or (
+                    self._here.stream_of(node, None),
+                    self._here.stream_of(node, None).clock,
+                )
+                current = self._here.current_stream(stream.device)
+                if current is not stream:
+                    current.clock.join(clock)
+
+    def adding(self, there: Tensor, gradient: Tensor) -> None:
+        """The engine itself adds a gradient of the node that has run to another node's, whose stream becomes current."""
+        assert self._running is not None
+        key, stream = self._running
+        block, edges = self._detector.block(gradient), self._nodes[key].next_functions
+        while block is not None and self._num_given < len(edges):
+            following, slot = edges[self._num_given]
+            self._num_given += 1
+            earlier = self._slots.get((_key(following), slot), []) if following is not None else []
+            earlier = [each for each in earlier if each in self._ended]
+            if earlier:
+                taking = self._here.stream_of(following, block.pool.device)
+                if taking.device is block.pool.device:
+                    self._ended[key] = stream, stream.clock.copy()
+                    self._wait(earlier, taking, [there])
+                    self._wait([key], taking, [gradient])
+                    self._here.set(taking.device, {**self._before[1], taking.device.number: taking})
+                    del self._ended[key]
+                return
+
+    def _begin(self, key: Any, gradients: Sequence[Tensor | None]) -> None:
+        node = self._nodes[key]
+        self._finish()
+        blocks = [self._detector.block(gradient) for gradient in gradients if gradient is not None]
+        stream = self._here.stream_of(node, next((block.pool.device for block in blocks if block is not None), None))
+        if key in self._roots:
+            caller = self._here._stream(self._before[1], stream.device.number)
+            if caller is not stream:
+                stream.clock.join(caller.clock)
+                self._tell_allocator(stream, gradients)
+        self._wait(self._producers.get(key, ()), stream, gradients)
+        self._running, self._num_given = (key, stream), 0
+        self._here.set(stream.device, {**self._before[1], stream.device.number: stream})
+
+    def _finish(self) -> None:
+        if self._running is not None:
+            key, stream = self._running
+            self._ended[key] = stream, stream.clock.copy()
+            self._running = None
+
+    def _wait(self, producers: Iterable[Any], stream: FakeStream, gradients: Iterable[Tensor | None]) -> None:
+        """Let a stream wait for some nodes on others, and tell the allocator that it uses what they made."""
+        others = [self._ended[each] for each in producers if each in self._ended]
+        others = [(other, clock) for other, clock in others if other is not stream]
+        for other, clock in others:
+            is_default = self._waits_for_default and other.device is not stream.device
+            stream.clock.join(self._detector.default_stream(stream.device.number).clock if is_default else clock)
+        if others:
+            self._tell_allocator(stream, gradients)
+
+    def _tell_allocator(self, stream: FakeStream, gradients: Iterable[Tensor | None]) -> None:
+        for gradient in gradients:
+            block = None if gradient is None else self._detector.block(gradient)
+            if block is not None and stream not in block.recorded:
+                block.recorded.append(stream)
+
+
+def _key(node: Any) -> Any:
+    """What tells nodes apart: all have a number of their own but those that add to leaves."""
+    return ("leaf", id(node.variable)) if hasattr(node, "variable") else node._sequence_nr()
+
+
+class Engine:
+    """Torch's autograd engine, whose runs the detector sees."""
+
+    def __init__(self, detector: Detector, engine: Any) -> None:
+        self._detector, self._engine = detector, engine
+
+    def run_backward(self, outputs: Sequence[Any], gradients: Any, *options: Any, **named: Any) -> Any:
+        """Run it."""
+        inputs = options[2] if len(options) > 2 else named.get("inputs", ())
+        roots, ends = ([_node(each) for each in several or ()] for several in (outputs, inputs))
+        backward = Backward(self._detector, roots, ends, waits_for_default=self._detector.waits_for_default)
+        try:
+            return self._engine.run_backward(outputs, gradients, *options, **named)
+        finally:
+            backward.end()
+
+    def queue_callback(self, callback: Callable[[], None]) -> None:
+        """Call something when a backward is over."""
+        backward = self._detector.here.backward
+
+        def called() -> None:
+            if backward is not None:
+                backward.leave_nodes()
+            callback()
+
+        self._engine.queue_callback(called)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def _node(end: Any) -> Any:
+    return (get_gradient_edge(end) if isinstance(end, Tensor) else end).node
 
 
 class Detector:
@@ -243,6 +438,7 @@ class Detector:
 
     Args:
         left_out: names of functions whose waits are not made, to see that this is found.
+        waits_for_default: as for `Backward`.
 
     Attributes:
         races: what was found.
@@ -251,7 +447,8 @@ class Detector:
 
     _active: Detector | None = None
 
-    def __init__(self, left_out: Iterable[str] = ()) -> None:
+    def __init__(self, left_out: Iterable[str] = (), *, waits_for_default: bool = False) -> None:
+        self.waits_for_default = waits_for_default
         self.races: dict[Race, None] = {}
         self.num_operations = 0
         self.places: list[Place] = []
@@ -394,12 +591,15 @@ class Detector:
         if not devices and (here.on_host or (not here.streams and here.device is None) or read or written):
             self._access_host(name, read, written)
             return
-        if not devices and _is_in_node_of_torch(sys._getframe(1)):
-            # It makes such tensors where its gradients are, which is not told here.
-            return
         number = min(devices, default=here.current_device().number)
+        if (
+            here.backward is not None
+            and _is_of_engine(sys._getframe(1))
+            and name.startswith("aten.add")
+            and len(read) == 2
+        ):
+            here.backward.adding(*read)
         stream = here.current_stream(self.places[number])
-        self.check_node(name, number, stream)
         for leaf in fresh:
             if self.block(leaf) is None:
                 self.allocate(leaf, stream)
@@ -475,21 +675,6 @@ class Detector:
         is_blocking = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
         return bool(on_host) and (is_blocking or not self._host_memory(on_host[0]))
 
-    def check_node(self, name: str, number: int, stream: FakeStream, *, in_python: bool = False) -> None:
-        """On GPUs the autograd engine runs a node on the stream on which it was made."""
-        node: Any = torch._C._current_autograd_node()
-        # One in Python chooses streams by itself, within.
-        if node is None or isinstance(node, torch._C._FunctionBase) is not in_python or hasattr(node, "variable"):
-            return
-        # Nor is it the node that computes while what it saved is brought back, or made again.
-        if _is_unpacking(sys._getframe(1)):
-            return
-        made_on = self.here.at(node._sequence_nr()).get(number) or self.default_stream(number)
-        if made_on is not stream:
-            self._report(
-                f"{name} of {node.name()}", f"made on {made_on.name}", f"run on {stream.name} in {_text(_where())}"
-            )
-
     def _report(self, what: str, first: str, second: str) -> None:
         self.races[Race(what, first, second)] = None
 
@@ -504,19 +689,20 @@ class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if torch.is_grad_enabled():
+            operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self._detector.here.note_leaves(leaf for leaf in operands if leaf.requires_grad and leaf.is_leaf)
         if not func.is_view:
             self._detector.note(func, args, kwargs, result)
         return result
 
 
-def _is_in_node_of_torch(frame: Any) -> bool:
-    """Whether a node of torch's own computes, and not Python that brings or makes again what it saved."""
-    node: Any = torch._C._current_autograd_node()
-    return node is not None and not isinstance(node, torch._C._FunctionBase) and not _is_unpacking(frame)
-
-
-def _is_unpacking(frame: Any) -> bool:
-    return not {"_unpack", "unpack_hook"}.isdisjoint(_callers(frame))
+def _is_of_engine(frame: Any) -> bool:
+    """Whether no Python runs an operation, but the autograd engine."""
+    # The mode, and how torch calls it.
+    while frame.f_code.co_name in ("note", "__torch_dispatch__", "_fn", "inner"):
+        frame = frame.f_back
+    return bool(frame.f_code is Engine.run_backward.__code__)
 
 
 @dataclass(frozen=True)
@@ -708,13 +894,6 @@ class FakeCudaDevice(CudaDevice):
         """Whether that is the current one."""
         return self.detector.here.current_stream(self.torch_device) is self.detector.default_stream(self.number)
 
-    def computing(self) -> AbstractContextManager[None]:
-        """A lane hands over from where the engine has it."""
-        if not self.is_on_compute_stream():
-            current = self.detector.here.current_stream(self.torch_device)
-            self.detector.check_node("computing", self.number, current, in_python=True)
-        return super().computing()
-
     @contextmanager
     def lane(self, number: int) -> Iterator[None]:
         """Show the detector what the lane's thread does, too."""
@@ -824,9 +1003,11 @@ def _show_threads(monkeypatch: pytest.MonkeyPatch, detector: Detector) -> None:
 
 
 @contextmanager
-def detecting(monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: Iterable[str] = ()) -> Iterator[Detector]:
+def detecting(
+    monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: Iterable[str] = (), waits_for_default: bool = False
+) -> Iterator[Detector]:
     """The context in which a fit runs on fake devices, which may be ordered wrongly."""
-    detector = Detector(left_out)
+    detector = Detector(left_out, waits_for_default=waits_for_default)
     Detector._active = detector
     monkeypatch.setattr(stream_module, "_cuda_streams", {})
     detector.places[:] = [Place.of(number) for number in range(num_devices)]
@@ -852,10 +1033,12 @@ def detecting(monkeypatch: pytest.MonkeyPatch, num_devices: int, *, left_out: It
     monkeypatch.setattr(cuda_device, "flat_buffer", flat)
     monkeypatch.setattr(stream_module, "torch", FakeTorch())
     monkeypatch.setattr(stash, "_keep_until_computed", _keep_until_computed)
-    for module in (executor, hollow_graph, swap, visits):
+    for module in (executor, saved_tensors, swap, visits):
         # What the engine does is to be seen, too.
         monkeypatch.setattr(module, "no_dispatch", nullcontext)
     monkeypatch.setattr(stream_module, "out_of_sight", torch.no_grad)
+    engine = torch.autograd.Variable._execution_engine
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", Engine(detector, engine))
     try:
         with detector.watching():
             yield detector

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -62,11 +63,26 @@ class Borrowing(nn.Linear):
         return y * self.hidden[0].to(x.device) if self.num_calls > 5 else y
 
 
-def test_a_tensor_that_a_layer_hides_is_refused_when_it_is_first_used() -> None:
+def test_a_parameter_that_a_layer_borrows_is_refused_when_its_gradient_first_comes() -> None:
     model = Model()
-    model.net[2] = Borrowing()
-    with pytest.raises(UnsupportedModelError, match=r"layer 'net.2' (uses|takes) a tensor that needs gradients"):
+    model.net[2] = borrowing = Borrowing()
+    model.lent = borrowing.hidden[0]
+    with pytest.raises(UnsupportedModelError, match=r"parameter 'lent' where swapping does not see it"):
         fit(model)
+
+
+def test_a_tensor_that_belongs_to_no_module_gets_its_gradient_as_in_plain_training() -> None:
+    def trained(strategy: Any) -> Tensor:
+        model = Model()
+        model.net[2] = borrowing = Borrowing()
+        borrowing.num_calls = 4
+        samples = list(torch.randn(32, 16, generator=torch.Generator().manual_seed(0)))
+        trainer_for(strategy, 4, []).fit(model, DataLoader(samples, batch_size=8))
+        found = borrowing.hidden[0].grad
+        assert found is not None
+        return found
+
+    assert torch.equal(trained("auto"), trained(HarmonyStrategy(num_microbatches=1, profile_cache=False)))
 
 
 class Constrained(nn.Linear):

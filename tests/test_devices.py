@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_harmony import CapacityError, HarmonyStrategy, UnsupportedModelError
+from lightning_harmony import CapacityError, HarmonyStrategy
 from lightning_harmony.engine import virtual_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
@@ -364,7 +364,7 @@ class OfGraph(nn.Module):
             return self.edges.to_sparse_csr()
         found = self.edges.to_sparse_coo().coalesce()
         if self.kind == "learned":
-            values = self.gate(found.values()[:, None])[:, 0]
+            values = self.gate(found.values()[:, None])[:, 0].sigmoid()
             found = torch.sparse_coo_tensor(found.indices(), values, found.shape, check_invariants=True).coalesce()
         return found
 
@@ -377,19 +377,13 @@ class OfGraph(nn.Module):
 
 @pytest.mark.devices(1, 2)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-@pytest.mark.parametrize("kind", ["coo", "csr"])
+@pytest.mark.parametrize("kind", ["coo", "csr", "learned"])
 def test_sparse_matrices_go_to_layers_wherever_these_are(kind: str) -> None:
     """They have no strides that a copy or the stash could keep."""
     torch.manual_seed(0)
     assert_same_training(
         Net(OfGraph(kind)), torch.randn(24, nets.WIDTH), num_microbatches=1, device_memory=room("48KiB")
     )
-
-
-def test_a_sparse_matrix_that_is_learned_is_refused_with_the_way_out() -> None:
-    trainer = trainer_for(HarmonyStrategy(device_memory=room("48KiB")), 1, [])
-    with pytest.raises(UnsupportedModelError, match=r"'net\.layers\.0' is given a sparse tensor .* pass its values"):
-        trainer.fit(Net(OfGraph("learned")), DataLoader(torch.randn(8, nets.WIDTH), 8))
 
 
 @pytest.mark.cpu

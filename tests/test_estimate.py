@@ -229,6 +229,9 @@ def test_a_rehearsal_counts_what_the_executor_measures(net: type[nn.Module], pre
     assert {layer.cost.name for layer in profile.layers} == set(strategy.known)
     # On a virtual device the batch counts where it is first used, as a whole.
     slack = data[:8].numel() * data.element_size()
+    # Nodes of a backward that come before the first saved tensor run in the turn before: here autocast's of an output.
+    width = module.net.embed.embedding_dim
+    cast = size * data.shape[1] * width * 2 if precision == "bf16-mixed" else 0
     # One microbatch after the other: the loss of the first one, of four bytes, is still there in the turns of the next.
     loss_bytes = 4
     for layer in profile.layers:
@@ -237,10 +240,10 @@ def test_a_rehearsal_counts_what_the_executor_measures(net: type[nn.Module], pre
         assert ours.graph_bytes == theirs.graph_bytes, ours.name
         if net in (TiedByCode, OwnParameters):
             # The gradient of a weight that glue uses makes all others' sums way from lane to lane: not all is measured.
-            assert ours.backward_work_bytes + loss_bytes >= theirs.backward_work_bytes, ours.name
+            assert ours.backward_work_bytes + cast + loss_bytes >= theirs.backward_work_bytes, ours.name
             assert abs(theirs.forward_work_bytes - ours.forward_work_bytes) <= slack + ours.weight_bytes, ours.name
         else:
-            assert 0 <= theirs.backward_work_bytes - ours.backward_work_bytes <= loss_bytes, ours.name
+            assert -cast <= theirs.backward_work_bytes - ours.backward_work_bytes <= cast + loss_bytes, ours.name
             assert abs(theirs.forward_work_bytes - ours.forward_work_bytes) <= slack, ours.name
 
 

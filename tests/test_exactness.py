@@ -45,6 +45,8 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "spectral-norm": nets.SpectralNorm,
     "changes-an-input": nets.ChangesAnInput,
     "hooked": nets.Hooked,
+    "several-consumers": nets.Shared,
+    "skip-connections": nets.SkipConnections,
 }
 CAPACITIES = {"all": None, "some": "88KiB", "tight": "60KiB"}
 
@@ -169,8 +171,6 @@ SUMMED_IN_ANOTHER_ORDER = {
     "tied": nets.Tied,
     "tied-by-code": nets.TiedByCode,
     "used-twice": nets.Repeated,
-    "several-consumers": nets.Shared,
-    "skip-connections": nets.SkipConnections,
     "regularized": nets.Regularized,
 }
 

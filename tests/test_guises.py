@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 from nets import WIDTH
-from same_training import Net, assert_same_training, room, trainer_for, update_for
+from same_training import Net, assert_same_training, room, update_for
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-
-from lightning_harmony import HarmonyStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -139,10 +136,10 @@ def test_a_frozen_weight_on_an_output_outlives_its_stay(memory: str | None) -> N
     assert_same_training(module, torch.randn(24, WIDTH), device_memory=room(memory), layers=[Attentive])
 
 
-def test_a_gradient_that_goes_through_an_attribute_is_refused() -> None:
-    trainer = trainer_for(HarmonyStrategy(num_microbatches=1, layers=[Attentive]), 1, [])
-    with pytest.raises(Exception, match="runs through the graph inside a layer"):
-        trainer.fit(Net(Reading("hidden")), DataLoader(torch.randn(8, WIDTH), batch_size=8))
+@pytest.mark.parametrize("memory", [None, "16KiB"])
+def test_a_gradient_goes_through_an_attribute_of_an_output(memory: str | None) -> None:
+    torch.manual_seed(0)
+    assert_same_training(Net(Reading("hidden")), torch.randn(24, WIDTH), device_memory=room(memory), layers=[Attentive])
 
 
 class Weighted(nn.Module):

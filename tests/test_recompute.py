@@ -420,11 +420,11 @@ class ReadsWhatNeedsGradients(nets.Block):
 class GivesByAttribute(Blocks):
     def __init__(self) -> None:
         super().__init__(ReadsWhatNeedsGradients)
-        self.make = nn.Linear(nets.WIDTH, nets.WIDTH)
+        self.make = nn.ModuleList(nn.Linear(nets.WIDTH, nets.WIDTH) for _ in range(4))
 
     def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            block.context = self.make(x)
+        for make, block in zip(self.make, self.blocks, strict=True):
+            block.context = make(x)
             x = block(x)
         return x
 
@@ -443,8 +443,8 @@ class GivesInAnObject(GivesByAttribute):
         self.blocks = nn.ModuleList(ReadsAnObject() for _ in range(4))
 
     def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, SimpleNamespace(tensor=self.make(x)))
+        for make, block in zip(self.make, self.blocks, strict=True):
+            x = block(x, SimpleNamespace(tensor=make(x)))
         return x
 
 
@@ -479,10 +479,6 @@ class GivesAModule(Blocks):
     [
         (lambda: Blocks(ChangesALargeTensor), "1MiB", "'history' of a layer was changed in place .*register_buffer"),
         (Vmapped, None, r"within a transformation of torch.func .*HarmonyStrategy\(layers=\.\.\.\)"),
-        # Recomputed, and with the graph of the forward kept.
-        (GivesByAttribute, "60KiB", r"layer 'net.blocks.\d' takes a tensor that needs gradients .* from an attribute"),
-        (GivesByAttribute, None, r"layer 'net.blocks.\d' takes a tensor that needs gradients .* from an attribute"),
-        (GivesInAnObject, None, r"layer 'net.blocks.\d' takes a tensor that needs gradients inside an object"),
         # On two devices the gradient of that use was lost.
         (
             lambda: GivesAModule(Decodes),
@@ -498,6 +494,22 @@ def test_what_would_go_wrong_is_refused(net: Any, memory: Any, message: str, dev
     trainer = pl.Trainer(strategy=strategy, **_options(3, devices))
     with pytest.raises(UnsupportedModelError, match=message):
         trainer.fit(Net(net()), torch.utils.data.DataLoader(samples(), batch_size=4))
+
+
+@pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "60KiB"), (2, None), (2, "60KiB")])
+@pytest.mark.parametrize("net", [GivesByAttribute, GivesInAnObject])
+def test_a_tensor_that_comes_by_an_attribute_or_in_an_object_keeps_its_gradient(
+    net: type[nn.Module], devices: int, memory: Any
+) -> None:
+    torch.manual_seed(0)
+    assert_same_training(
+        Net(net()),
+        samples(),
+        num_microbatches=2,
+        batch_size=4,
+        devices=devices,
+        device_memory=memory,
+    )
 
 
 class SharesNorm(Blocks):

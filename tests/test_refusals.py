@@ -211,31 +211,6 @@ class Switch(nn.Module):
         self.linear = nn.Linear(nets.WIDTH, nets.WIDTH)
 
 
-class ChangesItsInput(Switch):
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(x, inplace=self.bad)
-        return self.linear(x)
-
-
-class AddsToItsInput(Switch):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        if self.bad:
-            with torch.no_grad():
-                x += 1
-        return y
-
-
-class FreesItsInput(Switch):
-    """As reversible networks do, which compute it again from their output."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        if self.bad:
-            x.untyped_storage().resize_(0)
-        return y
-
-
 class ChangesItsWeight(Switch):
     def forward(self, x: Tensor) -> Tensor:
         if self.bad:
@@ -258,15 +233,6 @@ class AssignsTheDataOfItsWeight(Switch):
         return self.linear(x)
 
 
-class UsesAnothersParameter(Switch):
-    def __init__(self) -> None:
-        super().__init__()
-        self.elsewhere = (nn.Parameter(torch.ones(nets.WIDTH)),)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x * self.elsewhere[0].to(x.device) if self.bad else x)
-
-
 class DifferentiatesWithin(Switch):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -278,13 +244,9 @@ class DifferentiatesWithin(Switch):
 
 CHANGES_DATA = ["changes the data of a parameter", "on_train_batch_start"]
 BAD_LAYERS: dict[type[Switch], list[str]] = {
-    ChangesItsInput: ["net.blocks.", "one of its inputs in place", "out of place"],
-    AddsToItsInput: ["net.blocks.", "one of its inputs in place", "out of place"],
-    FreesItsInput: ["net.blocks.", "or frees it", "out of place"],
     ChangesItsWeight: ["net.blocks.", "modifies a parameter in place", "on_train_batch_start"],
-    ClampsTheDataOfItsWeight: ["net.blocks.", *CHANGES_DATA],
+    ClampsTheDataOfItsWeight: ["net.blocks.", "modifies a parameter in place", "or its data", "on_train_batch_start"],
     AssignsTheDataOfItsWeight: ["net.blocks.", *CHANGES_DATA],
-    UsesAnothersParameter: ["net.blocks.", "neither its parameter nor an argument", "pass it as an argument"],
     DifferentiatesWithin: ["inside a layer's forward", "training_step instead"],
 }
 

@@ -170,15 +170,22 @@ def test_what_it_takes_is_reported(devices: int) -> None:
     assert abs(spread.transferred_bytes - alone.transferred_bytes - gathered + spared) < 0.1 * HEAD_BYTES
 
 
-def test_bf16_gradients_cross_over_as_they_are() -> None:
+@pytest.mark.parametrize(("precision", "dtype"), [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)])
+def test_gradients_cross_over_as_they_are(precision: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As narrow as the weights, and are added to sums in float32."""
-    module = build()
-    wide, narrow = (
-        train(module, 2, plan_for(2), precision=precision).reports[-1].transferred_bytes
-        for precision in ("32-true", "bf16-mixed")
-    )
-    gathered = NUM_MICROBATCHES // 2 * HEAD_BYTES
-    assert wide - narrow == gathered // 2
+    crossed: list[torch.dtype] = []
+    gather = Swapper.gather
+
+    def noting(home: Swapper, pack: Any, layer: Any, use: int, gradients: Any, source: Any, **options: Any) -> None:
+        gather(home, pack, layer, use, gradients, source, **options)
+        if source is not home._device:
+            crossed.extend(gradient.dtype for _, gradient in gradients)
+            assert {total.dtype for total in pack.accumulators[use].sums.values()} == {torch.float32}
+
+    monkeypatch.setattr(Swapper, "gather", noting)
+    train(build(), 2, plan_for(2), precision=precision)
+    # In the first step, which is measured, no pack is spread yet, or weights are still wide.
+    assert set(crossed) == {dtype}
 
 
 # What capacities change nothing of.

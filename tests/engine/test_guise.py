@@ -1,11 +1,10 @@
 """What Python code sees of a tensor beside its values."""
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_harmony.engine.guise import Guise, set_since
+from lightning_harmony.engine.guise import Guise
 
 
 class Tagged(Tensor):
@@ -37,19 +36,6 @@ def test_a_tensor_puts_it_on_and_stays_in_its_graph() -> None:
 
 def test_where_values_are_elsewhere_it_belongs_to_them() -> None:
     with FakeTensorMode() as mode:
-        fake, other = mode.from_tensor(torch.ones(2)), mode.from_tensor(torch.ones(3))
+        fake = mode.from_tensor(torch.ones(2))
     assert vars(fake)
     assert Guise.of(fake) is None
-    assert set_since(fake, other) is None
-
-
-@pytest.mark.parametrize(("set_now", "expected"), [({}, None), ({"a": 1}, {"a": 1, "b": 2}), ({"b": 3}, {"b": 3})])
-def test_what_was_set_since_is_told_with_the_rest(set_now: dict[str, int], expected: dict[str, int] | None) -> None:
-    original = torch.ones(2)
-    original.b = 2  # type: ignore[attr-defined]
-    guise = Guise.of(original)
-    assert guise is not None
-    tensor = guise.on(original.detach())
-    vars(tensor).update(set_now)
-    assert set_since(tensor, original) == expected
-    assert set_since(original, original) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,22 +59,6 @@ def _sums(parameter: nn.Parameter, what: str) -> bool:
             "p.grad alone while layers are swapped: call backward(), or backward(inputs=parameters), and read p.grad"
         ) from error
     return executes
-
-
-def found_past_layers(loss: Tensor, parameters: Collection[nn.Parameter]) -> nn.Parameter | None:
-    """One of some parameters to which the graph of a loss leads by itself, and not through calls of layers; None if none."""
-    known = {id(parameter): parameter for parameter in parameters}
-    nodes: list[Any] = [get_gradient_edge(loss).node]
-    seen = set(nodes)
-    for node in nodes:
-        found = known.get(id(getattr(node, "variable", None)))
-        if found is not None:
-            return found
-        if not isinstance(node, _Anchor._backward_cls):
-            following = {following for following, _ in node.next_functions if following is not None} - seen
-            seen |= following
-            nodes.extend(following)
-    return None
 
 
 class _Anchor(torch.autograd.Function):

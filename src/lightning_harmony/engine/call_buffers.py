@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -12,51 +11,35 @@ from lightning_harmony.engine.pack import Residency
 
 
 class CallBuffers:
-    """Binds them for the call, and again for its recompute.
-
-    Attributes:
-        given_gradients: those that the layer's code has made leaves of its graph, such as a zero that losses are added to.
-            Nobody reads their gradients.
+    """What a call finds in the layer's buffers, and leaves there.
 
     Args:
         layer: what is called.
+        residency: of its pack.
+        copies: whether to copy them before the call. Else they are compared for as long as it isn't known which ones calls
+            change.
     """
 
-    def __init__(self, layer: SwappedLayer) -> None:
-        self.given_gradients: list[Tensor] = []
+    def __init__(self, layer: SwappedLayer, residency: Residency, *, copies: bool) -> None:
         self._layer = layer
-        self._before: dict[BufferKey, Tensor] = {}
-        self._versions: dict[BufferKey, int] = {}
+        self.bound = {key: residency.buffers[key] for key in layer.buffers}
+        copies = copies or layer.has_unknown_buffers()
+        self._before = {key: tensor.clone() for key, tensor in self.bound.items()} if copies else {}
+        self._versions = {key: tensor._version for key, tensor in self.bound.items()}
 
-    def copies(self, residency: Residency) -> dict[BufferKey, Tensor]:
-        """Copies of the layer's own: its pack may have those of many layers."""
-        return {key: residency.buffers[key].clone() for key in self._layer.buffers}
-
-    @contextmanager
-    def bound(self, residency: Residency) -> Iterator[dict[BufferKey, Tensor | None]]:
-        """The context of the call; when it is left, what is yielded holds what the layer has then."""
-        buffers = {key: residency.buffers[key] for key in self._layer.buffers}
-        with self._layer.bound(residency.leaves, buffers) as left:
-            self._versions = {key: tensor._version for key, tensor in buffers.items()}
-            yield left
-        self._note_leaves(buffers)
-
-    def take_over(
-        self, residency: Residency, left: Mapping[BufferKey, Tensor | None], before: Mapping[BufferKey, Tensor]
-    ) -> list[BufferKey]:
+    def take_over(self, residency: Residency, left: Mapping[BufferKey, Tensor | None]) -> list[BufferKey]:
         """Let the pack have those that the layer changed or replaced.
 
         Args:
             residency: of the pack.
             left: what the layer had after the call.
-            before: copies from before the call, where it is not yet known which ones calls change.
 
         Returns:
             Which ones.
         """
         resident, layer = residency.buffers, self._layer
         if layer.has_unknown_buffers():
-            layer.note_calls(before, left)
+            layer.note_calls(self._before, left)
         changed = [
             key
             for key, tensor in left.items()
@@ -71,27 +54,18 @@ class CallBuffers:
         resident.update({key: tensor.detach() for key in changed if (tensor := left[key]) is not None})
         residency.dirty_buffers.update(changed)
         layer.changed_buffers.update(changed)
+        self._keep(changed)
         return changed
 
-    def keep(self, before: Mapping[BufferKey, Tensor], changed: Iterable[BufferKey]) -> None:
+    def _keep(self, changed: Iterable[BufferKey]) -> None:
         """Keep what a recompute must find."""
-        self._before = {key: before[key] for key in changed}
+        self._before = {key: self._before[key] for key in changed if key in self._before}
+        self.bound = {}
 
-    @contextmanager
-    def as_they_were(self, residency: Residency) -> Iterator[None]:
-        """The context of the recompute; what it does to them is dropped."""
+    def as_they_were(self, residency: Residency) -> dict[BufferKey, Tensor]:
+        """What the recompute finds; what it does to those that calls change is dropped."""
         buffers = {key: residency.buffers[key] for key in self._layer.buffers}
-        buffers |= {key: tensor.clone() for key, tensor in self._before.items()}
-        with self._layer.bound(residency.leaves, buffers):
-            yield
-        self._note_leaves(buffers)
-
-    def _note_leaves(self, bound: Mapping[BufferKey, Tensor]) -> None:
-        self.given_gradients = [
-            tensor
-            for (owner, name), tensor in bound.items()
-            if tensor.requires_grad and (own := owner._buffers[name]) is not None and not own.requires_grad
-        ]
+        return buffers | {key: tensor.clone() for key, tensor in self._before.items()}
 
 
 def _is_statistic(key: BufferKey) -> bool:

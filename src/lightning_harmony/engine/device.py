@@ -120,6 +120,10 @@ class Device(ABC):
     def computing(self) -> AbstractContextManager[None]:
         """The context of all code that computes on this device: in order, whichever lane it is for."""
 
+    def differentiating(self) -> AbstractContextManager[None]:
+        """The context in which autograd runs the nodes of what was computed here, one after the other."""
+        return nullcontext()
+
     def scheduling(self) -> AbstractContextManager[None]:
         """The context of what goes on between the turns of lanes: it is ordered with computing, after no lane's own work."""
         return nullcontext()

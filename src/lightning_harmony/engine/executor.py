@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
 
-from lightning_harmony.engine.asked import found_past_layers
 from lightning_harmony.engine.cores import core_of_caller, siblings_of
 from lightning_harmony.engine.decompose import Layer
 from lightning_harmony.engine.derived import out_of_reach
@@ -24,7 +23,6 @@ from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.functions import functions_as_operations
 from lightning_harmony.engine.glue import Glue
 from lightning_harmony.engine.gradient_sums import GradientSums
-from lightning_harmony.engine.graph_size import num_nodes_made
 from lightning_harmony.engine.host_operands import BringsHostOperands
 from lightning_harmony.engine.host_store import HostPool, HostStore
 from lightning_harmony.engine.intercept import InterceptedForward
@@ -53,7 +51,6 @@ from lightning_harmony.engine.transfer import LaneTransfers, Transfers
 from lightning_harmony.engine.turns import LaneProgress, Microbatch, Request
 from lightning_harmony.engine.update import Updater
 from lightning_harmony.engine.visits import Visits
-from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.plan import Parallel, Plan, merge_calls
 from lightning_harmony.plan.task import Phase, Task
 
@@ -169,8 +166,6 @@ class Executor:
         self._num_elements, self._evaluated_elements = 0, -1
         self._predicts = True
         self._is_driving = False
-        # Of the graphs of steps whose losses lead to no parameter past the layers, in nodes.
-        self._checked_sizes: set[int] = set()
         self._upstream = torch.ones(())
         self._use(planner.layer_by_layer(range(len(layers))))
         self.step_plan = self.plan
@@ -337,16 +332,6 @@ class Executor:
             # What comes next is user code that sees parameters, and gradients that take the place of those it uses.
             self.updater.postponed.finish()
 
-    def _refuse_past_layers(self, loss: Tensor) -> None:
-        """A gradient that autograd itself adds to a parameter's would be lost."""
-        found = found_past_layers(loss, self._model.names)
-        if found is not None:
-            raise UnsupportedModelError(
-                f"the step uses parameter {self._model.names[found]!r} where swapping does not see it, such as in a tuple, an "
-                "object, functools.partial or the optimizer's groups: use it as the attribute of its module, or keep it in a "
-                "flat list or dict that is an attribute of one"
-            )
-
     def _plan_step(self, num_elements: int, num_microbatches: int) -> None:
         has_room = self.pool.has_room(sum(self.gradient_bytes))
         plan = self._planner.before_step(num_elements, num_microbatches, self._runtime.find_glue_layer, has_room)
@@ -419,20 +404,14 @@ class Executor:
             # The root last: it is the current one.
             for device in reversed(self.devices):
                 stack.enter_context(device.lane(progress.lane.microbatch))
+            stack.callback(self._runtime.open_call.leave)
             yield
 
     def _run_forward(self, progress: LaneProgress) -> Tensor | None:
         """Run a microbatch up to its loss; None if there is nothing to differentiate."""
-        before = num_nodes_made()
         with self._glue.stashing(), progress.glue or nullcontext():
             loss = progress.microbatch.step()
-        if loss is None or not loss.requires_grad:
-            return None
-        num_nodes = num_nodes_made() - before
-        if num_nodes not in self._checked_sizes:
-            self._refuse_past_layers(loss)
-            self._checked_sizes.add(num_nodes)
-        return loss
+        return None if loss is None or not loss.requires_grad else loss
 
     def _run_backward(self, progress: LaneProgress, loss: Tensor) -> None:
         """Differentiate the loss of a microbatch."""

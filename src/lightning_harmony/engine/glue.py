@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from lightning_harmony.engine.host_store import lies_in
 from lightning_harmony.engine.layer import Place, SwappedLayer, dtype_on_device, is_replaced, layer_of_caller
@@ -52,6 +53,9 @@ class Runtime(Protocol):
 
     def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Take the gradients of one announced backward."""
+
+    def end_backward(self, layer: SwappedLayer) -> None:
+        """An announced backward is over."""
 
     def calling(self) -> AbstractContextManager[None]:
         """The context of the engine's own operations."""
@@ -278,6 +282,7 @@ class _Token(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         with ctx.runtime.calling(), ctx.runtime.visit(ctx.layer, Phase.BACKWARD):
             ctx.runtime.accumulate(ctx.layer, ctx.use, [(ctx.parameter, gradient)])
+            ctx.runtime.end_backward(ctx.layer)
         return None, None, None, None, None
 
 
@@ -320,12 +325,15 @@ class Glue:
     def stand_ins(self) -> Iterator[None]:
         """Stand-ins take the parameters' places within the context."""
         shown = [(place, self._stand_in(place.parameter)) for place in self._places]
+        guards = [_refuse_gradients_of(place.parameter, self._runtime) for place in self._places if _is_trained(place)]
         for place, stand_in in shown:
             place.container[place.key] = stand_in
         left: list[Any] = []
         try:
             yield
         finally:
+            for guard in guards:
+                guard.remove()
             for place, _ in shown:
                 left.append(place.container.get(place.key) if isinstance(place.container, dict) else None)
                 place.container[place.key] = place.parameter
@@ -367,6 +375,24 @@ class Glue:
         with self._runtime.calling():
             tensor: Tensor = saved.load()
         return tensor
+
+
+def _is_trained(place: Place) -> bool:
+    return place.parameter.requires_grad and place.parameter.is_leaf
+
+
+def _refuse_gradients_of(parameter: nn.Parameter, runtime: Runtime) -> RemovableHandle:
+    """Refuse a gradient that autograd itself adds to a parameter's: it came past the layers, and would be lost."""
+
+    def refuse(parameter: nn.Parameter) -> None:
+        raise UnsupportedModelError(
+            f"the step uses parameter {runtime.glue_layer(parameter).name!r} where swapping does not see it, such as in a "
+            "tuple, an object, functools.partial or the optimizer's groups: use it as the attribute of its module, or keep it "
+            "in a flat list or dict that is an attribute of one"
+        )
+
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(refuse)
+    return handle
 
 
 class SavedWeight:

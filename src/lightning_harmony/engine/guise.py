@@ -1,4 +1,4 @@
-"""Guises: what Python code sees of a tensor beside its values, and copies of it lack: its class, and what was set on it."""
+"""Subclass and Python attributes of a tensor, reapplied to copies of its elements."""
 
 from __future__ import annotations
 
@@ -40,15 +40,6 @@ class Guise(NamedTuple):
             tensor = Tensor.as_subclass(tensor, self.kind)
         vars(tensor).update(self.attributes)
         return tensor
-
-
-def set_since(tensor: Tensor, original: Tensor) -> dict[str, Any] | None:
-    """The attributes of a tensor that was in the guise of another one; None if they are those of that still."""
-    now, before = _attributes_of(tensor), _attributes_of(original)
-    if tensor is original or now is None or before is None:
-        return None
-    same = now.keys() == before.keys() and all(value is before[name] for name, value in now.items())
-    return None if same else dict(now)
 
 
 def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_harmony.engine.asked import anchored
 from lightning_harmony.engine.compiled import compiled_whole, is_compiled
@@ -45,7 +45,7 @@ class InterceptedForward:
             self.original = OwnForward(layer, torch.compile(original, **compile_options), is_compiled=True)
         self.layer = layer
         self._runtime = runtime
-        # Its gradient is never used: it makes the autograd function part of the graph where no input needs gradients.
+        # Its gradient is never used: it makes weights part of the graph of a call.
         self._anchor = torch.zeros((), device="cpu", requires_grad=True)
         setattr(module, self._attribute, self)
 
@@ -83,15 +83,12 @@ class InterceptedForward:
         if torch._C._is_tracing() and not in_lane:
             # A logger that draws the model, or an export: between steps weights are the model's own.
             return self.original.run(*args, **kwargs)
-        call = self._call(args, kwargs)
-        with call.calling():
-            if not call.needs_gradients():
-                return call.run_without_gradients()
-            # In a lane, user's code sees stand-ins for parameters.
-            return call.run(self._anchor if in_lane else anchored(self._anchor, self.layer.parameters))
+        # In a lane, user's code sees stand-ins for parameters.
+        anchor = self._anchor if in_lane else anchored(self._anchor, self.layer.parameters)
+        return self._run(anchor, args, kwargs)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        return LayerCall(self.original, self._runtime, args, kwargs)
+    def _run(self, anchor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return LayerCall(self.original, self._runtime, anchor).run(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _bound_forward(memo[id(self._module)])

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from types import new_class
 from typing import Any
 
 import torch
@@ -21,14 +23,6 @@ BufferKey = tuple[nn.Module, str]
 # So many calls of a layer are looked at for changes that no version tells.
 COMPARED_CALLS = 8
 
-GRAPH_ESCAPES = (
-    "a backward runs through the graph inside a layer, which is not kept. Either it starts inside a layer's forward: "
-    "compute that gradient in the training_step instead. Or the layer hands out a tensor that it does not return, in "
-    "an attribute (as self.kl or self.aux_loss), inside an object or through a hook (as for Hugging Face's "
-    "output_router_logits): return it as a tensor, in a tuple, list, dict or dataclass, or make the module that computes it "
-    "a layer with HarmonyStrategy(layers=...)"
-)
-
 
 def changes_data(layer: SwappedLayer) -> str:
     """Why a layer is refused that changes the data of its weights."""
@@ -38,17 +32,28 @@ def changes_data(layer: SwappedLayer) -> str:
     )
 
 
-def refuse_accumulation(leaf: Tensor) -> None:
-    """Refuse a gradient that arrives at a layer's own leaf, where it would be lost.
-
-    The engine asks for gradients by `torch.autograd.grad`, which accumulates none.
-    """
-    if leaf.requires_grad:
-        leaf.register_post_accumulate_grad_hook(_refuse_escape)
+class DataAssignedError(Exception):
+    """Code assigns to the data of a weight on a device."""
 
 
-def _refuse_escape(leaf: Tensor) -> None:
-    raise UnsupportedModelError(GRAPH_ESCAPES)
+def make_resident(weight: nn.Parameter) -> nn.Parameter:
+    """Let what is done to the data of a weight on a device count as a change of it, which swapping would lose."""
+    weight.__class__ = _resident(type(weight))
+    return weight
+
+
+@cache
+def _resident(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    def assign(weight: Tensor, value: Tensor) -> None:
+        raise DataAssignedError
+
+    # A detached tensor counts its changes together with the weight.
+    content = {
+        "data": property(Tensor.detach, assign),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
+    return new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(content))
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,7 @@ class SwappedLayer:
         num_compared_calls: how many of its calls were looked at for changes that no version tells.
         changed_buffers: those that layers have changed in this step: one set for all layers, which may share modules.
         host_buffers: in a training step, the host's buffers as they should be, and their versions: one dict for all layers.
-        holds_tensors: whether functions of the user's own keep tensors in its graph beside those that autograd saves, by the
-            number of nodes of each graph of it that was looked at.
+        changes_inputs: whether its code changes inputs in place; None before the first call.
         unversioned_buffers: those that its code changes through `.data`, of which no version tells.
         gathered: parameters of recurrent modules, which cuDNN copies to one memory and leaves there.
         is_parametrized: whether modules of it compute weights with `torch.nn.utils.parametrize`.
@@ -117,7 +121,7 @@ class SwappedLayer:
         self.buffer_writes: Counter[BufferKey] = Counter()
         self.unversioned_buffers: set[BufferKey] = set()
         self.num_compared_calls = 0
-        self.holds_tensors: dict[int, bool] = {}
+        self.changes_inputs: bool | None = None
         self.is_training = False
         self.changed_buffers: set[BufferKey] = set()
         self.host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}

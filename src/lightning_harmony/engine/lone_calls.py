@@ -66,8 +66,7 @@ class LoneCalls:
             assert pack.residency is not None
             pack.residency.ready.wait()
             self._recorder.enter(0, Task(index, phase, 0), pack)
-            with residents.device.computing():
-                yield pack.residency
+            yield pack.residency
         except torch.OutOfMemoryError as error:
             what = f"layer {pack.name!r}, called outside of a step or in manual optimization,"
             raise exceeded(what, residents.device, error, self._discard_record(), smaller="batches") from error

@@ -30,10 +30,14 @@ class OneDevice(TorchFunctionMode):
         lane: the lane's transfers.
         transfers: all lanes'.
         follow: called with the number of the device that an operation runs on, where its random numbers come from.
+        at: the number of the device for all that changes no operand: a layer's. None to go by the operands.
     """
 
-    def __init__(self, lane: LaneTransfers, transfers: Transfers, follow: Callable[[int], None]) -> None:
+    def __init__(
+        self, lane: LaneTransfers, transfers: Transfers, follow: Callable[[int], None], at: int | None = None
+    ) -> None:
         super().__init__()
+        self._at = at
         self._lane = lane
         self._transfers = transfers
         self._follow = follow
@@ -92,13 +96,13 @@ class OneDevice(TorchFunctionMode):
         """The number of the device that an operation runs on."""
         # What a transform such as torch.vmap has wrapped stays where it is.
         wrapped = [unwrapped(tensor) for tensor in tensors if is_functorch_wrapped_tensor(tensor)]
-        for deciding in (wrapped, _changed(func, args, kwargs), tensors):
+        for deciding in (wrapped, _changed(func, args, kwargs), tensors if self._at is None else ()):
             homes = [
                 (tensor.numel(), home) for tensor in deciding if (home := self._transfers.home(tensor)) is not None
             ]
             if homes:
                 return max(homes, key=itemgetter(0))[1]
-        return 0
+        return self._at or 0
 
     def _brought(self, args: Any, kwargs: Any, tensors: Sequence[Tensor], target: int) -> tuple[Any, Any]:
         """The operands on a device."""

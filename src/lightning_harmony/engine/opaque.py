@@ -112,16 +112,25 @@ class _Unpickler(pickle.Unpickler):
 class StashedObject:
     """An opaque argument, its tensors in the stash."""
 
-    def __init__(self, snapshot: ObjectSnapshot, tensors: list[Stashed], requires_grad: list[bool]) -> None:
+    def __init__(self, snapshot: ObjectSnapshot, stash: Callable[[Tensor], Stashed]) -> None:
         self._snapshot = snapshot
-        self._tensors = tensors
-        self._requires_grad = requires_grad
+        self._requires_grad = [tensor.requires_grad for tensor in snapshot.tensors]
+        self._tensors = [stash(tensor) for tensor in snapshot.tensors]
         snapshot.tensors = []
 
-    def load(self, hidden: list[Tensor]) -> Any:
-        """The object again; adds those of its tensors that need gradients to ``hidden``."""
-        tensors = [value.load() for value in self._tensors]
+    @classmethod
+    def of(cls, leaf: Any, stash: Callable[[Tensor], Stashed]) -> Any:
+        """What keeps a leaf of arguments as it is: nothing of a tensor, itself what can't be changed or taken apart."""
+        if not is_opaque(leaf):
+            return None if isinstance(leaf, Tensor) else leaf
+        try:
+            return cls(ObjectSnapshot(leaf), stash)
+        except TypeError:
+            return leaf
+
+    def load(self) -> Any:
+        """The object again."""
+        tensors = [value.load().detach() for value in self._tensors]
         for tensor, requires_grad in zip(tensors, self._requires_grad, strict=True):
-            if requires_grad:
-                hidden.append(tensor.requires_grad_())
+            tensor.requires_grad_(requires_grad)
         return self._snapshot.restore(tensors)

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from lightning_harmony.engine.device import Device
-from lightning_harmony.engine.hollow_graph import edge_of, empty
 from lightning_harmony.engine.host_store import HostStore, Slot, lay_out
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer, bytes_of
 from lightning_harmony.engine.stream import Event
@@ -107,19 +105,6 @@ class Residency:
     as_of: int = 0
     last_use: Event | None = None
     dirty_buffers: set[BufferKey] = field(default_factory=set)
-    _edges: dict[nn.Parameter, GradientEdge] = field(default_factory=dict)
-
-    def edges(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, GradientEdge]:
-        """Where the gradients of parameters leave the graphs that are made here, even when the weights have gone."""
-        for parameter in parameters:
-            if parameter not in self._edges:
-                self._edges[parameter] = edge_of(self.leaves[parameter])
-        return {parameter: self._edges[parameter] for parameter in parameters}
-
-    def empty_leaves(self) -> None:
-        """Let no graph keep the weights."""
-        for parameter in self._edges:
-            empty(self.leaves[parameter])
 
 
 @dataclass

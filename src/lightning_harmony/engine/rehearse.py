@@ -21,7 +21,7 @@ from lightning_harmony.engine.functions import functions_as_operations
 from lightning_harmony.engine.glue import Glue
 from lightning_harmony.engine.host_store import HostPool, lies_in
 from lightning_harmony.engine.layer import COMPARED_CALLS, SwappedLayer, buffers_of, places_of
-from lightning_harmony.engine.layer_call import LayerCall
+from lightning_harmony.engine.layer_call import LayerCall, OpenCall
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.opaque import without_caches
 from lightning_harmony.engine.pack import Residency, SwappedPack
@@ -80,8 +80,6 @@ class _Rehearsal:
             for index, layer in enumerate(layers)
         ]
         for layer in self._layers:
-            # As in all steps after the first.
-            layer.holds_tensors = {0: False}
             # Fake tensors have no contents to compare.
             layer.num_compared_calls = COMPARED_CALLS
         self._num_layers = len(self._layers)
@@ -104,6 +102,7 @@ class _Rehearsal:
         self._known: dict[Any, CallProfile] = {}
         self._structures: dict[int, Any] = {}
         self._measured: Measured | None = None
+        self.open_call = OpenCall(self.visit)
         self._buffer_bytes = 0
         self._microbatch_bytes = 0
         self._dtype: torch.dtype | None = None
@@ -214,6 +213,7 @@ class _Rehearsal:
     @contextmanager
     def visit(self, layer: SwappedLayer, phase: Phase) -> Iterator[Residency]:
         """The layer's turn."""
+        self.open_call.leave()
         with self._tally.visiting(layer, phase) if self._measured is None else nullcontext():
             yield self._residency(layer)
 
@@ -228,21 +228,17 @@ class _Rehearsal:
         stash = self._stash if self._measured is None else self._measured.stash
         return stash.put(tensor) or Alias(tensor)
 
-    def brought(self, tensors: Sequence[Tensor], residency: Residency) -> list[Tensor]:
-        """All are on the one device."""
-        return list(tensors)
+    def brought(self, tensor: Tensor, residency: Residency, *, at_once: bool) -> Tensor:
+        """It is there."""
+        return tensor
 
-    def home(self, tensor: Tensor) -> int | None:
-        """The one device."""
-        return None
+    def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
+        """It is there."""
+        return tensor
 
     def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
         """It is there."""
         residency.device.hand_out(tensors)
-
-    def sent(self, tensor: Tensor, home: int | None) -> Tensor:
-        """It is there."""
-        return tensor
 
     def calling(self) -> AbstractContextManager[None]:
         """One device: glue needs no help."""
@@ -255,9 +251,13 @@ class _Rehearsal:
         return nullcontext()
 
     def reaching(
-        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
+        self, layer: SwappedLayer, residency: Residency, away: Sequence[Tensor], *, takes_objects: bool
     ) -> AbstractContextManager[None]:
         """One device: all tensors are there."""
+        return nullcontext()
+
+    def differentiating(self, residency: Residency) -> AbstractContextManager[None]:
+        """Nothing changes."""
         return nullcontext()
 
     def compiling(self) -> AbstractContextManager[None]:
@@ -318,12 +318,8 @@ class _Rehearsal:
     def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Sums count as gradients, not as work."""
 
-    def may_fill(self, layer: SwappedLayer, num_nodes: int) -> bool:
-        """As in all steps after the first."""
-        return True
-
-    def verify(self, layer: SwappedLayer, num_nodes: int, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
-        """Nothing to check without data."""
+    def end_backward(self, layer: SwappedLayer) -> None:
+        """Nobody waits for it."""
 
     def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
         """The layer that a parameter is when glue uses it."""

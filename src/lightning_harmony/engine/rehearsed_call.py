@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
+from lightning_harmony.engine.call_arguments import CallArguments
 from lightning_harmony.engine.fakes import FakeDevice, FakeWatch
-from lightning_harmony.engine.hollow_graph import given, keep
 from lightning_harmony.engine.host_store import lies_in
 from lightning_harmony.engine.intercept import InterceptedForward
 from lightning_harmony.engine.layer import SwappedLayer
@@ -20,6 +21,7 @@ from lightning_harmony.engine.opaque import PLAIN
 from lightning_harmony.engine.stash import LaneStash
 from lightning_harmony.engine.stock import Stock
 from lightning_harmony.engine.structure import Shape
+from lightning_harmony.engine.tree import flatten
 from lightning_harmony.plan.task import Phase
 from lightning_harmony.plan.work import Work
 
@@ -102,85 +104,86 @@ class RehearsedForward(InterceptedForward):
         super().__init__(layer, rehearsal)
         self._rehearsal = rehearsal
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        return RehearsedCall(self.original, self._rehearsal, args, kwargs)
+    def _run(self, anchor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments = CallArguments(args, kwargs)
+        needs = [*arguments.tensors, *self.layer.parameters]
+        if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in needs)):
+            return super()._run(anchor, args, kwargs)
+        # Nobody asks for gradients of the user's own parameters here.
+        return RehearsedCall(self.original, self._rehearsal, arguments, self._anchor).run()
 
 
-class RehearsedCall(LayerCall):
+class RehearsedCall:
     """One call of a layer, of which only the first of its kind is run."""
 
-    _known: CallProfile
+    def __init__(self, original: OwnForward, rehearsal: Rehearsal, arguments: CallArguments, anchor: Tensor) -> None:
+        self._original, self._layer, self._rehearsal = original, original.layer, rehearsal
+        self._arguments, self._anchor = arguments, anchor
 
-    def __init__(
-        self, original: OwnForward, rehearsal: Rehearsal, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        super().__init__(original, rehearsal, args, kwargs)
-        self._rehearsal = rehearsal
+    def run(self) -> Any:
+        """Leave the marks of the forward; those of the backward follow when it comes."""
+        rehearsal, tensors = self._rehearsal, self._arguments.tensors
+        with rehearsal.visit(self._layer, Phase.FORWARD):
+            self._known = rehearsal.known(self._layer, self._signature(tensors), self._measure)
+            self._inputs = [rehearsal.stash(tensor) for tensor in tensors]
+            rehearsal.redo(self._known.forward, self._known.forward_bytes)
+            outputs = _Marks.apply(self, self._anchor, *tensors)
+        self._arguments.give_back()
+        return self._known.unflatten(iter(outputs))
 
-    def forward(self) -> tuple[Any, ...]:
-        """Leave the marks of the forward."""
-        rehearsal, tensors = self._rehearsal, self.tensors
-        self._known = rehearsal.known(self._layer, self._signature(tensors), lambda: self._measure(tensors))
-        self._inputs = [rehearsal.stash(tensor) for tensor in self.tensors]
-        rehearsal.redo(self._known.forward, self._known.forward_bytes)
-        self._unflatten, self._leaves = self._known.unflatten, []
-        outputs = []
-        for output in self._known.outputs:
-            leaf = output.make(tensors)
-            if isinstance(leaf, Tensor) and output.shape is not None:
-                # Only asked whether it can be differentiated; what follows is detached from it.
-                leaf.requires_grad_(output.shape.requires_grad)
-            outputs.append(leaf)
-        return tuple(outputs)
+    def outputs(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """What a call with these tensors returns."""
+        return [output.make(tensors) for output in self._known.outputs]
 
-    def backward(self, gradients: Sequence[Tensor | None], summed: frozenset[nn.Parameter]) -> list[Tensor | None]:
+    def constant(self, outputs: Sequence[Any]) -> list[Tensor]:
+        """Those that have no gradients."""
+        pairs = zip(self._known.outputs, outputs, strict=True)
+        return [leaf for output, leaf in pairs if output.shape is not None and not output.shape.requires_grad]
+
+    def backward(self) -> list[Tensor | None]:
         """Leave the marks of the backward."""
-        with self._visit(Phase.BACKWARD):
+        with self._rehearsal.visit(self._layer, Phase.BACKWARD):
             self._rehearsal.redo_backward(self._layer, self._known)
             self._inputs = []
             return [None if shape is None else shape.empty() for shape in self._known.gradients]
 
     def _signature(self, tensors: Sequence[Tensor]) -> Any:
         """What calls that do the same have in common."""
+        arguments = self._arguments
         leaves = [
             leaf if isinstance(leaf, PLAIN) else ("object", id(leaf))
-            for number, leaf in zip(self._arguments.numbers, self._leaves, strict=True)
+            for number, leaf in zip(arguments.numbers, arguments.leaves, strict=True)
             if number is None
         ]
         shapes = tuple(Shape.of(tensor) for tensor in tensors)
-        return (
-            str(self._arguments.structure),
-            tuple(self._arguments.numbers),
-            tuple((type(leaf), leaf) for leaf in leaves),
-            shapes,
-        )
+        return str(arguments.structure), tuple(arguments.numbers), tuple((type(leaf), leaf) for leaf in leaves), shapes
 
-    def _measure(self, tensors: Sequence[Tensor]) -> CallProfile:
+    def _measure(self) -> CallProfile:
         """Run the layer forth and back, apart from all else."""
-        device, stock = self._rehearsal.device, self._rehearsal.stock
-        arguments = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]
-        residency = self.residency
+        device, stock, arguments = self._rehearsal.device, self._rehearsal.stock, self._arguments
+        others = [leaf for leaf in arguments.leaves if not isinstance(leaf, Tensor)]
         with self._rehearsal.apart(self._layer) as measured:
+            inputs = [Tensor.detach(tensor).requires_grad_(tensor.requires_grad) for tensor in arguments.tensors]
+            # A layer may change its inputs in place, which leaves may not be.
+            passed = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in inputs]
+            args, kwargs = arguments.again(passed, arguments.leaves)
             before, peak = device.allocated_bytes(), device.watch_peak()
-            outputs = super().forward()
+            result = LayerCall(self._original, self._rehearsal, self._anchor).run(args, kwargs)
             forward, forward_bytes = stock.take(), peak() - before
-            described = [_describe(leaf, tensors) for leaf in outputs]
-            of_tensors = [
-                torch.empty_like(leaf) if leaf.requires_grad else None for leaf in outputs if isinstance(leaf, Tensor)
-            ]
-            del outputs
+            outputs, unflatten = flatten(result)
+            described = [_describe(leaf, passed) for leaf in outputs]
+            starts = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
+            edges, of_outputs = list(map(get_gradient_edge, starts)), list(map(torch.empty_like, starts))
+            del result, outputs, starts, args, kwargs, passed
             before, peak = device.allocated_bytes(), device.watch_peak()
             stock.take()
-            # What the glue saves goes to the stash, but no glue is left when a layer recomputes.
-            with torch.autograd.graph.saved_tensors_hooks(keep, given):
-                found = super().backward(of_tensors, frozenset(self._layer.parameters))
+            if edges:
+                torch.autograd.backward(edges, of_outputs)
             backward, backward_bytes = stock.take(), peak() - before
-        # The visit goes on, of which that of the backward was a part.
-        self.residency = residency
         return CallProfile(
             described,
-            self._unflatten,
-            [None if gradient is None else Shape.of(gradient) for gradient in found],
+            unflatten,
+            [None if tensor.grad is None else Shape.of(tensor.grad) for tensor in inputs],
             forward,
             backward,
             measured.recompute,
@@ -188,8 +191,23 @@ class RehearsedCall(LayerCall):
             backward_bytes,
             measured.graph_bytes,
             tuple(number for number, p in enumerate(self._layer.parameters) if p in measured.narrow),
-            arguments,
+            others,
         )
+
+
+class _Marks(torch.autograd.Function):
+    """A call that isn't run, in the caller's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RehearsedCall, anchor: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
+        ctx.call = call
+        outputs = call.outputs(tensors)
+        ctx.mark_non_differentiable(*call.constant(outputs))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.call.backward()
 
 
 def _describe(leaf: Any, inputs: Sequence[Tensor]) -> Output:

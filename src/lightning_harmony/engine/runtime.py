@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.gradient_sums import GradientSums
 from lightning_harmony.engine.host_store import begins_in, lies_in
 from lightning_harmony.engine.layer import SwappedLayer
-from lightning_harmony.engine.layer_call import LayerCall
+from lightning_harmony.engine.layer_call import LayerCall, OpenCall
 from lightning_harmony.engine.lone_calls import LoneCalls
 from lightning_harmony.engine.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.observer import Observer
@@ -25,7 +25,6 @@ from lightning_harmony.engine.step_recorder import StepRecorder
 from lightning_harmony.engine.strides import copied
 from lightning_harmony.engine.swapped_model import SwappedModel
 from lightning_harmony.engine.transfer import LaneTransfers, Transfers
-from lightning_harmony.engine.verify import verify_layer
 from lightning_harmony.engine.visits import Visits
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.task import Phase
@@ -79,10 +78,12 @@ class Runtime:
         self._draw_on = draw_on
         self.note_set = note_set
         self._devices = transfers.devices
+        self.open_call = OpenCall(self.visit)
         self.recomputing = nullcontext
 
     def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
         """Wait for a layer's turn; within the context it resides on the device."""
+        self.open_call.leave()
         progress = self._step.current()
         if progress is None:
             return self._lone_calls.visit(self._placement.pack_of[layer.index], phase)
@@ -94,18 +95,27 @@ class Runtime:
         """The number of the device where a tensor is."""
         return self._transfers.home(tensor)
 
-    def brought(self, tensors: Sequence[Tensor], residency: Residency) -> list[Tensor]:
-        """The tensors on the device of a layer: those from elsewhere as copies without their graph."""
+    def brought(self, tensor: Tensor, residency: Residency, *, at_once: bool) -> Tensor:
+        """A tensor for a layer: one on its device, or one that needs a gradient where it is, with a copy for the layer."""
         progress = self._step.current()
-        if progress is None:
+        if progress is None and self.home(tensor) is None:
             # Who calls a layer outside of a step may have made its inputs beside the parameters, on the host.
-            device = residency.device.torch_device
-            tensors = [t.detach().to(device) if self.home(t) is None else t for t in tensors]
+            return tensor.to(residency.device.torch_device)
         if len(self._devices) == 1:
-            return list(tensors)
+            return tensor
         number = self._devices.index(residency.device)
-        transfers = self._transfers if progress is None else progress.transfers
-        return [transfers.copy(tensor, number) for tensor in tensors]
+        transfers = LaneTransfers(self._transfers, 0) if progress is None else progress.transfers
+        if at_once or progress is None or not (tensor.requires_grad and torch.is_grad_enabled()):
+            return transfers.moved(tensor, number)
+        transfers.copy(tensor, number)
+        return tensor
+
+    def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
+        """A tensor on a layer's device, without its graph."""
+        progress = self._step.current()
+        if len(self._devices) == 1 or progress is None:
+            return tensor
+        return progress.transfers.copy(tensor, self._devices.index(residency.device))
 
     def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
         """What a layer made goes to the lane."""
@@ -129,15 +139,23 @@ class Runtime:
         self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
     ) -> AbstractContextManager[None]:
         """The context of a layer's own code."""
+        if self._step.current() is None:
+            return residency.device.computing()
         if len(self._devices) == 1:
             return nullcontext()
         number = self._devices.index(residency.device)
-        if self._step.current() is not None:
-            # Glue that ran on another device since the lane came here took its random numbers along.
-            self._draw_on(number)
-            if takes_objects or layer.attributes.may_hold_tensors:
-                return self._running_on_all_devices(number)
+        # Glue that ran on another device since the lane came here took its random numbers along.
+        self._draw_on(number)
+        if takes_objects or layer.attributes.may_hold_tensors:
+            return self._running_on_all_devices(number)
         return self._recorder.computing(residency.device)
+
+    def differentiating(self, residency: Residency) -> AbstractContextManager[None]:
+        """The context in which a backward runs through a layer, from node to node."""
+        if self._step.current() is None or len(self._devices) == 1:
+            # Modes that one node enters, torch leaves before the next.
+            return nullcontext()
+        return self._recorder.differentiating(residency.device)
 
     @contextmanager
     def _running_on_all_devices(self, number: int) -> Iterator[None]:
@@ -149,28 +167,28 @@ class Runtime:
             yield
 
     def reaching(
-        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
+        self, layer: SwappedLayer, residency: Residency, away: Sequence[Tensor], *, takes_objects: bool
     ) -> AbstractContextManager[None]:
-        """The context of a layer's forward: it may use tensors that its attributes or objects hold, wherever they are."""
+        """The context of a layer's forward: it may use tensors of its own wherever they are."""
         progress = self._step.current()
-        if len(self._devices) == 1 or progress is None or not (takes_objects or layer.attributes.may_hold_tensors):
+        may_reach = takes_objects or away or layer.attributes.may_hold_tensors
+        if len(self._devices) == 1 or progress is None or not may_reach:
             return nullcontext()
         number = self._devices.index(residency.device)
-        if takes_objects:
-            # What is in them is not looked at: a layer may put more there.
-            return self._mixing(progress.lane.microbatch, number)
+        if takes_objects or away:
+            # What is in objects is not looked at: a layer may put more there.
+            return self._mixing(progress.transfers.within(away, number), number)
         tensors = list(layer.attributes.read().tensors().values())
         if not tensors:
             return nullcontext()
         if all(self.home(tensor) in (None, number) for tensor in tensors):
             return progress.transfers.using(tensors, number)
-        return self._mixing(progress.lane.microbatch, number)
+        return self._mixing(progress.transfers.within((), number), number)
 
     @contextmanager
-    def _mixing(self, lane: int, number: int) -> Iterator[None]:
-        """A layer's operations run as those of the glue do."""
-        # With copies of its own: they are not for the lane's own work.
-        with OneDevice(LaneTransfers(self._transfers, lane), self._transfers, self._draw_on):
+    def _mixing(self, transfers: LaneTransfers, number: int) -> Iterator[None]:
+        """A layer's operations find tensors of all devices, as those of the glue do."""
+        with OneDevice(transfers, self._transfers, self._draw_on, number):
             yield
         self._draw_on(number)
 
@@ -307,6 +325,12 @@ class Runtime:
         progress = self._step.current()
         return progress is not None and progress.differentiating
 
+    def end_backward(self, layer: SwappedLayer) -> None:
+        """An announced backward is over."""
+        progress = self._step.current()
+        if progress is not None:
+            progress.pending[self._placement.pack_of[layer.index]] -= 1
+
     def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Take the gradients of one announced backward."""
         progress = self._step.current()
@@ -317,23 +341,7 @@ class Runtime:
                     "loss: ask for the gradients of inputs alone with torch.autograd.grad(loss, inputs), or optimize manually "
                     "(self.automatic_optimization = False)"
                 )
-            progress.pending[self._placement.pack_of[layer.index]] -= 1
         elif gradients:
             self._lone_calls.flush_after_this_backward()
         if gradients:
             self._sums.add(layer, use, gradients)
-
-    def may_fill(self, layer: SwappedLayer, num_nodes: int) -> bool:
-        """Whether a graph of this size was looked at, and holds nothing by itself."""
-        return layer.holds_tensors.get(num_nodes) is False
-
-    def verify(self, layer: SwappedLayer, num_nodes: int, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
-        """Check a layer when its graph first has so many nodes."""
-        if num_nodes in layer.holds_tensors:
-            return
-        index = self._placement.pack_of[layer.index]
-        residents = self._placement.residents_of(index)
-        residency = residents.packs[index].residency
-        assert residency is not None
-        with residents.device.on_host():
-            verify_layer(layer, num_nodes, residency, outputs, known)

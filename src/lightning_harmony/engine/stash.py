@@ -15,7 +15,7 @@ from lightning_harmony.engine.host_store import HostPool
 from lightning_harmony.engine.layer import version_of
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stream import Event, current_cuda_stream
-from lightning_harmony.engine.strides import compact, is_sparse, restore
+from lightning_harmony.engine.strides import compact, copied, is_sparse, restore
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.task import Errand
 
@@ -32,7 +32,7 @@ class Stashed(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait until nothing reads the tensor any more."""
+        """From here on, the tensor may be changed in place, or freed."""
 
 
 class Alias(Stashed):
@@ -57,7 +57,9 @@ class Alias(Stashed):
         return self._tensor
 
     def settle(self) -> None:
-        """Nothing reads it."""
+        """Keep a copy."""
+        self._tensor = copied(self._tensor)
+        self._version = version_of(self._tensor)
 
 
 class HostCopy(Stashed):
@@ -98,6 +100,7 @@ class HostCopy(Stashed):
     def settle(self) -> None:
         """Wait until it is in the host buffer."""
         self._stored.synchronize()
+        self._stash.retire()
 
     def __del__(self) -> None:
         # Where there was no room to begin with, there is nothing to give back.

@@ -218,16 +218,26 @@ class StepRecorder:
 
     def computing(self, device: Device) -> AbstractContextManager[None]:
         """The context of a layer's own code on one of several devices."""
-        return device.computing() if self._step is None else self._computing(self._step, device)
+        return self._noted(device, device.computing())
+
+    def differentiating(self, device: Device) -> AbstractContextManager[None]:
+        """The context of the backward of a layer's own code on one of several devices."""
+        return self._noted(device, device.differentiating())
+
+    def _noted(self, device: Device, context: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        return context if self._step is None else self._noting(self._step, device, context)
 
     @contextmanager
-    def _computing(self, step: _Step, device: Device) -> Iterator[None]:
-        with device.computing():
+    def _noting(self, step: _Step, device: Device, context: AbstractContextManager[None]) -> Iterator[None]:
+        with context:
+            interrupted = self._close(step)
             self._open(step, self._devices.index(device), step.task)
             try:
                 yield
             finally:
                 self._close(step)
+                if interrupted is not None:
+                    self._open(step, interrupted.device, interrupted.task)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

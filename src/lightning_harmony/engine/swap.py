@@ -14,7 +14,7 @@ from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.device_update import DeviceUpdates, Stayed
 from lightning_harmony.engine.guise import parameter_like
 from lightning_harmony.engine.host_store import HostPool, HostStore, Slot, lay_out
-from lightning_harmony.engine.layer import BufferKey, SwappedLayer, refuse_accumulation
+from lightning_harmony.engine.layer import BufferKey, SwappedLayer, make_resident
 from lightning_harmony.engine.pack import (
     Accumulator,
     GradientKey,
@@ -127,9 +127,7 @@ class Swapper:
                 _copy(staging.on_device, staging.memory)
 
         # First: what the copy runs beside should not wait for the thread that copies.
-        leaves = {p: parameter_like(p, slot.view(weights)) for p, slot in layout.slots.items()}
-        for leaf in leaves.values():
-            refuse_accumulation(leaf)
+        leaves = {p: make_resident(parameter_like(p, slot.view(weights))) for p, slot in layout.slots.items()}
         copied = pack.buffer_bytes + (layout.copied_bytes if stayed is None else _frozen_bytes(pack, stayed))
         after = [] if stayed is None else [stayed.updated]
         ready = device.start_copy(Errand.SWAP_IN, "weights", copied, copy, after, pack.index)
@@ -162,7 +160,6 @@ class Swapper:
             self._device.free(staging.on_device, uses if leaving is None else [*uses, leaving.event])
             if leaving is None:
                 self._pool.give(staging.memory, residency.ready)
-        residency.empty_leaves()
 
     def _start_write_back(self, pack: SwappedPack, residency: Residency, after: Sequence[Event]) -> None:
         """Start to copy the buffers that layers changed to the host."""

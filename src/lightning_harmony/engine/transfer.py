@@ -121,6 +121,14 @@ class LaneTransfers:
         self._copies[key] = forget, version_of(tensor), copied, version_of(copied)
         return copied
 
+    def within(self, tensors: Iterable[Tensor], to: int) -> LaneTransfers:
+        """The transfers within a layer of the lane: its copies are not for work outside. Those of some tensors are there."""
+        transfers = LaneTransfers(self._transfers, self._lane)
+        for key in [(id(tensor), to) for tensor in tensors]:
+            if key in self._copies:
+                transfers._copies[key] = self._copies[key]
+        return transfers
+
     def made(self, tensors: Iterable[Tensor]) -> None:
         """The lane has made these."""
         for tensor in tensors:
@@ -171,4 +179,7 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _moved(gradient, ctx.transfers.copy(gradient, ctx.home), ctx.transfers), None, None
+        # The next node runs where the tensor was made, and that is not always the lane's own stream: it may be a layer's.
+        with ctx.transfers.devices[ctx.home].computing():
+            copied = ctx.transfers.copy(gradient, ctx.home)
+        return _moved(gradient, copied, ctx.transfers), None, None

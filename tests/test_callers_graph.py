@@ -1,0 +1,445 @@
+"""A layer's call stays in the caller's graph: what reaches out of it, what is changed in place, and what comes in pieces."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from nets import WIDTH
+from same_training import Net, assert_same_training, trainer_for
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+from lightning_harmony.engine.layer_call import LayerCall
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*does not have many workers")
+
+ROWS = 16
+
+
+class Block(nn.Module):
+    """A layer whose saved tensors are more than its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Four layers and the mean square of what comes out."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = batch[:, None] * torch.linspace(0.1, 1.0, ROWS, device=batch.device)[:, None]
+        loss: Tensor = self.head(self.run(x)).pow(2).mean()
+        return loss + self.extra()
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def extra(self) -> Any:
+        return 0.0
+
+
+# ---- what reaches out of layers ----------------------------------------------------------------------------------------
+
+
+class LeavesALoss(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(self.norm(x)))
+        self.aux = hidden.square().mean()
+        return x + self.down(hidden)
+
+
+class LossesInAttributes(Stack):
+    def __init__(self) -> None:
+        super().__init__(LeavesALoss)
+
+    def extra(self) -> Any:
+        return 0.01 * sum(block.aux for block in self.blocks)  # type: ignore[misc]
+
+
+class LossesInAList(Stack):
+    """The layers append them to a list that they are given."""
+
+    class Appends(Block):
+        def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:  # type: ignore[override]
+            hidden = F.gelu(self.up(self.norm(x)))
+            losses.append(hidden.abs().mean())
+            return x + self.down(hidden)
+
+    def __init__(self) -> None:
+        super().__init__(LossesInAList.Appends)
+
+    def run(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = [x.square().mean()]
+        for block in self.blocks:
+            x = block(x, losses)
+        return x + torch.stack(losses).sum()
+
+
+class LossesByHooks(Stack):
+    """Hooks on what is within the layers collect what comes out of it."""
+
+    def run(self, x: Tensor) -> Tensor:
+        collected: list[Tensor] = []
+        hooks = [
+            block.up.register_forward_hook(lambda module, args, output: collected.append(output))
+            for block in self.blocks
+        ]
+        try:
+            x = super().run(x)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return x + torch.stack([each.square().mean() for each in collected]).sum()
+
+
+@dataclass
+class Cache:
+    keys: Tensor
+    values: Tensor
+
+
+class Reads(Block):
+    def forward(self, x: Tensor, cache: Any) -> Tensor:  # type: ignore[override]
+        found: Tensor = super().forward(x * cache.keys.sigmoid() + cache.values)
+        return found
+
+
+class TakesADataclass(Stack):
+    def __init__(self, wrap: Callable[[Tensor, Tensor], Any] = Cache) -> None:
+        super().__init__(Reads)
+        self.encoder, self.wrap = nn.Linear(WIDTH, WIDTH), wrap
+
+    def run(self, x: Tensor) -> Tensor:
+        memory = self.encoder(x)
+        cache = self.wrap(memory, memory * 0.5)
+        for block in self.blocks:
+            x = block(x, cache)
+        return x
+
+
+class ReturnsObjects(Stack):
+    class Wraps(Block):
+        def forward(self, x: Tensor) -> Any:
+            hidden = F.gelu(self.up(self.norm(x)))
+            return SimpleNamespace(x=x + self.down(hidden), seen={"hidden": [hidden]})
+
+    def __init__(self) -> None:
+        super().__init__(ReturnsObjects.Wraps)
+
+    def run(self, x: Tensor) -> Tensor:
+        seen = []
+        for block in self.blocks:
+            result = block(x)
+            x = result.x
+            seen.append(result.seen["hidden"][0].mean())
+        return x + torch.stack(seen).sum()
+
+
+class SeveralReaders(Stack):
+    """One tensor that all layers read several times."""
+
+    def __init__(self) -> None:
+        super().__init__(Reads)
+
+    def run(self, x: Tensor) -> Tensor:
+        memory = self.blocks[0](x, Cache(x, x))
+        for block in self.blocks[1:]:
+            x = block(x, SimpleNamespace(keys=memory, values=memory)) + memory
+        return x
+
+
+REACHING: dict[str, Callable[[], Stack]] = {
+    "losses in attributes": LossesInAttributes,
+    "losses in a list": LossesInAList,
+    "losses by hooks": LossesByHooks,
+    "a dataclass": TakesADataclass,
+    "an object": lambda: TakesADataclass(lambda keys, values: SimpleNamespace(keys=keys, values=values)),
+    "objects that are returned": ReturnsObjects,
+    "several readers": SeveralReaders,
+}
+SAMPLES = 24
+
+
+def samples() -> Tensor:
+    return torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("memory", [None, "240KiB"])
+@pytest.mark.parametrize("name", REACHING)
+def test_what_reaches_out_of_layers_has_the_gradients_of_plain_training(name: str, memory: str | None) -> None:
+    """Graphs are kept with all memory, and recomputed with less."""
+    assert_same_training(Net(REACHING[name]()), samples(), device_memory=memory, layers=[Block])
+
+
+@pytest.mark.parametrize("name", REACHING)
+def test_what_reaches_out_of_layers_on_two_devices(name: str) -> None:
+    assert_same_training(Net(REACHING[name]()), samples(), devices=2, layers=[Block])
+
+
+# ---- changes in place --------------------------------------------------------------------------------------------------
+
+
+class Relu(nn.Module):
+    """Changes its input, as plain PyTorch allows of what nobody has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(F.relu(x, inplace=True))
+        return found * 1.5 + 0.1
+
+
+class AddsInPlace(Relu):
+    def forward(self, x: Tensor) -> Tensor:
+        x += 0.5
+        return super().forward(x) + 0.0
+
+
+class ChangesWhatItMade(Relu):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y.mul_(2).add_(x)
+        return y
+
+
+@pytest.mark.parametrize("memory", [None, "48KiB"])
+@pytest.mark.parametrize("block", [Relu, AddsInPlace, ChangesWhatItMade])
+def test_a_layer_may_change_in_place_what_plain_training_lets_it_change(block: type[Relu], memory: str | None) -> None:
+    """It was refused, as its backward ran on copies of its inputs."""
+    assert_same_training(Net(Stack(block)), samples(), device_memory=memory, layers=[block, nn.Linear])
+
+
+class ChangesOutputs(Stack):
+    """Changes what a layer has returned and, as autograd has saved it, needs for its backward."""
+
+    class Squashes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).tanh()
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__(ChangesOutputs.Squashes)
+        self.change = change
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            self.change(x)
+        return x
+
+
+def without_graph(x: Tensor) -> None:
+    with torch.no_grad():
+        x.clamp_(-0.5, 0.5)
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "adds": lambda x: x.add_(1),
+    "by index": lambda x: x.__setitem__((slice(None), 0), 0.0),
+    "without a graph": without_graph,
+    "a view of it": lambda x: x.view(-1).mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("memory", [None, "40KiB"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_saved_output_that_is_changed_in_place_is_refused_as_by_plain_training(
+    change: str, memory: str | None
+) -> None:
+    """Where graphs are kept, from the second step on, gradients were wrong without a word."""
+    for strategy in ("auto", HarmonyStrategy(memory, num_microbatches=2, layers=[ChangesOutputs.Squashes])):
+        trainer = trainer_for(strategy, 3, [])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            trainer.fit(Net(ChangesOutputs(CHANGES[change])), DataLoader(samples(), batch_size=8))
+
+
+class ShiftsOutputs(Stack):
+    """Changes what a layer has returned and no backward needs."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x += 1
+        return x
+
+
+def test_an_output_that_nothing_has_saved_may_be_changed_in_place() -> None:
+    assert_same_training(Net(ShiftsOutputs()), samples(), device_memory="100KiB", layers=[Block])
+
+
+# ---- other graphs ------------------------------------------------------------------------------------------------------
+
+
+class Fickle(Block):
+    """Does something else when it runs again, by what it finds in no attribute of its own."""
+
+    calls: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Any:
+        Fickle.calls.append(1)
+        return super().forward(x) if len(Fickle.calls) <= 4 else super().forward(x.tanh().exp())
+
+
+def test_a_layer_that_saves_other_tensors_when_it_runs_again_is_named() -> None:
+    Fickle.calls.clear()
+    strategy = HarmonyStrategy(num_microbatches=1, layers=[Block])
+    with pytest.raises(UnsupportedModelError, match=r"layer 'net\.blocks\.3' saves other tensors"):
+        trainer_for(strategy, 1, []).fit(Net(Stack(Fickle)), DataLoader(samples(), batch_size=8))
+
+
+class Penalized(Stack):
+    """A backward within the step, for the gradient of activations alone."""
+
+    def run(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        y = super().run(x)
+        (slope,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+        return y * slope.detach().square().mean()
+
+
+@pytest.mark.parametrize("memory", [None, "100KiB"])
+def test_a_backward_may_come_in_pieces(memory: str | None) -> None:
+    assert_same_training(Net(Penalized()), samples(), device_memory=memory, layers=[Block])
+
+
+class Twice(Stack):
+    def run(self, x: Tensor) -> Tensor:
+        first, second = self.blocks[0](x), self.blocks[1](x)
+        return super().run(first * second)
+
+
+def test_a_layer_that_is_called_twice_differs_by_the_rounding_of_its_sum_only() -> None:
+    assert_same_training(Net(Twice()), samples(), device_memory="100KiB", layers=[Block], tolerance=1e-6)
+
+
+# ---- weights -----------------------------------------------------------------------------------------------------------
+
+
+class SetsData(Block):
+    """Changes the data of a weight by one of the ways there are, from a call on."""
+
+    def __init__(self, change: Callable[[nn.Parameter], Any]) -> None:
+        super().__init__()
+        self.change, self.num_calls = change, 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.num_calls += 1
+        if self.num_calls > 2:
+            self.change(self.up.weight)
+        return super().forward(x)
+
+
+def assign(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 0.5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.data.mul_(0.9),
+        lambda weight: weight.data.copy_(weight.data.clamp(-0.1, 0.1)),
+        lambda weight: weight.data[0].zero_(),
+        assign,
+    ],
+)
+def test_a_change_of_a_weights_data_is_found_in_the_step_in_which_it_is_made(change: Callable[[Any], Any]) -> None:
+    """Weights were compared in the first step alone."""
+    strategy = HarmonyStrategy(num_microbatches=1, layers=[Block])
+    trainer = trainer_for(strategy, 4, [])
+    with pytest.raises(UnsupportedModelError, match=r"layer 'net\.blocks\.\d' (modifies a parameter|changes the data)"):
+        trainer.fit(Net(Stack(lambda: SetsData(change))), DataLoader(samples(), batch_size=8))
+    assert trainer.global_step == 2
+
+
+# ---- what lasts ----------------------------------------------------------------------------------------------------------
+
+
+class SeesTwice(Stack):
+    """What comes of the second view is a target: no backward comes to its graph."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().run(x) - super().run(x.flip(0)).detach()
+
+
+class RunsAgain(Stack):
+    """Checkpoints run the layers again for the sake of what the code around them has saved."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(lambda y, block=block: F.gelu(block(y)), x, use_reentrant=False)
+        return x
+
+
+class IgnoresOne(Stack):
+    """Nothing uses what one layer returns."""
+
+    def run(self, x: Tensor) -> Tensor:
+        self.blocks[0](x)
+        return super().run(x)
+
+
+class LosesOne(Stack):
+    """A layer's output ends in an error that the code catches."""
+
+    def run(self, x: Tensor) -> Tensor:
+        with suppress(RuntimeError):
+            self.blocks[0](x).reshape(7, 7)
+        return super().run(x)
+
+
+@pytest.mark.parametrize("net", [Stack, SeesTwice, RunsAgain, IgnoresOne, LosesOne])
+def test_calls_end_with_their_graph_without_the_garbage_collector(
+    net: type[Stack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls that no backward had come to kept their inputs on the device for ever: in the next step there was no room."""
+    calls: weakref.WeakSet[LayerCall] = weakref.WeakSet()
+    num_alive: list[int] = []
+    begin = LayerCall.__init__
+
+    def noted(call: LayerCall, *args: Any) -> None:
+        begin(call, *args)
+        calls.add(call)
+
+    class Counts(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            num_alive.append(len(calls))
+
+    monkeypatch.setattr(LayerCall, "__init__", noted)
+    strategy = HarmonyStrategy(device_memory="100KiB", num_microbatches=2)
+    gc.collect()
+    gc.disable()
+    try:
+        trainer = trainer_for(strategy, 3, [Counts()])
+        trainer.fit(Net(net()), DataLoader(samples(), batch_size=4))
+    finally:
+        gc.enable()
+    assert num_alive == [0, 0, 0]
