@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import host_update
 import hypothesis
 import pytest
 import same_training
@@ -93,15 +92,9 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def exact_on_gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On GPUs, too, plain Lightning and harmony have the same bits: kernels sum in one order, and both update on the host.
-
-    A model that fits is updated on the GPU, as in plain Lightning.
-    """
+def exact_on_gpus() -> Iterator[None]:
+    """On GPUs, too, plain Lightning and harmony have the same bits: kernels sum in one order."""
     on_gpus = same_training.accelerator == "gpu"
-    updates_on_host = on_gpus and request.node.get_closest_marker("in_memory") is None
-    for tree in ("lightning.pytorch", "pytorch_lightning") if updates_on_host else ():
-        host_update.install(monkeypatch, tree)
     torch.use_deterministic_algorithms(on_gpus, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

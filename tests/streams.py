@@ -459,7 +459,8 @@ class Detector:
         self._blocks: dict[int, Block] = {}
         self._allocated: Counter[int] = Counter()
         self._storages: dict[int, weakref.ref[Any]] = {}
-        self._pinned: dict[int, Memory] = {}
+        # Of each buffer, by granules.
+        self._pinned: dict[int, dict[int, Memory]] = {}
         self._registered: list[tuple[int, int]] = []
         self._granules: dict[int, Memory] = {}
         self._lock = threading.RLock()
@@ -535,8 +536,8 @@ class Detector:
         with self._lock:
             block, _ = self._blocks.pop(key), self._storages.pop(key)
             self._allocated[block.pool.device.number] -= block.num_bytes
-        # The allocator waits for the streams that it was told of.
-        known = Clock()
+        # The allocator waits for the streams that it was told of, and what the freeing thread has waited for is over.
+        known = self.here.clock.copy()
         for each in block.recorded:
             known.join(each.clock)
         uses = {**block.before, **block.uses}
@@ -546,7 +547,7 @@ class Detector:
     def pin(self, buffer: Tensor) -> None:
         """A host buffer is one that copies are not waited for."""
         key = buffer.untyped_storage()._cdata
-        self._pinned[key] = Memory()
+        self._pinned[key] = {}
         self._storages[key] = weakref.ref(buffer.untyped_storage(), lambda _: self._unpin(key))
 
     def _unpin(self, key: int) -> None:
@@ -561,15 +562,14 @@ class Detector:
         if tensor.layout is not torch.strided or tensor.numel() == 0:
             return []
         pinned = self._pinned.get(tensor.untyped_storage()._cdata)
-        if pinned is not None:
-            return [pinned]
         start = tensor.data_ptr()
-        if not any(begin <= start < end for begin, end in self._registered):
+        if pinned is None and not any(begin <= start < end for begin, end in self._registered):
             return []
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         last = start + extent * tensor.element_size() - 1
         numbers = range(start // GRANULE, last // GRANULE + 1)
-        return [self._granules.setdefault(number, Memory()) for number in numbers]
+        granules = self._granules if pinned is None else pinned
+        return [granules.setdefault(number, Memory()) for number in numbers]
 
     # ---- what is done ----------------------------------------------------------------------------------------------------
 
@@ -913,6 +913,10 @@ class FakeCudaDevice(CudaDevice):
             yield
         finally:
             here.on_host = before
+
+    def copies_fast(self, tensor: Tensor) -> bool:
+        """Whether the detector knows it."""
+        return bool(self.detector._host_memory(tensor))
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """One that copies are not waited for."""

@@ -22,7 +22,7 @@ from test_lightning import NUM_STEPS, Manual, Model, assert_same, harmony, loade
 from torch import Tensor
 
 from lightning_harmony import HarmonyMonitor
-from lightning_harmony.engine.postponed import Share
+from lightning_harmony.engine.streamed_update import StreamedUpdate
 from lightning_harmony.lightning_tree import classes_of
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.recording import Recording, read_recording
@@ -291,14 +291,14 @@ def test_a_first_step_is_recorded_layer_by_layer_and_measures_what_it_does_else(
 def test_a_deferred_update_is_seen_under_the_forward_of_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    update = Share.update
+    update = StreamedUpdate.update
 
-    def slowly(self: Share, *args: Any) -> None:
+    def slowly(*args: Any, **options: Any) -> None:
         time.sleep(0.02)
-        update(self, *args)
+        update(*args, **options)
 
     # It could be over before the next batch has come.
-    monkeypatch.setattr(Share, "update", slowly)
+    monkeypatch.setattr(StreamedUpdate, "update", slowly)
     _, recording = record(tmp_path, max_epochs=1, **CLIP)
     spans = [span for device in recording.measured.devices for span in device.spans]
     updated = [span for span in spans if span.stream == UPDATE]

@@ -32,8 +32,10 @@ from test_lightning import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_harmony.engine.postponed import PostponedUpdate, Share
+from lightning_harmony.engine.optimizer_twin import Share
+from lightning_harmony.engine.postponed import PostponedUpdate
 from lightning_harmony.engine.profile import Profiler
+from lightning_harmony.engine.streamed_update import StreamedUpdate
 from lightning_harmony.engine.update import Updater
 
 pytestmark = [
@@ -72,7 +74,7 @@ def postponed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     gate_of: dict[Share, threading.Event] = {}
     # How many of them begin together: what arrives in a backward is updated in another order.
     num_together = 0
-    make, update = Share.__init__, Share.update
+    make, update = Share.__init__, StreamedUpdate.update
     start, follow, wait_for, finish = (
         getattr(PostponedUpdate, name) for name in ("start", "follow", "wait_for", "finish")
     )
@@ -83,9 +85,9 @@ def postponed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         gate_of[self] = threading.Event()
         gates.append((set(groups), gate_of[self]))
 
-    def late_update(self: Share, clip: Any) -> None:
-        assert gate_of[self].wait(30)
-        update(self, clip)
+    def late_update(self: StreamedUpdate, share: Share, *args: Any, **options: Any) -> None:
+        assert gate_of[share].wait(30)
+        update(self, share, *args, **options)
 
     def opening(others: Any) -> Any:
         def open_all(self: Any, *args: Any) -> Any:
@@ -118,7 +120,7 @@ def postponed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         wait_for(self, parameters, *others)
 
     monkeypatch.setattr(Share, "__init__", gated)
-    monkeypatch.setattr(Share, "update", late_update)
+    monkeypatch.setattr(StreamedUpdate, "update", late_update)
     monkeypatch.setattr(PostponedUpdate, "start", late_start)
     monkeypatch.setattr(PostponedUpdate, "follow", late_follow)
     monkeypatch.setattr(PostponedUpdate, "wait_for", opening_wait)
@@ -259,7 +261,7 @@ def test_several_batches_that_are_one_give_equal_bits(postponed: list[bool]) -> 
     assert postponed != []
 
 
-def test_manual_optimization_is_left_alone(postponed: list[bool]) -> None:
+def test_manual_optimization_waits_for_its_updates(postponed: list[bool]) -> None:
     runs = [trainer_for("auto"), trainer_for(harmony(num_microbatches=1, device_memory=WHOLE))]
     for trainer in runs:
         trainer.fit(Manual(), loader())
@@ -532,15 +534,15 @@ def test_neither_is_one_when_the_data_fails(postponed: list[bool]) -> None:
 def test_an_error_of_the_update_surfaces_once(
     options: dict[str, Any], faulty: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    update = Share.update
+    update = StreamedUpdate.update
     number = iter(range(100))
 
-    def fails_once(self: Share, clip: Any) -> None:
+    def fails_once(*args: Any, **options: Any) -> None:
         if next(number) == faulty:
             explode()
-        update(self, clip)
+        update(*args, **options)
 
-    monkeypatch.setattr(Share, "update", fails_once)
+    monkeypatch.setattr(StreamedUpdate, "update", fails_once)
     module = Model()
     with pytest.raises(Boom):
         fit("harmony", module, **options)
@@ -612,8 +614,8 @@ def test_what_an_update_takes_is_no_part_of_what_a_copy_is_seen_to_take(monkeypa
         return swapping_in(self, layer, device)
 
     monkeypatch.setattr(Profiler, "swapping_in", watched)
-    update = Share.update
-    monkeypatch.setattr(Share, "update", lambda self, clip: (time.sleep(0.01), update(self, clip))[1])
+    update = StreamedUpdate.update
+    monkeypatch.setattr(StreamedUpdate, "update", lambda *a, **o: (time.sleep(0.01), update(*a, **o))[1])
     trainer_for(harmony(), **CLIP, precision="bf16-mixed", max_steps=4).fit(Model(), loader())
     assert timed
     assert not any(timed)

@@ -30,7 +30,6 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyPrecision, HarmonyStrategy
 from lightning_harmony.engine.decompose import find_layers
-from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.rng import stream_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
@@ -137,12 +136,10 @@ def test_the_scale_of_a_checkpoint_is_found_by_either_strategy(writer: str, tmp_
 def train_reference(
     module: Net, samples: Any, num_microbatches: int, batch_size: int, layers: Any = None, device: str | None = None
 ) -> Training:
-    """What "bf16-compute" means: a loop over a bfloat16 copy on the device, with float32 masters on the host."""
+    """What "bf16-compute" means: a loop over a bfloat16 copy on the device, with float32 masters."""
     device = device or root().type
     gradients, compute = Gradients(), copy.deepcopy(module).to(device)
-    optimizer: Any = module.configure_optimizers()
-    if device == "cuda":
-        FusedGroups().fuse(optimizer)
+    optimizer: Any = module.to(device).configure_optimizers()
     for parameter in compute.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     for layer in find_layers(compute, max_layer_bytes=None, layers=layers):
@@ -165,15 +162,15 @@ def train_reference(
                     gradient, copied.grad = copied.grad.to(master.dtype), None
                     sums[master] = sums[master] + gradient if master in sums else gradient
         for master, total in sums.items():
-            master.grad = total.cpu()
+            master.grad = total
         gradients.on_before_optimizer_step(None, module, optimizer)
         optimizer.step()
         optimizer.zero_grad()
     state = {
         **{name: value.cpu() for name, value in compute.state_dict().items()},
-        **{name: master.detach() for name, master in module.named_parameters(remove_duplicate=False)},
+        **{name: master.detach().cpu() for name, master in module.named_parameters(remove_duplicate=False)},
     }
-    tensors = [v for each in optimizer.state.values() for v in each.values() if isinstance(v, Tensor)]
+    tensors = [v.cpu() for each in optimizer.state.values() for v in each.values() if isinstance(v, Tensor)]
     return Training([loss.cpu() for loss in compute.losses], state, tensors, gradients.steps)
 
 

@@ -1,9 +1,10 @@
-"""The deferred update: Lightning's `optimizer.step` only asks for it, where nobody can tell."""
+"""The deferred update: `optimizer.step` asks for it, and only waits for it where somebody may look."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -11,16 +12,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.executor import Executor
-from lightning_harmony.engine.postponed import Clip, by_norm, by_value
-from lightning_harmony.engine.update import why_not_separable
+from lightning_harmony.engine.optimizer_twin import Clip, by_norm, by_value
 from lightning_harmony.update_policy import UpdatePolicy
 
 
 class DeferredUpdate:
-    """Postpones an update, and the clipping before it, until the forward of the next batch.
+    """Makes an optimizer's step on the device, and postpones it until the forward of the next batch where nobody can tell.
 
     Attributes:
-        policy: when it may be.
+        policy: when it may be postponed.
         may_wait: whether this step's update is deferred, and might be postponed.
     """
 
@@ -33,53 +33,73 @@ class DeferredUpdate:
     @contextmanager
     def around(self, optimizer: Optimizer) -> Iterator[None]:
         """The context of all that Lightning does for a step of an optimizer."""
-        if not self.policy.trainer.lightning_module.automatic_optimization or why_not_separable(optimizer) is not None:
+        if not self.policy.trainer.lightning_module.automatic_optimization:
+            with self.by_hand([optimizer]):
+                yield
+            return
+        if self.policy.why_on_host(optimizer) is not None:
             yield
             return
-        is_deferred = self.policy.choose()[0] == "deferred"
-        with self._clipping_late(), self._stepping_late(optimizer) if is_deferred else nullcontext():
-            yield
-
-    @contextmanager
-    def _stepping_late(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within the context, the optimizer's step only asks for the update, where nothing looks at parameters soon."""
-        step = optimizer.step
-
-        def ask(closure: Callable[[], Any] | None = None) -> Any:
-            with torch.enable_grad():
-                result = None if closure is None else closure()
-            if self.policy.why_at_once() is None:
-                self._engine.postpone_update(optimizer, self._clip)
-                # Schedulers look whether a step came before theirs.
-                optimizer._opt_called = True  # type: ignore[attr-defined]
-            else:
-                step()
-            return result
-
-        ask.asks_for = step  # type: ignore[attr-defined]
-        self.may_wait, self._clip = True, None
+        self.may_wait, self._clip = self.policy.choose()[0] == "deferred", None
         try:
-            with _replaced(optimizer, "step", ask):
+            with self._clipping(), self._stepping(optimizer) if self.may_wait else nullcontext():
                 yield
         finally:
             self.may_wait, self._clip = False, None
 
     @contextmanager
-    def _clipping_late(self) -> Iterator[None]:
-        """Within the context, Lightning's clipping uses the norms that are known, and waits for the update."""
-        if not self.policy.clips_late():
+    def by_hand(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+        """The context of a training_step that steps optimizers itself."""
+        with ExitStack() as stack:
+            stack.enter_context(self._clipping())
+            for optimizer in optimizers:
+                if self.policy.why_on_host(optimizer) is None:
+                    stack.enter_context(self._stepping(optimizer))
+            yield
+
+    @contextmanager
+    def _stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Within the context, the optimizer's step asks for the update, and waits for it if somebody may look soon."""
+        step = optimizer.step
+        if hasattr(step, "asks_for"):
+            yield
+            return
+
+        def ask(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            with torch.enable_grad():
+                result = None if closure is None else closure()
+            if self.policy.why_on_host(optimizer) is not None:
+                step()
+                return result
+            waits = not self.may_wait or self.policy.why_at_once() is not None
+            self._engine.update(optimizer, self._clip, waits=waits)
+            # Schedulers look whether a step came before theirs.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            return result
+
+        ask.asks_for = step  # type: ignore[attr-defined]
+        if hasattr(step, "_wrapped_by_lr_sched"):
+            ask._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        with _replaced(optimizer, "step", MethodType(ask, optimizer)):
+            yield
+
+    @contextmanager
+    def _clipping(self) -> Iterator[None]:
+        """Within the context, Lightning's clipping uses norms that devices compute, and waits for the update if it may."""
+        if not self.policy.lightning_clips():
             yield
             return
 
         def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            clip(optimizer, by_norm(clip_val, self._engine.updater.norms.total(_parameters(optimizer))))
+            total = self._engine.updater.norms.total(_parameters(optimizer))
+            clip(optimizer, by_norm(clip_val, total, [device.torch_device for device in self._engine.devices]))
 
         def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
             clip(optimizer, by_value(clip_val))
 
         def clip(optimizer: Optimizer, how: Clip | None) -> None:
             parameters = [parameter for parameter in _parameters(optimizer) if parameter.grad is not None]
-            if self.may_wait and self.policy.why_at_once() is None:
+            if self.may_wait and self.policy.clips_late() and self.policy.why_on_host(optimizer) is None:
                 self._clip = how
             elif how is not None and parameters:
                 how(parameters)

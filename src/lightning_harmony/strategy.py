@@ -21,7 +21,6 @@ from lightning_harmony.engine.cuda_device import CudaDevice
 from lightning_harmony.engine.decompose import Layer, find_layers
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.executor import Executor
-from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.host_store import HostStore
 from lightning_harmony.engine.origin import origin_of
 from lightning_harmony.engine.report import StepReport
@@ -135,7 +134,6 @@ class StrategyMixin(_Base):
         self._lasting = LastingObjects()
         self._loop_ends = LoopEnds()
         self._reports = StepReports()
-        self._fused = FusedGroups()
         self._last_plan: Plan | None = None
         # How many parameters a failed step has updated, and how many not: until another fit.
         self._torn: tuple[int, int] | None = None
@@ -388,9 +386,7 @@ class StrategyMixin(_Base):
         tree, settings = self._lightning, self._settings
         engine.recompute_in(partial(unheard, trainer))
         deferred = DeferredUpdate(UpdatePolicy(tree, trainer, engine, settings.update), engine)
-        self._training = Training(
-            tree, trainer, engine, settings, deferred, split_check, self._fused, self._reports, summary
-        )
+        self._training = Training(tree, trainer, engine, settings, deferred, split_check, self._reports, summary)
         self._evaluation = Evaluation(tree, trainer, engine, settings, split_check.splitting)
 
     def _split_check(self, trainer: Any) -> SplitCheck:
@@ -594,11 +590,10 @@ class StrategyMixin(_Base):
             self._executor.updater.postponed.finish()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The optimizer's state, as it would be without the strategy's own choice of implementation."""
+        """The optimizer's state after the last step."""
         self._refuse_torn()
         self._finish_update()
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        self._fused.unmark(optimizer, state)
         return state
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,9 +16,8 @@ from lightning_harmony.deferred_update import DeferredUpdate
 from lightning_harmony.engine.asked import anchored, asked_for
 from lightning_harmony.engine.batch import merge_losses, merge_outputs
 from lightning_harmony.engine.executor import Executor
-from lightning_harmony.engine.fused import FusedGroups
 from lightning_harmony.engine.opaque import without_caches
-from lightning_harmony.engine.postponed import by_value
+from lightning_harmony.engine.optimizer_twin import by_value
 from lightning_harmony.engine.rng import stream_seed
 from lightning_harmony.engine.turns import Microbatch
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
@@ -40,7 +40,6 @@ class Training:
 
     Attributes:
         deferred: the update that follows the backward, where none runs within it.
-        fused: the parameter groups whose optimizers run fused on the host.
     """
 
     tree: LightningTree
@@ -49,7 +48,6 @@ class Training:
     settings: Settings
     deferred: DeferredUpdate
     split_check: SplitCheck
-    fused: FusedGroups
     reports: StepReports
     summary: FitSummary
 
@@ -83,8 +81,7 @@ class Training:
         # Again: an optimizer may call the step more than once, and assign to `parameter.data` between.
         self.engine.catch_up()
         if self._runs_alone():
-            self._fuse()
-            with self.engine.outside_of_lanes():
+            with self.engine.outside_of_lanes(), self._stepping_by_hand():
                 output = step(*args, **kwargs)
             does = "fetches its batches" if self._module.automatic_optimization else "steps its optimizers"
             self._report(1, "deferred", f"the training_step {does} itself")
@@ -253,7 +250,6 @@ class Training:
     def _backward_and_report(
         self, gradient: Tensor, asked: frozenset[nn.Parameter] | None, num_microbatches: int
     ) -> None:
-        self._fuse()
         policy = self.deferred.policy
         update, reason = policy.choose()
         if update == "just-in-time" and not self.deferred.may_wait:
@@ -280,14 +276,12 @@ class Training:
         self._interleaving.finish()
 
     def _report(self, num_microbatches: int, update: str, reason: str) -> None:
-        reason = f"{reason}; fused on the host" if self.fused else reason
         self.reports.write(self.engine, self.trainer.optimizers, num_microbatches, update, reason)
 
-    def _fuse(self) -> None:
-        """On a GPU machine's host, where the user left it open; on the CPU arithmetic stays as the user wrote it."""
-        if self.engine.devices[0].torch_device.type == "cuda":
-            for optimizer in self.trainer.optimizers:
-                self.fused.fuse(optimizer)
+    def _stepping_by_hand(self) -> AbstractContextManager[None]:
+        """The context of a training_step that may step optimizers itself."""
+        is_by_hand = not self._module.automatic_optimization
+        return self.deferred.by_hand(self.trainer.optimizers) if is_by_hand else nullcontext()
 
     @property
     def _module(self) -> Any:

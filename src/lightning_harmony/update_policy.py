@@ -57,12 +57,16 @@ class UpdatePolicy:
 
     def why_at_once(self) -> str | None:
         """What may look at parameters before the forward of the next batch; None if nothing does."""
-        optimizer = self._optimizers[0]
+        reason = self.why_on_host(self._optimizers[0]) or onlooker(self.tree, self.trainer)
+        return reason or self._why_data_looks() or end_of_batches(self.trainer)
+
+    def why_on_host(self, optimizer: Any) -> str | None:
+        """Why an optimizer steps as the user wrote it, on the host; None if its update may be made in shares on devices."""
         if (reason := why_not_separable(optimizer)) is not None:
             return reason
         if getattr(optimizer, "_step_supports_amp_scaling", False) and self.scaler is not None:
             return "the optimizer unscales gradients itself"
-        return onlooker(self.tree, self.trainer) or self._why_data_looks() or end_of_batches(self.trainer)
+        return None
 
     def _why_data_looks(self) -> str | None:
         """What of the data may look at parameters when it makes the next batch; None if it holds none."""
@@ -73,14 +77,19 @@ class UpdatePolicy:
             self._data_looks = reaches(data, parameters, apart_from=self.trainer)
         return "the training data hold the model" if self._data_looks else None
 
+    def lightning_clips(self) -> bool:
+        """Whether gradients are clipped by Lightning's own functions."""
+        plugin, base = type(self.trainer.precision_plugin), self.tree.part("plugins.precision").Precision
+        names = ("clip_grad_by_norm", "clip_grad_by_value")
+        is_known = plugin.__module__.startswith((f"{self.tree.name}.plugins.", "lightning_harmony."))
+        return is_known and all(getattr(plugin, name) is getattr(base, name) for name in names)
+
     def clips_late(self) -> bool:
         """Whether Lightning alone clips gradients, and nobody sees them between that and their use."""
-        plugin, base = type(self.trainer.precision_plugin), self.tree.part("plugins.precision").Precision
         module = self.trainer.lightning_module
         return (
             (self.trainer.gradient_clip_val or 0) > 0
-            and plugin.__module__.startswith((f"{self.tree.name}.plugins.", "lightning_harmony."))
-            and all(getattr(plugin, n) is getattr(base, n) for n in ("clip_grad_by_norm", "clip_grad_by_value"))
+            and self.lightning_clips()
             and not self.tree.overrides(module, "configure_gradient_clipping")
             and not self.tree.overrides(module, "clip_gradients")
         )

@@ -13,6 +13,7 @@ from lightning_harmony.engine.device_update import DeviceUpdates
 from lightning_harmony.engine.postponed import Overlap, PostponedUpdate
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stream import HostStream
+from lightning_harmony.engine.streamed_update import StreamedUpdate
 from lightning_harmony.engine.virtual_device import VirtualDevice
 
 
@@ -26,7 +27,9 @@ class ReadOnce(dict[Any, Any]):
 @pytest.fixture
 def updates() -> Iterator[DeviceUpdates]:
     device, stream = VirtualDevice(None), HostStream("update")
-    yield DeviceUpdates(device, Traffic(), lambda parameter: False, PostponedUpdate(stream, [], Overlap()))
+    yield DeviceUpdates(
+        device, Traffic(), lambda parameter: False, PostponedUpdate(stream, StreamedUpdate([]), Overlap())
+    )
     stream.close()
     device.close()
 

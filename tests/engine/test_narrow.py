@@ -14,6 +14,7 @@ from lightning_harmony.engine.pack import SwappedPack
 from lightning_harmony.engine.postponed import Overlap, PostponedUpdate
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stream import HostStream
+from lightning_harmony.engine.streamed_update import StreamedUpdate
 from lightning_harmony.engine.swap import Swapper
 from lightning_harmony.engine.virtual_device import VirtualDevice
 
@@ -44,7 +45,7 @@ def packed(module: Module, dtype: torch.dtype | None = None) -> tuple[SwappedPac
     device = VirtualDevice(None)
     layer = SwappedLayer(0, "layer", module, list(module.parameters()), dtype)
     store = HostStore(list(module.parameters()), device)
-    update = PostponedUpdate(HostStream("update"), [device], Overlap())
+    update = PostponedUpdate(HostStream("update"), StreamedUpdate([device]), Overlap())
     swapper = Swapper(device, store, HostPool(device.host_buffer), Traffic(), lambda parameter: False, update)
     return SwappedPack(0, [layer], store), swapper, device
 

@@ -11,6 +11,7 @@ from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Residents
 from lightning_harmony.engine.stash import Stash
 from lightning_harmony.engine.stream import HostStream
+from lightning_harmony.engine.streamed_update import StreamedUpdate
 from lightning_harmony.engine.swap import Swapper
 from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.plan.plan import Plan
@@ -24,7 +25,7 @@ def layers(number: int) -> list[SwappedLayer]:
 def placement_of(layers: list[SwappedLayer], num_devices: int) -> Placement:
     devices = [VirtualDevice(None) for _ in range(num_devices)]
     store = HostStore([p for layer in layers for p in layer.parameters], devices[0])
-    update = PostponedUpdate(HostStream("update"), devices, Overlap())
+    update = PostponedUpdate(HostStream("update"), StreamedUpdate(devices), Overlap())
     residents = []
     for number, device in enumerate(devices):
         pool = HostPool(device.host_buffer)

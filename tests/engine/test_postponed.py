@@ -1,6 +1,5 @@
 """Norms that are known early have the bits of torch's; a postponed update takes what it needs when it is asked for."""
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -9,15 +8,14 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_harmony.engine.postponed import Norms, Overlap, PostponedUpdate, by_norm, by_value
-from lightning_harmony.engine.stream import Event, Happened, HostStream
+from lightning_harmony.engine.norms import Norms, norms_of
+from lightning_harmony.engine.optimizer_twin import by_norm, by_value
+from lightning_harmony.engine.postponed import Overlap, PostponedUpdate
+from lightning_harmony.engine.stream import HostStream
+from lightning_harmony.engine.streamed_update import StreamedUpdate
+from lightning_harmony.engine.virtual_device import VirtualDevice
 
-
-class Idle:
-    """A device that has nothing to do."""
-
-    def record(self) -> Event:
-        return Happened()
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -29,7 +27,7 @@ def stream() -> Iterator[HostStream]:
 
 @pytest.fixture
 def update(stream: HostStream) -> PostponedUpdate:
-    return PostponedUpdate(stream, [Idle()], Overlap())
+    return PostponedUpdate(stream, StreamedUpdate([VirtualDevice(None)]), Overlap())
 
 
 @pytest.fixture(autouse=True)
@@ -51,60 +49,39 @@ def copies(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
     return result
 
 
+def note(norms: Norms, parameters: list[nn.Parameter]) -> None:
+    """As they leave their device."""
+    for parameter, norm in zip(parameters, norms_of([p.grad for p in parameters if p.grad is not None]), strict=True):
+        norms.note(parameter, norm)
+
+
 class TestNorms:
     def test_have_the_bits_of_torchs_norm(self) -> None:
         parameters = some_parameters()
-        norms = Norms()
+        norms = Norms(CPU)
         # As packs come: the last one first, some not at all.
-        norms.note(parameters[3:])
-        norms.note(parameters[:2])
+        note(norms, parameters[3:])
+        note(norms, parameters[:2])
         expected = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         assert torch.equal(norms.total(parameters), expected)
 
     @pytest.mark.parametrize("change", [lambda p: p.grad.mul_(2), lambda p: setattr(p, "grad", p.grad * 2)])
     def test_of_a_gradient_that_changed_since_are_computed_anew(self, change: Callable[[nn.Parameter], object]) -> None:
         parameters = some_parameters()
-        norms = Norms()
-        norms.note(parameters)
+        norms = Norms(CPU)
+        note(norms, parameters)
         with torch.no_grad():
             change(parameters[4])
         expected = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         assert torch.equal(norms.total(parameters), expected)
-
-    def test_several_threads_compute_the_bits_of_torchs_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Torch goes through a tensor in one thread: for gigabytes, that held up each step whose gradients are clipped."""
-        parameters = [nn.Parameter(torch.empty(3, 1 << 18)) for _ in range(4)] + some_parameters(3)
-        for parameter in parameters:
-            parameter.grad = torch.randn_like(parameter)
-        grads = [p.grad for p in parameters if p.grad is not None]
-        expected = [float(norm) for norm in torch._foreach_norm(grads, 2.0)]
-        foreach_norm, both = torch._foreach_norm, threading.Barrier(2, timeout=20)
-        computing: set[str] = set()
-
-        def watched(gradients: list[torch.Tensor], order: float) -> tuple[torch.Tensor, ...]:
-            if gradients[0].shape[0] == 3:
-                computing.add(threading.current_thread().name)
-                both.wait()
-            return foreach_norm(gradients, order)
-
-        monkeypatch.setattr(torch, "_foreach_norm", watched)
-        monkeypatch.setattr(os, "cpu_count", lambda: 2)
-        norms = Norms()
-        norms.note(parameters)
-        monkeypatch.undo()
-        assert len(computing) == 2
-        assert [float(norms.total([parameter])) for parameter in parameters] == expected
-        assert torch.equal(norms.total(parameters), torch.nn.utils.get_total_norm(grads))
-        norms.close()
-        assert not computing & {thread.name for thread in threading.enumerate()}
 
     def test_of_several_types_and_of_nothing_are_torchs(self) -> None:
         parameters = some_parameters(2)
         parameters.append(nn.Parameter(torch.randn(3, dtype=torch.float64)))
         parameters[2].grad = torch.randn(3, dtype=torch.float64)
         grads = [p.grad for p in parameters if p.grad is not None]
-        assert torch.equal(Norms().total(parameters), torch.nn.utils.get_total_norm(grads))
-        assert float(Norms().total([nn.Parameter(torch.ones(1))])) == 0.0
+        assert torch.equal(Norms(CPU).total(parameters), torch.nn.utils.get_total_norm(grads))
+        assert float(Norms(CPU).total([nn.Parameter(torch.ones(1))])) == 0.0
 
 
 @pytest.mark.parametrize("max_norm", [1.0, 1e9, float("nan")])
@@ -112,7 +89,7 @@ def test_clipping_by_norm_in_parts_has_the_bits_of_torchs(max_norm: float) -> No
     parameters = some_parameters()
     whole = copies(parameters)
     torch.nn.utils.clip_grad_norm_(whole, max_norm)
-    clip = by_norm(max_norm, Norms().total(parameters))
+    clip = by_norm(max_norm, Norms(CPU).total(parameters))
     # Not to read and write all gradients where that changes none.
     assert (clip is None) is (max_norm == 1e9)
     for part in (parameters[2:], parameters[:2]):

@@ -19,17 +19,16 @@ from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
 from test_lane_attributes import ReadsWhatLayersSet, SetsWhatLayersRead
 from test_lane_attributes import samples as pairs
 from test_recompute import Blocks, CountsInATensor, GivesAMask, Measures
-from test_shared_update import every_second
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.engine import shared_update, transfer
-from lightning_harmony.engine.device_step import Step
+from lightning_harmony.engine import transfer
 from lightning_harmony.engine.device_update import DeviceUpdates
 from lightning_harmony.engine.runtime import Runtime
+from lightning_harmony.engine.streamed_update import _Stage
 from lightning_harmony.engine.visits import Visits
 from lightning_harmony.plan.plan import Plan
 
@@ -393,7 +392,7 @@ def test_nothing_races_where_a_turn_of_the_forward_takes_several_packs(
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("device_memory", [None, "40KiB"])
+@pytest.mark.parametrize("device_memory", [None, "64KiB"])
 def test_nothing_races_in_updates_on_devices(
     monkeypatch: pytest.MonkeyPatch, device_memory: str | None, precision: str
 ) -> None:
@@ -408,7 +407,6 @@ def test_nothing_races_in_updates_on_devices(
     monkeypatch.setattr(DeviceUpdates, "take", watched)
     # The module brings batches to the fake devices in a hook between steps, which looks at no weights.
     monkeypatch.setattr("lightning_harmony.update_policy.onlooker", lambda *_: None)
-    monkeypatch.setattr("lightning_harmony.engine.device_update.step_on", lambda *_: Step(lambda twin: twin.step()))
     packs = (("net.embed",), *((f"net.blocks.{number}",) for number in range(4)), ("net.head",))
     plan = Plan(packs, tuple(range(6)), 5, device_updated=frozenset({0, 1}), num_devices=2, num_microbatches=4)
     options = {"plan": plan, "device_memory": device_memory, "trainer": {"precision": precision}, "steps": 6}
@@ -418,38 +416,36 @@ def test_nothing_races_in_updates_on_devices(
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("device_memory", [None, "40KiB"])
-def test_nothing_races_in_updates_that_devices_make_of_a_postponed_one(
+def test_nothing_races_in_updates_that_go_on_under_the_next_forward(
     monkeypatch: pytest.MonkeyPatch, device_memory: str | None, num_devices: int
 ) -> None:
-    made = share_postponed_updates(monkeypatch)
-    options = {"trainer": {"gradient_clip_val": 0.05}, "steps": 6}
+    launched = postpone_updates(monkeypatch)
+    # On fake devices, who copies a number from one to the other cannot be seen.
+    trainer = {"gradient_clip_val": 0.05 if num_devices == 1 else None}
+    options = {"trainer": trainer, "steps": 6, "update": "deferred"}
     assert find_races(monkeypatch, "dropout", num_devices, device_memory=device_memory, **options) == []  # type: ignore[arg-type]
-    assert any(made)
+    assert launched
 
 
-def test_an_update_that_goes_back_before_it_is_made_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    share_postponed_updates(monkeypatch)
-    options = {"trainer": {"gradient_clip_val": 0.05}, "steps": 4, "left_out": ("_send",)}
+def test_a_piece_of_an_update_that_waits_for_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    postpone_updates(monkeypatch)
+    options = {"trainer": {"gradient_clip_val": 0.05}, "steps": 4, "left_out": ("launch",)}
     races = find_races(monkeypatch, "plain", 1, **options)  # type: ignore[arg-type]
-    assert any("device_update.py" in race for race in races)
+    assert any("streamed_update.py" in race for race in races)
 
 
-def share_postponed_updates(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """From now on, fake devices make a share of them; whether they did, each time they could."""
-    made: list[bool] = []
-    take_over = DeviceUpdates.take_over
+def postpone_updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on, fake devices make updates in small pieces, as late as can be; the parts of each piece."""
+    launched: list[int] = []
+    launch = _Stage.launch
 
-    def watched(self: DeviceUpdates, pack: Any) -> bool:
-        made.append(take_over(self, pack))
-        return made[-1]
+    def watched(self: Any, share: Any, piece: Any, *args: Any, **options: Any) -> None:
+        launched.append(len(piece))
+        launch(self, share, piece, *args, **options)
 
-    monkeypatch.setattr(DeviceUpdates, "take_over", watched)
+    monkeypatch.setattr(_Stage, "launch", watched)
     monkeypatch.setattr("lightning_harmony.update_policy.onlooker", lambda *_: None)
-    monkeypatch.setattr("lightning_harmony.engine.device_update.step_on", lambda *_: Step(lambda twin: twin.step()))
-    monkeypatch.setattr(shared_update, "left_to_devices", every_second)
-    # A fake one has no page-locked memory.
-    monkeypatch.setattr(FakeCudaDevice, "copies_fast", lambda *_: True)
-    return made
+    return launched
 
 
 @pytest.mark.parametrize(("device_memory", "which"), [(None, "last"), ("22KiB", "all")])

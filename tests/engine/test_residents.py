@@ -18,6 +18,7 @@ from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.stash import Stash
 from lightning_harmony.engine.stream import Happened, HostStream
+from lightning_harmony.engine.streamed_update import StreamedUpdate
 from lightning_harmony.engine.swap import Swapper
 from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.errors import CapacityError
@@ -60,7 +61,7 @@ class Model:
         store = HostStore([p for layer in layers for p in layer.parameters], self.device)
         pool = HostPool(self.device.host_buffer)
         self.stream = HostStream("update")
-        self.update = PostponedUpdate(self.stream, [self.device], Overlap())
+        self.update = PostponedUpdate(self.stream, StreamedUpdate([self.device]), Overlap())
         swapper = Swapper(self.device, store, pool, Traffic(), lambda parameter: False, self.update)
         self.residents = Residents(self.device, swapper, Stash(self.device, pool, Traffic()))
         self.residents.packs = [SwappedPack(index, [layer], store) for index, layer in enumerate(layers)]
@@ -104,14 +105,17 @@ def test_what_is_updated_comes_while_the_pack_before_it_is_not(model: Model, is_
         parameter.grad = torch.ones_like(parameter)
     found: list[set[int]] = []
 
-    def clip(parameters: list[nn.Parameter]) -> None:
-        # The second share, that of the first pack, lasts until the second pack has come.
-        deadline = time.monotonic() + 20
-        while found and 1 not in model.resident() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        found.append(model.resident())
+    class Watched(StreamedUpdate):
+        def update(self, *args: Any, **options: Any) -> None:
+            # The second share, that of the first pack, lasts until the second pack has come.
+            deadline = time.monotonic() + 20
+            while found and 1 not in model.resident() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            found.append(model.resident())
+            super().update(*args, **options)
 
-    model.update.start(optimizer, layers, clip)
+    model.update._streamed = Watched([model.device])
+    model.update.start(optimizer, layers, None)
     model.residents.enter(model.forward(0), 0, alone=False)
     assert 1 in found[1]
     assert 0 not in found[1]

@@ -18,6 +18,7 @@ from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Residents
 from lightning_harmony.engine.stash import Stash
 from lightning_harmony.engine.stream import Happened, HostStream
+from lightning_harmony.engine.streamed_update import StreamedUpdate
 from lightning_harmony.engine.swap import Swapper
 from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.errors import UnsupportedModelError
@@ -34,7 +35,7 @@ class Norm:
         store = HostStore(self.layer.parameters, self.device)
         self.pool = HostPool(self.device.host_buffer)
         self.updates = HostStream("update")
-        update = PostponedUpdate(self.updates, [self.device], Overlap())
+        update = PostponedUpdate(self.updates, StreamedUpdate([self.device]), Overlap())
         self.swapper = Swapper(self.device, store, self.pool, Traffic(), lambda parameter: False, update)
         self.pack = SwappedPack(0, [self.layer], store)
         self.residents = Residents(self.device, self.swapper, Stash(self.device, self.pool, Traffic()))

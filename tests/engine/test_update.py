@@ -15,7 +15,9 @@ from lightning_harmony.engine.host_store import HostPool, lay_out
 from lightning_harmony.engine.layer import SwappedLayer
 from lightning_harmony.engine.pack import HostGradients
 from lightning_harmony.engine.stream import Event, Happened
+from lightning_harmony.engine.streamed_update import StreamedUpdate
 from lightning_harmony.engine.update import SEPARABLE, Updater, why_not_separable
+from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.plan.host_need import RING
 
 Groups = list[dict[str, object]]
@@ -27,13 +29,6 @@ OPTIMIZERS: dict[str, Callable[[Groups], Optimizer]] = {
 }
 
 
-class Idle:
-    """A device that has nothing to do."""
-
-    def record(self) -> Event:
-        return Happened()
-
-
 @pytest.fixture
 def pool() -> HostPool:
     return HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
@@ -41,7 +36,7 @@ def pool() -> HostPool:
 
 @pytest.fixture
 def updater(pool: HostPool) -> Iterator[Updater]:
-    updater = Updater(pool, [Idle()])
+    updater = Updater(pool, StreamedUpdate([VirtualDevice(None)]))
     yield updater
     updater.close()
 
@@ -268,7 +263,9 @@ class TestHoldingBack:
 
 def test_of_what_has_arrived_that_is_updated_first_which_a_forward_needs_first(pool: HostPool) -> None:
     done: list[nn.Parameter] = []
-    updater = Updater(pool, [Idle()], on_update=lambda parameters, start, end: done.extend(parameters))
+    updater = Updater(
+        pool, StreamedUpdate([VirtualDevice(None)]), on_update=lambda parameters, start, end: done.extend(parameters)
+    )
     parameters, gate = some_parameters(4), Gate()
     updater.begin(SGD(parameters, lr=1.0), [[p] for p in parameters])
     for index, parameter in reversed(list(enumerate(parameters))):
@@ -523,7 +520,7 @@ class TestErrors:
 
     def test_close_joins_the_thread(self, pool: HostPool) -> None:
         before = threading.active_count()
-        updater = Updater(pool, [Idle()])
+        updater = Updater(pool, StreamedUpdate([VirtualDevice(None)]))
         updater.begin(None, [])
         assert threading.active_count() == before + 1
         updater.close()

@@ -9,7 +9,7 @@ from plans import names
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.cost import Cost
-from lightning_harmony.plan.device_updates import LEAST_BYTES, Postponed, left_to_devices, with_device_updates
+from lightning_harmony.plan.device_updates import with_device_updates
 from lightning_harmony.plan.lowering import lower, weight_moves
 from lightning_harmony.plan.plan import Plan, Predicted
 from lightning_harmony.plan.profile import MachineLimits, Profile
@@ -138,32 +138,3 @@ def test_what_breaks_a_rule_is_refused_by_name(before: str, after: str, problem:
 def test_what_no_device_could_update_by_itself_is_refused(more: dict[str, object]) -> None:
     with pytest.raises(PlanError, match="on the device"):
         plan_of(**more)  # type: ignore[arg-type]
-
-
-def block(update_bytes: int | None = 4 * 800 * 2**20, device: int = 0) -> Postponed:
-    """Of the size of a transformer's: with gradients and AdamW's state, four times its parameters come."""
-    return Postponed(800 * 2**20, 800 * 2**20, update_bytes, device)
-
-
-class TestSharesOfAPostponedUpdate:
-    def test_a_device_takes_what_it_has_sooner_than_the_host(self) -> None:
-        # The host takes 80 ms for a pack, whose weights take 15 ms to come; with its state, 60 ms.
-        assert left_to_devices([block()] * 7, 10e9, 54e9) == {0, 2, 4, 6}
-
-    def test_the_faster_the_host_the_less_is_left(self) -> None:
-        nums = [len(left_to_devices([block()] * 24, rate, 54e9)) for rate in (5e9, 10e9, 20e9, 1e12)]
-        assert nums == sorted(nums, reverse=True)
-        assert nums[0] > nums[-1] == 0
-
-    def test_a_slow_bus_leaves_all_to_the_host(self) -> None:
-        assert left_to_devices([block()] * 24, 10e9, 8e9) == frozenset()
-
-    def test_what_a_device_cannot_update_and_what_is_small_stays_with_the_host(self) -> None:
-        packs = [block(update_bytes=None), Postponed(LEAST_BYTES - 4, 0, 0), block(), Postponed(0, 10**9, None)]
-        assert left_to_devices(packs, 1e9, 54e9) == {2}
-
-    def test_each_device_has_a_bus_of_its_own(self) -> None:
-        packs = [block(device=place // 12) for place in range(24)]
-        alone, both = left_to_devices([block()] * 24, 10e9, 54e9), left_to_devices(packs, 10e9, 54e9)
-        assert len(both) > len(alone)
-        assert {packs[place].device for place in both} == {0, 1}

@@ -105,6 +105,10 @@ class CudaDevice(Device):
         """Allocate in the pool of the compute stream."""
         return flat_buffer(num_bytes, self.torch_device)
 
+    def side_stream(self) -> Stream:
+        """Another stream of this GPU."""
+        return CudaStream(self.torch_device)
+
     def allocated_bytes(self) -> int:
         """What torch's allocator has handed out."""
         # Asked for at every visit: to flatten all statistics, as memory_allocated does, takes ten times as long.

@@ -77,6 +77,14 @@ class Device(ABC):
         """A flat uint8 buffer, to be filled by compute."""
 
     @abstractmethod
+    def side_stream(self) -> Stream:
+        """A stream beside all others, for updates."""
+
+    def staging(self, num_bytes: int, stream: Stream) -> Tensor:
+        """A flat uint8 buffer for updates, to be filled by such a stream."""
+        return self.empty(num_bytes, stream)
+
+    @abstractmethod
     def allocated_bytes(self) -> int:
         """What is allocated now."""
 

@@ -1,143 +1,121 @@
-"""An optimizer's step on a device, where that has the bits of the host's: which device updates what must not show."""
+"""An optimizer's step on a device: the pieces in which it is made, and what of the optimizer's state it finds there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lightning_harmony.engine.device import Device
-from lightning_harmony.engine.virtual_device import VirtualDevice
+from lightning_harmony.engine.host_store import ALIGNMENT
+from lightning_harmony.engine.optimizer_twin import Clip, Share, States
+from lightning_harmony.engine.strides import is_dense
 
-# The longest vector of a processor, in elements. What is left over by vectors, the host rounds in another way.
-_VECTOR = 16
-# What the kernel is compared on: enough for each rounding to differ somewhere.
-_NUM_COMPARED, _COMPARED_STEPS = (1 << 16) + 3 * _VECTOR, 4
+# Optimizers that update each element from its own gradient and state alone: a large parameter is updated in ranges.
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Step:
-    """An optimizer's step on a device.
+class Part:
+    """A parameter, or a range of its elements in the order in which they lie in memory.
 
     Attributes:
-        run: steps an optimizer whose parameters, gradients and state are there, all but the state's numbers.
-        takes: whether it has the host's bits for a parameter with this state.
+        parameter: which one.
+        elements: the range; None for the parameter in its own shape.
+        is_last: whether no other range of the parameter follows.
     """
 
-    run: Callable[[Optimizer], None]
-    takes: Callable[[nn.Parameter, Mapping[str, Any]], bool] = lambda parameter, state: True
+    parameter: nn.Parameter
+    elements: slice | None = None
+    is_last: bool = True
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no other range of the parameter comes before."""
+        return self.elements is None or self.elements.start == 0
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The same part of a tensor that lies in memory as the parameter does; all of a single number."""
+        if self.elements is None or tensor.dim() == 0:
+            return tensor
+        return tensor.as_strided((tensor.numel(),), (1,))[self.elements]
 
 
-def step_on(device: Device, optimizer: Optimizer) -> Step | None:
-    """How to step an optimizer on a device; None where that would round otherwise than on the host.
-
-    On a virtual device it is the same code on the same processor. On a GPU, torch's own kernels round otherwise, so there it
-    is a kernel with the operations that the host's fused Adam makes, in their order. Whether it really has the same bits is
-    seen once for each device.
+def pieces(
+    parameters: Iterable[nn.Parameter], most_bytes: int, may_be_cut: Callable[[nn.Parameter], bool]
+) -> Iterator[list[Part]]:
+    """The parts of parameters that are stepped together, in order.
 
     Args:
-        device: where.
-        optimizer: one that updates each parameter on its own.
+        parameters: all of them.
+        most_bytes: of the parameters in a piece. What cannot be cut may have more.
+        may_be_cut: whether ranges of a parameter may be stepped one after the other.
     """
-    if isinstance(device, VirtualDevice):
-        return Step(partial(_step_uncounted, device))
-    if not _is_fused_adam(optimizer) or not _kernel_has_hosts_bits(device.torch_device):
-        return None
-    return Step(_step_with_kernel, _fills_vectors)
+    piece: list[Part] = []
+    num_bytes = 0
+    for parameter in parameters:
+        is_cut = parameter.nbytes > most_bytes and may_be_cut(parameter)
+        for part in _ranges(parameter, most_bytes) if is_cut else [Part(parameter)]:
+            size = part.of(parameter.detach()).nbytes
+            # A piece knows each parameter once.
+            if piece and (num_bytes + size > most_bytes or piece[-1].parameter is parameter):
+                yield piece
+                piece, num_bytes = [], 0
+            piece.append(part)
+            num_bytes += size
+    if piece:
+        yield piece
 
 
-def _fills_vectors(parameter: nn.Parameter, state: Mapping[str, Any]) -> bool:
-    """Whether vectors leave nothing over, and moments lie in memory as the parameter does: the kernel goes through both."""
-    moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
-    return parameter.numel() % _VECTOR == 0 and all(
-        isinstance(moment, Tensor) and moment.dtype is parameter.dtype and moment.stride() == parameter.stride()
-        for moment in moments
-    )
+def _ranges(parameter: nn.Parameter, most_bytes: int) -> Iterator[Part]:
+    # In whole units of alignment: kernels are chosen by it, and vectors leave nothing over but at the end.
+    number, length = parameter.numel(), max(most_bytes // parameter.element_size() // ALIGNMENT, 1) * ALIGNMENT
+    for begin in range(0, number, length):
+        end = min(begin + length, number)
+        yield Part(parameter, slice(begin, end), is_last=end == number)
 
 
-def _step_uncounted(device: VirtualDevice, twin: Optimizer) -> None:
-    # As a kernel does it, in place: nothing of what it makes meanwhile is there afterwards.
-    with device.on_host():
-        twin.step()
-
-
-def _is_fused_adam(optimizer: Optimizer) -> bool:
-    kind = type(optimizer)
-    return kind in (torch.optim.Adam, torch.optim.AdamW) and all(
-        _is_plain(group, decays_weights=kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay")))
-        for group in optimizer.param_groups
-    )
-
-
-def _is_plain(group: dict[str, Any], *, decays_weights: bool) -> bool:
-    """Whether a group is updated as the kernel does it, which lets weights decay, but no gradients."""
-    numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+def may_be_cut(share: Share, parameter: nn.Parameter) -> bool:
+    """Whether a parameter's elements are updated one by one, with all that belongs to them in the same place."""
+    tensors = [share.gradients[parameter], *share.state(parameter).values()]
     return (
-        bool(group.get("fused"))
-        and not (group["amsgrad"] or group["maximize"] or group["differentiable"] or group["capturable"])
-        and all(isinstance(number, float | int) for number in numbers)
-        # Torch interpolates from the other end otherwise.
-        and 1 - group["betas"][0] < 0.5
-        and (decays_weights or group["weight_decay"] == 0)
-        and all(parameter.dtype is torch.float32 for parameter in group["params"])
+        share.kind in _ELEMENTWISE
+        and is_dense(parameter)
+        and all(
+            value.shape == parameter.shape and value.stride() == parameter.stride()
+            for value in tensors
+            if isinstance(value, Tensor) and value.dim() > 0
+        )
     )
 
 
-def _step_with_kernel(twin: Optimizer) -> None:
-    from lightning_harmony.engine.adam_kernel import adam_step
+def is_on_device(name: str, value: Any, group: Mapping[str, Any]) -> bool:
+    """Whether a step finds a part of a parameter's state on the parameter's device: where torch loads it to.
 
-    for group in twin.param_groups:
-        for parameter in group["params"]:
-            state = twin.state[parameter]
-            state["step"] += 1
-            adam_step(
-                parameter.detach(),
-                parameter.grad,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                int(state["step"]),
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-            )
+    Args:
+        name: of the part.
+        value: what it is.
+        group: the group of the parameter.
+    """
+    return isinstance(value, Tensor) and (name != "step" or bool(group.get("fused") or group.get("capturable")))
 
 
-@cache
-def _kernel_has_hosts_bits(device: torch.device) -> bool:
-    """Whether the kernel can be made here, and has the bits of the host's fused implementation."""
-    try:
-        with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
-            return _compare(device)
-    except Exception:
-        # No compiler for it, or a version of it that this code does not know: the host updates, as it can anyway.
-        return False
-
-
-def _compare(device: torch.device) -> bool:
-    generator = torch.Generator().manual_seed(0)
-
-    def random(scale: float) -> Tensor:
-        values = torch.randn(_NUM_COMPARED, generator=generator) * scale
-        # Gradients differ by orders of magnitude: some make moments that are no normal numbers.
-        return values * 10.0 ** torch.randint(-22, 2, (_NUM_COMPARED,), generator=generator)
-
-    parameter = nn.Parameter(random(1.0))
-    host = torch.optim.AdamW([parameter], lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
-    stand_in = nn.Parameter(parameter.detach().to(device))
-    twin = torch.optim.AdamW([stand_in], lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    names = ("exp_avg", "exp_avg_sq")
-    twin.state[stand_in] = {"step": torch.zeros(()), **{name: torch.zeros_like(stand_in) for name in names}}
-    for _ in range(_COMPARED_STEPS):
-        parameter.grad = random(0.1)
-        stand_in.grad = parameter.grad.to(device)
-        host.step()
-        _step_with_kernel(twin)
-    ours = [stand_in.detach(), *(twin.state[stand_in][name] for name in names)]
-    theirs = [parameter.detach(), *(host.state[parameter][name] for name in names)]
-    return all(torch.equal(our.cpu(), their) for our, their in zip(ours, theirs, strict=True))
+def make_step(
+    share: Share,
+    clip: Clip | None,
+    parameters: Mapping[nn.Parameter, Tensor],
+    gradients: Mapping[nn.Parameter, Tensor],
+    states: States,
+) -> None:
+    """Clip gradients, and let the user's own optimizer step, where these tensors are."""
+    twin = share.elsewhere(parameters, gradients, states)
+    if clip is not None:
+        clip([parameter for group in twin.param_groups for parameter in group["params"]])
+    twin.step()

@@ -32,19 +32,19 @@ from lightning_harmony.engine.lone_calls import LoneCalls
 from lightning_harmony.engine.measurements import Measurements
 from lightning_harmony.engine.observer import Observer
 from lightning_harmony.engine.one_device import OneDevice
+from lightning_harmony.engine.optimizer_twin import Clip
 from lightning_harmony.engine.placement import Placement
 from lightning_harmony.engine.planning import Planner, Records, SeenStep, check_given
-from lightning_harmony.engine.postponed import Clip
 from lightning_harmony.engine.profile import Profiler
 from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.residents import Place, Residents
 from lightning_harmony.engine.rng import RandomStreams
 from lightning_harmony.engine.runtime import Runtime
-from lightning_harmony.engine.shared_update import start_postponed
 from lightning_harmony.engine.shortage import exceeded_in_turn, refuse_too_large
 from lightning_harmony.engine.stash import LaneStash, Stash
 from lightning_harmony.engine.step import Grant, Step, StepWatch
 from lightning_harmony.engine.step_recorder import StepRecorder
+from lightning_harmony.engine.streamed_update import StreamedUpdate
 from lightning_harmony.engine.swap import Swapper
 from lightning_harmony.engine.swapped_model import SwappedModel
 from lightning_harmony.engine.transfer import LaneTransfers, Transfers
@@ -53,9 +53,6 @@ from lightning_harmony.engine.update import Updater
 from lightning_harmony.engine.visits import Visits
 from lightning_harmony.plan.plan import Parallel, Plan, merge_calls
 from lightning_harmony.plan.task import Phase, Task
-
-# Threads that a GPU machine's host keeps for the lanes and the data loader while it updates.
-SPARED_THREADS = 2
 
 
 class Executor:
@@ -120,8 +117,7 @@ class Executor:
         self._lanes = LanePool((lambda: core) if launches else core_of_caller, computes=not launches)
         self.updater = Updater(
             self.pool,
-            devices,
-            spared_threads=SPARED_THREADS if launches else 0,
+            StreamedUpdate(devices, self.store.__contains__),
             spared_cores=() if core is None else siblings_of(core),
             on_update=self.recorder.note_update,
         )
@@ -477,16 +473,17 @@ class Executor:
             self.updater.finish()
         self._end()
 
-    def postpone_update(self, optimizer: Optimizer, clip: Clip | None) -> None:
+    def update(self, optimizer: Optimizer, clip: Clip | None, *, waits: bool) -> None:
         """Update all parameters that have gradients, pack by pack, before the next forward comes to each.
 
         Args:
             optimizer: the one to step. What a step would do now is done, whatever is changed meanwhile.
             clip: changes gradients before they are used.
+            waits: whether to return when all are updated.
         """
-        start_postponed(
-            self.updater.postponed, optimizer, clip, self._placement, self._profiler.swap_in.bytes_per_second
-        )
+        postponed = self.updater.postponed
+        update = postponed.make_at_once if waits else postponed.start
+        update(optimizer, [pack.parameters for pack in self._placement.in_order()], clip)
 
     def _check_prediction(self, gradient: Tensor) -> float:
         """What gradients have to be multiplied with because another gradient was predicted. Then never predict again."""

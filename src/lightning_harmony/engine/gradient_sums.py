@@ -203,12 +203,13 @@ class GradientSums:
         return True
 
     def _swap_out(self, residents: Residents, pack: SwappedPack) -> list[HostGradients]:
+        with_norms = self._updater.wants_norms
         if not self._observer.is_profiling:
-            return residents.swapper.swap_out_gradients(pack)
+            return residents.swapper.swap_out_gradients(pack, with_norms=with_norms)
         # To register a buffer takes longer than the copy, and is done once.
         residents.swapper.provide_buffers(pack)
         with self._profiler.swapping_out(residents.device):
-            gradients = residents.swapper.swap_out_gradients(pack)
+            gradients = residents.swapper.swap_out_gradients(pack, with_norms=with_norms)
             for copy in gradients:
                 copy.event.synchronize()
         return gradients

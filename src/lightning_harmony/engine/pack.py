@@ -38,6 +38,7 @@ class HostGradients:
         event: the end of the copy.
         sums: the gradients, as views of the buffer.
         includes_earlier: the parameters whose earlier `grad` is part of the sum.
+        norms: of the gradients, computed on their device, where somebody will ask for them.
     """
 
     use: int
@@ -45,6 +46,7 @@ class HostGradients:
     event: Event
     sums: dict[GradientKey, Tensor]
     includes_earlier: set[nn.Parameter]
+    norms: dict[GradientKey, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

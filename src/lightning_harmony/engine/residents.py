@@ -135,19 +135,11 @@ class Residents:
         return self.visit
 
     def _await_update(self, place: Place, work_bytes: int) -> None:
-        """Wait until the host has updated a pack. Those that follow it may have been updated sooner, and come.
-
-        Where that was left to this device, for room instead: the update comes with the pack.
-        """
+        """Wait until a pack is updated. Those that follow it may have been updated sooner, and come."""
         pack = place.pack
-        if pack.residency is not None:
-            return
-        if self.swapper.updates.open_bytes(pack) is not None:
-            if self._await_room_for(self.swapper.arriving_bytes(pack) + work_bytes, place):
-                return
-            self.swapper.updates.give_up(pack)
-        reserved_bytes = work_bytes + pack.swap_in_bytes
-        self.swapper.await_update(pack, lambda: not self.prefetch(place, reserved_bytes))
+        if pack.residency is None:
+            reserved_bytes = work_bytes + pack.swap_in_bytes
+            self.swapper.await_update(pack, lambda: not self.prefetch(place, reserved_bytes))
 
     def _await_room_for(self, num_bytes: int, place: Place) -> bool:
         """Wait for room, for which nothing makes way that is needed again; whether there is."""
@@ -266,7 +258,7 @@ class Residents:
                 if following is not place.pack:
                     reserved_bytes += following.swap_in_bytes
                 continue
-            if not self._make_room_ahead(following, self.swapper.arriving_bytes(following) + reserved_bytes, place):
+            if not self._make_room_ahead(following, following.swap_in_bytes + reserved_bytes, place):
                 return False
             self._due.pop(following.index, None)
             self.swapper.swap_in(following)

@@ -110,6 +110,27 @@ def out_of_sight() -> Iterator[None]:
         yield
 
 
+class CallingThread:
+    """A stream of work that the calling thread does at once."""
+
+    def submit(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Event:
+        """Do it. What fails is raised here."""
+        for event in after:
+            event.synchronize()
+        with out_of_sight():
+            work()
+        return Happened()
+
+    submit_brief = submit
+
+    def moment(self) -> HostMoment:
+        """Now."""
+        return HostMoment()
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
 class _HostWork:
     """Work that waits in line for a thread."""
 

@@ -15,6 +15,7 @@ from lightning_harmony.engine.device_update import DeviceUpdates, Stayed
 from lightning_harmony.engine.guise import parameter_like
 from lightning_harmony.engine.host_store import HostPool, HostStore, Slot, lay_out
 from lightning_harmony.engine.layer import BufferKey, SwappedLayer, make_resident
+from lightning_harmony.engine.norms import norms_of
 from lightning_harmony.engine.pack import (
     Accumulator,
     GradientKey,
@@ -66,14 +67,14 @@ class Swapper:
     def swap_in(self, pack: SwappedPack) -> None:
         """Start to copy a pack's weights and buffers to the device, if they aren't there."""
         if pack.residency is None:
-            if not self.updates.has(pack) and not self.updates.take_over(pack):
+            if not self.updates.has(pack):
                 self._update.wait_for(pack.parameters)
             # Views made in inference mode could not be written by a copy outside of it.
             with torch.inference_mode(False):
                 self._start_swap_in(pack)
 
     def await_update(self, pack: SwappedPack, meanwhile: Callable[[], bool] = lambda: False) -> None:
-        """Wait until a pack is updated, by the host if nobody has begun to.
+        """Wait until a pack is updated.
 
         Args:
             pack: the pack.
@@ -84,13 +85,7 @@ class Swapper:
 
     def is_current(self, pack: SwappedPack) -> bool:
         """Whether a swap-in would not have to wait for an update."""
-        if self.updates.has(pack) or self.updates.open_bytes(pack) is not None:
-            return True
-        return not self._update.is_under_way(pack.parameters)
-
-    def arriving_bytes(self, pack: SwappedPack) -> int:
-        """What it takes on the device to swap a pack in, and to update it there where that is left to the device."""
-        return pack.swap_in_bytes + (self.updates.open_bytes(pack) or 0)
+        return self.updates.has(pack) or not self._update.is_under_way(pack.parameters)
 
     def finish_reading(self) -> None:
         """Wait until all that was to be copied to the device has left the host: from here on, anyone may write there."""
@@ -372,8 +367,10 @@ class Swapper:
             for accumulator in pack.accumulators.values():
                 self._pool.provide(accumulator.buffer.numel())
 
-    def swap_out_gradients(self, pack: SwappedPack, kind: Errand = Errand.SWAP_OUT) -> list[HostGradients]:
-        """Start to copy a pack's gradients to the host, and close its accumulators."""
+    def swap_out_gradients(
+        self, pack: SwappedPack, kind: Errand = Errand.SWAP_OUT, *, with_norms: bool = False
+    ) -> list[HostGradients]:
+        """Start to copy a pack's gradients to the host, and close its accumulators. Norms are computed before."""
         gradients = list(pack.parked.values())
         for use, accumulator in pack.accumulators.items():
             num_bytes = accumulator.buffer.numel()
@@ -381,6 +378,9 @@ class Swapper:
             with self._device.on_host():
                 host, free = self._pool.take(num_bytes)
                 sums = {key: slots[key].view(host) for key in slots if key in accumulator.touched}
+                if with_norms and accumulator.gathered is not None:
+                    accumulator.gathered.wait()
+                norms = norms_of([accumulator.sums[key] for key in sums]) if with_norms else ()
             copy = partial(_copy, host, accumulator.buffer)
             after = [self._device.record(), *free]
             if accumulator.gathered is not None:
@@ -388,7 +388,8 @@ class Swapper:
             event = self._device.start_copy(kind, "gradients", num_bytes, copy, after, pack.index)
             self._device.keep_until(event, accumulator.buffer)
             self._traffic.count_out("gradients", num_bytes)
-            gradients.append(HostGradients(use, host, event, sums, accumulator.includes_earlier))
+            norm_of = dict(zip(sums, norms, strict=False))
+            gradients.append(HostGradients(use, host, event, sums, accumulator.includes_earlier, norm_of))
         pack.accumulators, pack.parked = {}, {}
         return gradients
 

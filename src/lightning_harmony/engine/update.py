@@ -17,19 +17,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_harmony.engine.host_store import HostPool, lies_in, num_users
+from lightning_harmony.engine.norms import Norms
+from lightning_harmony.engine.optimizer_twin import Clip, Share
 from lightning_harmony.engine.pack import HostGradients
-from lightning_harmony.engine.postponed import (
-    Clip,
-    Norms,
-    Overlap,
-    PostponedUpdate,
-    Recorder,
-    Share,
-    UpdateHeard,
-    sort_state,
-)
+from lightning_harmony.engine.postponed import Overlap, PostponedUpdate, UpdateHeard, sort_state
 from lightning_harmony.engine.profile import Speed, UpdateSpeeds
 from lightning_harmony.engine.stream import Event, HostEvent, HostStream, wait_for_one
+from lightning_harmony.engine.streamed_update import StreamedUpdate
 from lightning_harmony.plan.host_need import RING
 
 # Optimizers that update each parameter from its own gradient and state alone, so that a step pack by pack is the same
@@ -37,8 +31,8 @@ from lightning_harmony.plan.host_need import RING
 SEPARABLE = frozenset(
     getattr(torch.optim, name)
     for name in (
-        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
-        "SGD",
+        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
+        "Rprop", "SGD",
     )
     if hasattr(torch.optim, name)
 )  # fmt: skip
@@ -105,6 +99,7 @@ class _Part:
     order: tuple[int, int]
     gradient: Tensor
     source: HostGradients
+    norm: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -130,13 +125,12 @@ class _Step:
 
 
 class Updater:
-    """Collects the gradients of a step on the host, and steps the optimizer where that may be done just in time.
+    """Collects the gradients of a step on the host, and has the optimizer step where that may be done just in time.
 
     Args:
         pool: where the buffers of gradients return to.
-        devices: what computes meanwhile.
-        spared_threads: how many of torch's threads updates leave to who launches the devices' work.
-        spared_cores: the cores of the processor that they leave to them.
+        streamed: updates parameters that can be updated by themselves.
+        spared_cores: the cores of the processor that updates leave to who launches the devices' work.
         on_update: told the parameters of each piece of an update, and its beginning and end by `time.perf_counter`.
 
     Attributes:
@@ -149,19 +143,18 @@ class Updater:
     def __init__(
         self,
         pool: HostPool,
-        devices: Sequence[Recorder],
-        spared_threads: int = 0,
+        streamed: StreamedUpdate,
         spared_cores: Collection[int] = (),
         on_update: UpdateHeard = lambda parameters, start, end: None,
     ) -> None:
         self.speeds, self._speed_of_step = UpdateSpeeds(), Speed()
         self._pool = pool
-        self._devices = devices
+        self._streamed = streamed
         # A thread of its own: the update of a pack runs under the backward of the next.
         self._stream = HostStream("update", spared_cores)
-        self.overlap = Overlap(spared_threads=spared_threads, on_update=on_update)
-        self.norms = Norms(spared_cores)
-        self.postponed = PostponedUpdate(self._stream, devices, self.overlap)
+        self.overlap = Overlap(on_update=on_update)
+        self.norms = Norms(streamed.devices[0].torch_device)
+        self.postponed = PostponedUpdate(self._stream, streamed, self.overlap)
         self._step = _Step()
         self._known: frozenset[Tensor] = frozenset()
         self._held_back: list[tuple[list[nn.Parameter], list[list[_Part]], list[Event]]] | None = None
@@ -200,6 +193,7 @@ class Updater:
         """
         # A step that failed never came to its end: what it left must not run into this one.
         self.drain()
+        self._streamed.open()
         self._submitted, self._updated = [], {}
         self._held_back = [] if hold_back else None
         separable = optimizer is not None and why_not_separable(optimizer) is None
@@ -220,6 +214,11 @@ class Updater:
     def steps_alone(self) -> Optimizer | None:
         """The optimizer whose step may be made for some parameters by themselves; None if there is none."""
         return self._step.optimizer if self._step.separable else None
+
+    @property
+    def wants_norms(self) -> bool:
+        """Whether the norm of each gradient is to be computed as it leaves its device."""
+        return self._step.with_norms
 
     @property
     def is_just_in_time(self) -> bool:
@@ -246,7 +245,9 @@ class Updater:
         for source in gradients:
             self._unused[id(source)] = len(source.sums)
             for (layer, parameter), gradient in source.sums.items():
-                self._parts[parameter].append(_Part((layer.index, -source.use), gradient, source))
+                self._parts[parameter].append(
+                    _Part((layer.index, -source.use), gradient, source, source.norms.get((layer, parameter)))
+                )
         ready = []
         for parameter in parameters:
             self._num_owners[parameter] -= 1
@@ -326,7 +327,7 @@ class Updater:
 
     def _wait_for(self, submitted: Sequence[Event]) -> None:
         try:
-            self.overlap.wait_for(submitted, self._devices)
+            self.overlap.wait_for(submitted, self._streamed.devices)
         finally:
             self.drain()
             if self._step.optimizer is not None:
@@ -348,11 +349,11 @@ class Updater:
         targets = {parameter: parameter for parameter in parameters} if share is None else share.stand_ins
         for parameter, contributions in zip(parameters, parts, strict=True):
             if parameter in targets:
-                _set_gradient(targets[parameter], parameter, contributions)
+                is_whole = _set_gradient(targets[parameter], parameter, contributions)
+                if is_whole and step.with_norms and contributions[0].norm is not None:
+                    self.norms.note(parameter, contributions[0].norm)
         if step.optimizer is not None:
             self._update(step.optimizer, step, share, parameters)
-        elif step.with_norms:
-            self.norms.note(parameters)
         for contributions in parts:
             for part in contributions:
                 self._use_up(step, part.source)
@@ -366,7 +367,7 @@ class Updater:
         start = time.perf_counter()
         with self.overlap.updating(parameters):
             if share is not None:
-                share.update(step.clip)
+                self._streamed.update(share, step.clip)
             else:
                 with _only(optimizer, self._places, parameters):
                     if step.clip is not None:
@@ -403,11 +404,11 @@ class Updater:
         """Finish what was asked for and join the thread."""
         self.postponed.drain()
         self._stream.close()
-        self.norms.close()
+        self._streamed.close()
 
 
-def _set_gradient(target: nn.Parameter, parameter: nn.Parameter, parts: list[_Part]) -> None:
-    """Give a parameter, or what stands in for it, its gradient."""
+def _set_gradient(target: nn.Parameter, parameter: nn.Parameter, parts: list[_Part]) -> bool:
+    """Give a parameter, or what stands in for it, its gradient; whether that has come from the device as it is."""
     parts.sort(key=lambda part: part.order)
     total = parts[0].gradient
     for part in parts[1:]:
@@ -415,9 +416,10 @@ def _set_gradient(target: nn.Parameter, parameter: nn.Parameter, parts: list[_Pa
     includes_earlier = any(parameter in part.source.includes_earlier for part in parts)
     if target.grad is not None and not includes_earlier:
         target.grad.add_(total)
-    else:
-        # A tensor of its own: whoever keeps it is seen to use the buffer.
-        target.grad = total.detach()
+        return False
+    # A tensor of its own: whoever keeps it is seen to use the buffer.
+    target.grad = total.detach()
+    return len(parts) == 1
 
 
 def _places(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:

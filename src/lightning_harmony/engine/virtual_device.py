@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.device import Device, flat_buffer
 from lightning_harmony.engine.operations import run_as_without_mode
-from lightning_harmony.engine.stream import Event, Happened, HostMoment, HostStream, Moment, Stream
+from lightning_harmony.engine.stream import CallingThread, Event, Happened, HostMoment, HostStream, Moment, Stream
 from lightning_harmony.engine.strides import parts_of
 
 
@@ -56,6 +56,14 @@ class VirtualDevice(Device):
     def scratch(self, num_bytes: int) -> Tensor:
         """Allocate and count."""
         return self.empty(num_bytes)
+
+    def side_stream(self) -> Stream:
+        """The thread that updates."""
+        return CallingThread()
+
+    def staging(self, num_bytes: int, stream: Stream) -> Tensor:
+        """Not counted: small networks' capacities have no room for what is a small part of a GPU's."""
+        return flat_buffer(num_bytes, torch.device("cpu"))
 
     def count(self, tensor: Tensor) -> None:
         """Count the storage of a tensor that was made on this device.

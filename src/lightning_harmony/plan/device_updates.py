@@ -1,14 +1,7 @@
-"""Which packs their device updates, so that a forward need not wait for the host.
+"""Which packs are updated where their gradients are, so that the next forward, which begins with them, need not wait."""
 
-Just in time, those that the next forward begins with. Of a postponed update, which the forward waits for from pack to pack,
-some of all.
-"""
-
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import NamedTuple
 
 from lightning_harmony.plan.plan import Plan
 from lightning_harmony.plan.replay import with_prediction
@@ -19,25 +12,6 @@ from lightning_harmony.plan.search import SHORT_SECONDS
 WORTHWHILE_SHARE = 0.005
 # What a few packs don't hide, more won't.
 MOST_PACKS = 4
-# What is smaller is not worth the launches.
-LEAST_BYTES = 16 * 2**20
-
-
-class Postponed(NamedTuple):
-    """A pack whose update is postponed.
-
-    Attributes:
-        trained_bytes: its parameters that have gradients.
-        copied_bytes: what crosses the bus for its forward, when the host has updated it.
-        update_bytes: what comes instead where its device updates it: parameters, gradients and the optimizer's state; None
-            where that device cannot.
-        device: the number of that.
-    """
-
-    trained_bytes: int
-    copied_bytes: int
-    update_bytes: int | None
-    device: int = 0
 
 
 def with_device_updates(plan: Plan) -> Plan:
@@ -75,35 +49,3 @@ def _can_be(plan: Plan) -> bool:
 def _may_be(plan: Plan, pack: int) -> bool:
     """Whether a pack is visited once, before the fused ones, and on one device."""
     return plan.visits.count(pack) == 1 and pack not in plan.fused | plan.spread
-
-
-def left_to_devices(
-    packs: Sequence[Postponed], update_bytes_per_second: float, swap_in_bytes_per_second: float
-) -> frozenset[int]:
-    """Which packs of a postponed update devices make, each when it comes for its forward, while the host makes the others.
-
-    A list schedule: each pack goes to whoever has it ready on the device first, with what was given to both before. What a
-    device updates comes while the host is busy with packs before it, so that of the bus only what it copies counts.
-
-    Args:
-        packs: as the forward comes to them.
-        update_bytes_per_second: of parameters that the host updates.
-        swap_in_bytes_per_second: of the copies to a device.
-
-    Returns:
-        The places of those packs.
-    """
-    left: set[int] = set()
-    host, buses = 0.0, defaultdict[int, float](float)
-    for place, pack in enumerate(packs):
-        updated, bus = host + pack.trained_bytes / update_bytes_per_second, buses[pack.device]
-        copied = pack.copied_bytes / swap_in_bytes_per_second
-        may_be_left = pack.update_bytes is not None and pack.trained_bytes >= LEAST_BYTES
-        brought = (pack.update_bytes or 0) / swap_in_bytes_per_second
-        if may_be_left and bus + brought < max(updated, bus) + copied:
-            left.add(place)
-            buses[pack.device] += brought
-        else:
-            host = updated
-            buses[pack.device] += copied
-    return frozenset(left)
