@@ -6,7 +6,6 @@ import copy
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -296,9 +295,12 @@ def test_microbatches_spread_over_gpus_are_reproducible_and_differ_by_rounding_o
     compare(in_order(train(1)), first, 1e-5)
 
 
-def _after_a_while(work: Any, *args: Any, **options: Any) -> Any:
-    time.sleep(0.05)
-    return work(*args, **options)
+def _after_a_while(work: Any) -> Any:
+    def late(*args: Any, **options: Any) -> Any:
+        time.sleep(0.05)
+        return work(*args, **options)
+
+    return late
 
 
 @pytest.mark.parametrize("clip", [0.01, 100.0, None])
@@ -319,8 +321,7 @@ def test_an_update_under_the_next_forward_changes_no_bit(clip: float | None) -> 
             for ask in ("start", "follow") if name == "at once" else ():
                 patch.setattr(postponed.PostponedUpdate, ask, finishing(getattr(postponed.PostponedUpdate, ask)))
             if name == "slow":
-                slowly = partial(_after_a_while, update)
-                patch.setattr(streamed_update.StreamedUpdate, "update", lambda *a, **o: slowly(*a, **o))
+                patch.setattr(streamed_update.StreamedUpdate, "update", _after_a_while(update))
             trainer.fit(module, DataLoader(nets.tokens(), batch_size=8))
         return module.state_dict()
 

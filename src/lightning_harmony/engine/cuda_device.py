@@ -109,6 +109,11 @@ class CudaDevice(Device):
         """Another stream of this GPU."""
         return CudaStream(self.torch_device)
 
+    def staging(self, num_bytes: int, stream: Stream) -> Tensor:
+        """Memory of that stream's pool. What a step makes meanwhile of its parameters counts beside."""
+        self.uncounted_bytes = max(self.uncounted_bytes, CudaDevice.uncounted_bytes + num_bytes // 2)
+        return self.empty(num_bytes, stream)
+
     def allocated_bytes(self) -> int:
         """What torch's allocator has handed out."""
         # Asked for at every visit: to flatten all statistics, as memory_allocated does, takes ten times as long.

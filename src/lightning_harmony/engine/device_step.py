@@ -55,7 +55,7 @@ def pieces(
 
     Args:
         parameters: all of them.
-        most_bytes: of the parameters in a piece. What cannot be cut may have more.
+        most_bytes: of the parameters in a piece, rounded up to units of alignment; more if one cannot be cut.
         may_be_cut: whether ranges of a parameter may be stepped one after the other.
     """
     piece: list[Part] = []
@@ -63,7 +63,7 @@ def pieces(
     for parameter in parameters:
         is_cut = parameter.nbytes > most_bytes and may_be_cut(parameter)
         for part in _ranges(parameter, most_bytes) if is_cut else [Part(parameter)]:
-            size = part.of(parameter.detach()).nbytes
+            size = -(-part.of(parameter.detach()).nbytes // ALIGNMENT) * ALIGNMENT
             # A piece knows each parameter once.
             if piece and (num_bytes + size > most_bytes or piece[-1].parameter is parameter):
                 yield piece
@@ -84,7 +84,7 @@ def _ranges(parameter: nn.Parameter, most_bytes: int) -> Iterator[Part]:
 
 def may_be_cut(share: Share, parameter: nn.Parameter) -> bool:
     """Whether a parameter's elements are updated one by one, with all that belongs to them in the same place."""
-    tensors = [share.gradients[parameter], *share.state(parameter).values()]
+    tensors = [share.stand_ins[parameter].grad, *share.state(parameter).values()]
     return (
         share.kind in _ELEMENTWISE
         and is_dense(parameter)

@@ -19,6 +19,8 @@ from lightning_harmony.engine.device_step import Part, is_on_device, make_step, 
 from lightning_harmony.engine.host_store import lay_out
 from lightning_harmony.engine.optimizer_twin import Clip, Share
 from lightning_harmony.engine.stream import Event, Happened
+from lightning_harmony.errors import CapacityError
+from lightning_harmony.plan.memory_size import format_bytes
 
 # What a piece may take on a device: a share of its capacity, and at most. Two are there at a time.
 _SHARE_OF_CAPACITY, _LEAST_BYTES, _MOST_BYTES = 32, 8 << 10, 256 << 20
@@ -65,7 +67,7 @@ class StreamedUpdate:
         try:
             cuts = partial(may_be_cut, share)
             for piece, stage in zip(pieces(streamed, most_bytes, cuts), cycle(self._stages), strict=False):
-                stage.launch(share, piece, clip, homes, keeps_gradients=keeps_gradients)
+                stage.launch(share, piece, gradients, clip, homes, keeps_gradients=keeps_gradients)
         finally:
             for stage in self._stages:
                 stage.finish()
@@ -106,6 +108,7 @@ class _Stage:
         self._streams = [device.side_stream() for _ in range(3)]
         # Two, the one that is used next first, each with the event after which it may be written.
         self._buffers: list[tuple[Tensor, Event]] = []
+        self._large: Tensor | None = None
 
     def open(self) -> None:
         """Take the memory for two pieces."""
@@ -115,14 +118,40 @@ class _Stage:
     def _allocate(self, num_bytes: int) -> Tensor:
         return self._device.staging(num_bytes, self._streams[0])
 
+    def _large_buffer(self, num_bytes: int) -> Tensor:
+        """One for a piece that is too large for the others. It stays: the next step needs it again.
+
+        Raises:
+            CapacityError: if there is no room for it.
+        """
+        if self._large is None or self._large.numel() < num_bytes:
+            self._large = None
+            try:
+                self._large = self._allocate(num_bytes)
+            except torch.OutOfMemoryError as error:
+                raise CapacityError(
+                    f"the update of a parameter takes {format_bytes(num_bytes)} on the device with its gradient and its "
+                    f"state, as its optimizer updates it as a whole: use an optimizer that updates each element by itself, "
+                    f"such as AdamW, or more memory with HarmonyStrategy(device_memory=...). ({error})"
+                ) from error
+        return self._large
+
     def launch(
-        self, share: Share, piece: Sequence[Part], clip: Clip | None, homes: _Values, *, keeps_gradients: bool
+        self,
+        share: Share,
+        piece: Sequence[Part],
+        gradients: Mapping[nn.Parameter, Tensor],
+        clip: Clip | None,
+        homes: _Values,
+        *,
+        keeps_gradients: bool,
     ) -> None:
         """Start to bring a piece, to step it, and to send back what that changes.
 
         Args:
             share: whose piece it is.
             piece: what is stepped.
+            gradients: of the share.
             clip: changes gradients before.
             homes: on the host, of the state that steps have made of a parameter whose last part is yet to come.
             keeps_gradients: whether gradients go back if they are clipped.
@@ -137,11 +166,11 @@ class _Stage:
                 if is_on_device(name, value, share.group_of(part.parameter))
             }
         parameters = {part.parameter: part.of(part.parameter.detach()) for part in piece}
-        gradients = {part.parameter: part.of(share.gradients[part.parameter]) for part in piece}
+        gradients = {part.parameter: part.of(gradients[part.parameter]) for part in piece}
         hosts = [*parameters.values(), *gradients.values(), *values.values()]
         slots, num_bytes = lay_out(hosts)
         fits = num_bytes <= self.num_bytes
-        buffer, left = self._buffers[0] if fits else (self._allocate(num_bytes), Happened())
+        buffer, left = self._buffers[0] if fits else (self._large_buffer(num_bytes), Happened())
         there = [slot.view(buffer) for slot in slots]
         arrived = coming.submit(partial(_copy_all, list(zip(there, hosts, strict=True))), [left])
         rest = iter(there)
@@ -161,7 +190,7 @@ class _Stage:
         if fits:
             self._buffers = [self._buffers[1], (buffer, left)]
         if not fits or any(value.untyped_storage()._cdata != buffer.untyped_storage()._cdata for _, value in made):
-            # What is not in a buffer that stays may go when it has left.
+            # The next piece may use the memory of what is not in one of the two buffers.
             left.synchronize()
 
     def _made(
@@ -240,7 +269,7 @@ class _Stage:
         """Finish what is under way, and let the memory go."""
         for stream in self._streams:
             stream.close()
-        self._buffers = []
+        self._buffers, self._large = [], None
 
 
 def _own_of(part: Part, value: Tensor) -> Tensor:
