@@ -48,38 +48,63 @@ class Part:
         return tensor.as_strided((tensor.numel(),), (1,))[self.elements]
 
 
-def pieces(
-    parameters: Iterable[nn.Parameter], most_bytes: int, may_be_cut: Callable[[nn.Parameter], bool]
-) -> Iterator[list[Part]]:
-    """The parts of parameters that are stepped together, in order.
+class Pieces:
+    """Parts of parameters in pieces, each of which is stepped at once.
+
+    Nothing is stepped while the first piece comes, and nothing comes while the last one goes back: those are smaller.
 
     Args:
-        parameters: all of them.
+        parameters: all of them, in order.
         most_bytes: of the parameters in a piece, rounded up to units of alignment; more if one cannot be cut.
         may_be_cut: whether ranges of a parameter may be stepped one after the other.
     """
-    piece: list[Part] = []
-    num_bytes = 0
-    for parameter in parameters:
-        is_cut = parameter.nbytes > most_bytes and may_be_cut(parameter)
-        for part in _ranges(parameter, most_bytes) if is_cut else [Part(parameter)]:
-            size = -(-part.of(parameter.detach()).nbytes // ALIGNMENT) * ALIGNMENT
-            # A piece knows each parameter once.
-            if piece and (num_bytes + size > most_bytes or piece[-1].parameter is parameter):
-                yield piece
-                piece, num_bytes = [], 0
-            piece.append(part)
-            num_bytes += size
-    if piece:
-        yield piece
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], most_bytes: int, may_be_cut: Callable[[nn.Parameter], bool]
+    ) -> None:
+        parameters = list(parameters)
+        self._least = self._limit = max(most_bytes // 4, 1)
+        self._most = most_bytes
+        self._left = sum(_aligned(parameter.nbytes) for parameter in parameters)
+        self._pieces: list[list[Part]] = []
+        self._begin()
+        for parameter in parameters:
+            self._add(parameter, may_be_cut)
+
+    def __iter__(self) -> Iterator[list[Part]]:
+        return (piece for piece in self._pieces if piece)
+
+    def _begin(self) -> None:
+        self._room = min(self._limit, max(self._left // 2, self._least))
+        self._limit = min(2 * self._limit, self._most)
+        self._pieces.append([])
+
+    def _add(self, parameter: nn.Parameter, may_be_cut: Callable[[nn.Parameter], bool]) -> None:
+        size, number, begin = parameter.element_size(), parameter.numel(), 0
+        while (number - begin) * size > self._room and may_be_cut(parameter):
+            # In whole units of alignment: kernels are chosen by it, and vectors leave nothing over but at the end.
+            length = max(self._room, 0) // (ALIGNMENT * size) * ALIGNMENT
+            if length == 0 and not self._pieces[-1]:
+                length = ALIGNMENT
+            if begin + length >= number:
+                break
+            if length:
+                self._take(Part(parameter, slice(begin, begin + length), is_last=False), length * size)
+                begin += length
+            self._begin()
+        rest = _aligned((number - begin) * size)
+        if self._pieces[-1] and rest > self._room:
+            self._begin()
+        self._take(Part(parameter, slice(begin, number) if begin else None), rest)
+
+    def _take(self, part: Part, num_bytes: int) -> None:
+        self._pieces[-1].append(part)
+        self._room -= num_bytes
+        self._left -= num_bytes
 
 
-def _ranges(parameter: nn.Parameter, most_bytes: int) -> Iterator[Part]:
-    # In whole units of alignment: kernels are chosen by it, and vectors leave nothing over but at the end.
-    number, length = parameter.numel(), max(most_bytes // parameter.element_size() // ALIGNMENT, 1) * ALIGNMENT
-    for begin in range(0, number, length):
-        end = min(begin + length, number)
-        yield Part(parameter, slice(begin, end), is_last=end == number)
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def may_be_cut(share: Share, parameter: nn.Parameter) -> bool:

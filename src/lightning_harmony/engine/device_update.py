@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.device import Device
-from lightning_harmony.engine.device_step import is_on_device, make_step, pieces
+from lightning_harmony.engine.device_step import Pieces, is_on_device, make_step
 from lightning_harmony.engine.host_store import lay_out
 from lightning_harmony.engine.optimizer_twin import Clip, Share
 from lightning_harmony.engine.pack import SwappedPack
@@ -261,7 +261,7 @@ class DeviceUpdates:
         arrived.ready.wait()
         # As on a GPU, nothing of what a step makes meanwhile is there afterwards.
         with self._device.on_host():
-            for piece in pieces(gradients, _MOST_BYTES, lambda parameter: False):
+            for piece in Pieces(gradients, _MOST_BYTES, lambda parameter: False):
                 parameters = {part.parameter: there.parameters[part.parameter] for part in piece}
                 make_step(share, self._clip, parameters, gradients, there.states)
         for parameter in gradients:

@@ -14,11 +14,13 @@ from lightning_harmony.engine.cuda_device import CudaDevice
 from lightning_harmony.engine.cuda_memory import CudaBudget
 from lightning_harmony.engine.device import Device
 from lightning_harmony.engine.free_memory import free_host_bytes
+from lightning_harmony.engine.optimizer_twin import Share
+from lightning_harmony.engine.streamed_update import StreamedUpdate
 from lightning_harmony.engine.virtual_device import VirtualDevice
 from lightning_harmony.plan.machine import Machine
 
 _COPIED_BYTES = 64 * 2**20
-_UPDATED_PARAMETERS = 8 * 2**20
+_UPDATED_PARAMETERS = 16 * 2**20
 # What a call of a layer costs the host besides its operations, as measured: it depends little on the machine.
 _CALL_SECONDS = 3.5e-4
 
@@ -47,7 +49,7 @@ def measure_machine() -> Machine:
             / _seconds(device, lambda: on_device.copy_(copied, non_blocking=True)),
             swap_out_bytes_per_second=_COPIED_BYTES
             / _seconds(device, lambda: copied.copy_(on_device, non_blocking=True)),
-            updated_parameters_per_second=_updated_per_second(),
+            updated_parameters_per_second=_updated_per_second(device),
             operation_seconds=_operation_seconds(device),
             call_seconds=_CALL_SECONDS,
             host_bytes=free_host_bytes(),
@@ -87,8 +89,13 @@ def _operation_seconds(device: Device) -> float:
     return _seconds(device, lambda: [scalar.add_(1) for _ in range(number)]) / number
 
 
-def _updated_per_second() -> float:
-    parameter = nn.Parameter(torch.zeros(_UPDATED_PARAMETERS))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    return _UPDATED_PARAMETERS / _seconds(VirtualDevice(None), optimizer.step)
+def _updated_per_second(device: Device) -> float:
+    """How many parameters AdamW updates that come from the host with all that belongs to them, and go back."""
+    values, gradient = (device.host_buffer(4 * _UPDATED_PARAMETERS).view(torch.float32).zero_() for _ in range(2))
+    parameter = nn.Parameter(values)
+    parameter.grad = gradient
+    share, streamed = Share(torch.optim.AdamW([parameter]), {parameter: 0}), StreamedUpdate([device])
+    try:
+        return _UPDATED_PARAMETERS / _seconds(device, lambda: streamed.update(share))
+    finally:
+        streamed.close()

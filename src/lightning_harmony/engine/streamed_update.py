@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.device import Device, flat_buffer
-from lightning_harmony.engine.device_step import Part, is_on_device, make_step, may_be_cut, pieces
+from lightning_harmony.engine.device_step import Part, Pieces, is_on_device, make_step, may_be_cut
 from lightning_harmony.engine.host_store import lay_out
 from lightning_harmony.engine.optimizer_twin import Clip, Share
 from lightning_harmony.engine.stream import Event, Happened
@@ -66,7 +66,7 @@ class StreamedUpdate:
         homes: _Values = {}
         try:
             cuts = partial(may_be_cut, share)
-            for piece, stage in zip(pieces(streamed, most_bytes, cuts), cycle(self._stages), strict=False):
+            for piece, stage in zip(Pieces(streamed, most_bytes, cuts), cycle(self._stages), strict=False):
                 stage.launch(share, piece, gradients, clip, homes, keeps_gradients=keeps_gradients)
         finally:
             for stage in self._stages:

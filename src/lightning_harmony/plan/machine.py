@@ -19,7 +19,7 @@ class Machine:
         memory_bytes_per_second: what other operations read and write of the device's memory.
         swap_in_bytes_per_second: copies from host to device.
         swap_out_bytes_per_second: copies from device to host.
-        updated_parameters_per_second: how many parameters Adam updates on the host.
+        updated_parameters_per_second: how many parameters Adam updates whose home is the host.
         operation_seconds: what it takes the host to have one operation run.
         call_seconds: what it takes the host to bring a layer's call to a lane.
         host_bytes: what a training may take of the host's memory; None if it isn't known.
@@ -48,15 +48,15 @@ class Machine:
         return json.dumps(asdict(self), indent=2)
 
 
-# What each part reaches within a step, the others busy beside it. Alone, bf16 products reach 799 TFLOP/s and the update 5.7
-# billion parameters a second.
+# What each part reaches within a step, the others busy beside it. Alone, bf16 products reach 799 TFLOP/s. Of each parameter
+# that is updated, 16 bytes come over the bus.
 H200 = Machine(
     name="NVIDIA H200, 16 cores",
     flops_per_second={"bfloat16": 640e12, "float16": 640e12, "float32": 50e12, "float64": 50e12},
     memory_bytes_per_second=4.0e12,
     swap_in_bytes_per_second=55e9,
     swap_out_bytes_per_second=55e9,
-    updated_parameters_per_second=4.7e9,
+    updated_parameters_per_second=3.2e9,
     operation_seconds=8e-6,
     call_seconds=3.5e-4,
     host_bytes=128 * 2**30,
