@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import nets
 import pytest
 import same_training
@@ -95,3 +96,96 @@ def test_the_devices_that_pieces_take_turns_on_change_no_bit(devices: int) -> No
     found.losses = [loss for at in range(0, 12, 4) for loss in sorted(found.losses[at : at + 4])]
     expected.losses = [loss for at in range(0, 12, 4) for loss in sorted(expected.losses[at : at + 4])]
     compare(expected, found)
+
+
+class ByHand(pl.LightningModule):
+    """Steps two optimizers itself, one of them past Lightning, clips by norm, and steps a scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        self.automatic_optimization = False
+        self.net = nets.Language()
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        loss = self.net(batch)
+        self.losses.append(loss.detach().clone())
+        self.manual_backward(loss)
+        self.clip_gradients(first, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        first.step()
+        second.optimizer.step()
+        self.lr_schedulers().step()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        blocks, others = self.net.blocks.parameters(), [self.net.embed.weight, self.net.head.weight]
+        first, second = torch.optim.AdamW(blocks, lr=0.01), torch.optim.SGD(others, lr=0.1, momentum=0.9)
+        return [first, second], [torch.optim.lr_scheduler.StepLR(first, 1, 0.5)]
+
+
+@pytest.fixture
+def updated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kind of each optimizer a share of which was updated on the device."""
+    found: list[str] = []
+    update = streamed_update.StreamedUpdate.update
+
+    def watched(self: Any, share: Any, *args: Any, **options: Any) -> None:
+        found.append(share.kind.__name__)
+        update(self, share, *args, **options)
+
+    monkeypatch.setattr(streamed_update.StreamedUpdate, "update", watched)
+    return found
+
+
+def test_optimizers_that_are_stepped_by_hand_step_on_the_device(updated: list[str]) -> None:
+    found = []
+    for strategy in ("auto", HarmonyStrategy(device_memory=CAPACITY, num_microbatches=1)):
+        module = ByHand()
+        trainer = trainer_for(strategy, 6, [])
+        trainer.fit(module, DataLoader(nets.tokens(), batch_size=8))
+        states = [each.state_dict() for each in trainer.optimizers]
+        found.append(([loss.cpu() for loss in module.losses], module.cpu().state_dict(), states))
+    torch.testing.assert_close(found[1][:2], found[0][:2], rtol=0, atol=0)
+    for ours, theirs in zip(found[1][2], found[0][2], strict=True):
+        assert ours["param_groups"] == theirs["param_groups"]
+        tensors = [[v.cpu() for s in each["state"].values() for v in s.values()] for each in (ours, theirs)]
+        torch.testing.assert_close(*tensors, rtol=0, atol=0)
+    assert set(updated) == {"AdamW", "SGD"}
+
+
+class Looks(pl.Callback):
+    """Looks at weights when a batch ends, so that its update is made at once."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_clip_val": 0.05},
+        {"accumulate_grad_batches": 2},
+        {"gradient_clip_val": 0.05, "precision": "bf16-true"},
+    ],
+    ids=["clipped", "accumulated", "clipped in 16 bits"],
+)
+def test_an_update_that_is_made_at_once_is_made_on_the_device(options: dict[str, Any], updated: list[str]) -> None:
+    module = build("AdamW")
+    strategy = HarmonyStrategy(device_memory=CAPACITY, num_microbatches=1)
+    expected = trainer_for("auto", 2, [], **options)
+    found = trainer_for(strategy, 2, [Looks()], **options)
+    modules = copy.deepcopy(module), copy.deepcopy(module)
+    for trainer, each in zip((expected, found), modules, strict=True):
+        trainer.fit(each, DataLoader(nets.tokens(32), batch_size=8))
+    torch.testing.assert_close(modules[1].cpu().state_dict(), modules[0].cpu().state_dict(), rtol=0, atol=0)
+    assert updated
+
+
+def test_lbfgs_steps_on_the_host_as_the_user_wrote_it(updated: list[str]) -> None:
+    torch.manual_seed(SEED)
+    module = Net(nets.Language(), lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2))
+    assert_same_training(module, nets.tokens(16), num_microbatches=1, updates=("just in time",))
+    assert updated == []

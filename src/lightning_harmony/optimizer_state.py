@@ -11,7 +11,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 # Host bytes of optimizer state per parameter byte, where it is known before the first step.
-STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "RMSprop": 1, "Adagrad": 1}
+STATE_COPIES = {
+    "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Rprop": 2, "RMSprop": 1, "Adagrad": 1,
+    "ASGD": 1, "Muon": 1,
+}  # fmt: skip
 # Of an optimizer that does not tell what its state will take: the two moments of Adam.
 ASSUMED_STATE_COPIES = 2
 
