@@ -459,8 +459,6 @@ class Detector:
         self._blocks: dict[int, Block] = {}
         self._allocated: Counter[int] = Counter()
         self._storages: dict[int, weakref.ref[Any]] = {}
-        # Of each buffer, by granules.
-        self._pinned: dict[int, dict[int, Memory]] = {}
         self._registered: list[tuple[int, int]] = []
         self._granules: dict[int, Memory] = {}
         self._lock = threading.RLock()
@@ -546,12 +544,14 @@ class Detector:
 
     def pin(self, buffer: Tensor) -> None:
         """A host buffer is one that copies are not waited for."""
-        key = buffer.untyped_storage()._cdata
-        self._pinned[key] = {}
-        self._storages[key] = weakref.ref(buffer.untyped_storage(), lambda _: self._unpin(key))
+        span = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
+        self._registered.append(span)
+        weakref.finalize(buffer.untyped_storage(), self._unpin, *span)
 
-    def _unpin(self, key: int) -> None:
-        del self._pinned[key], self._storages[key]
+    def _unpin(self, begin: int, end: int) -> None:
+        self._registered.remove((begin, end))
+        for number in range(begin // GRANULE, -(-end // GRANULE)):
+            self._granules.pop(number, None)
 
     def register(self, buffer: Tensor) -> None:
         """The same of memory that others have views of, each with a storage of its own."""
@@ -561,15 +561,13 @@ class Detector:
         """The places of the host's page-locked memory that a tensor has."""
         if tensor.layout is not torch.strided or tensor.numel() == 0:
             return []
-        pinned = self._pinned.get(tensor.untyped_storage()._cdata)
         start = tensor.data_ptr()
-        if pinned is None and not any(begin <= start < end for begin, end in self._registered):
+        if not any(begin <= start < end for begin, end in self._registered):
             return []
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         last = start + extent * tensor.element_size() - 1
         numbers = range(start // GRANULE, last // GRANULE + 1)
-        granules = self._granules if pinned is None else pinned
-        return [granules.setdefault(number, Memory()) for number in numbers]
+        return [self._granules.setdefault(number, Memory()) for number in numbers]
 
     # ---- what is done ----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.device import Device, flat_buffer
 from lightning_harmony.engine.device_step import Part, Pieces, is_on_device, make_step, may_be_cut
-from lightning_harmony.engine.host_store import lay_out
+from lightning_harmony.engine.host_store import Slot, lay_out
 from lightning_harmony.engine.optimizer_twin import Clip, Share
 from lightning_harmony.engine.stream import Event, Happened
 from lightning_harmony.errors import CapacityError
@@ -80,9 +80,13 @@ class StreamedUpdate:
 
 
 def _state_copies(share: Share, parameters: Sequence[nn.Parameter]) -> int:
-    """Bytes of optimizer state for each byte of some parameters, rounded up."""
-    values = [value for parameter in parameters for value in share.state(parameter).values()]
-    num_bytes = sum(value.nbytes for value in values if isinstance(value, Tensor))
+    """Bytes of optimizer state that come to a device for each byte of some parameters, rounded up."""
+    num_bytes: int = sum(
+        value.nbytes
+        for parameter in parameters
+        for name, value in share.state(parameter).items()
+        if is_on_device(name, value, share.group_of(parameter))
+    )
     if not num_bytes:
         return _ASSUMED_COPIES
     return -(-num_bytes // max(sum(parameter.nbytes for parameter in parameters), 1))
@@ -258,7 +262,8 @@ class _Stage:
         except (RuntimeError, OSError, MemoryError):
             # The system locks no more memory: copies are slower.
             buffer = flat_buffer(num_bytes, torch.device("cpu"))
-        return [slot.view(buffer) for slot in slots]
+        memory = buffer.numpy()
+        return [_with_own_storage(slot, memory) for slot in slots]
 
     def finish(self) -> None:
         """Wait until all is back on the host that was launched."""
@@ -270,6 +275,14 @@ class _Stage:
         for stream in self._streams:
             stream.close()
         self._buffers, self._large = [], None
+
+
+def _with_own_storage(slot: Slot, memory: Any) -> Tensor:
+    """A place in memory that others are in, too, as a tensor whose storage is that place: who saves it saves no more."""
+    if slot.num_bytes == 0:
+        return torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype)
+    flat = torch.frombuffer(memory, dtype=slot.dtype, count=slot.shape.numel(), offset=slot.offset)
+    return flat.as_strided(slot.shape, slot.stride)
 
 
 def _own_of(part: Part, value: Tensor) -> Tensor:
