@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,3 +144,9 @@ def make_step(
     if clip is not None:
         clip([parameter for group in twin.param_groups for parameter in group["params"]])
     twin.step()
+
+
+def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Start to copy to the first of each pair from the second."""
+    for destination, source in pairs:
+        destination.copy_(source, non_blocking=True)

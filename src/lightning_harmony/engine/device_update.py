@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.device import Device
-from lightning_harmony.engine.device_step import Pieces, is_on_device, make_step
+from lightning_harmony.engine.device_step import Pieces, copy_all, is_on_device, make_step
 from lightning_harmony.engine.host_store import lay_out
 from lightning_harmony.engine.optimizer_twin import Clip, Share
 from lightning_harmony.engine.pack import SwappedPack
@@ -191,7 +191,7 @@ class DeviceUpdates:
         there = self._allocate(pack, trained)
         if there is None:
             return
-        copy = partial(_copy_all, list(zip(there.places, there.hosts, strict=True)))
+        copy = partial(copy_all, list(zip(there.places, there.hosts, strict=True)))
         ready = self._device.start_copy(Errand.STATE_IN, "optimizer", there.num_bytes, copy, pack=pack.index)
         self._traffic.count_in("optimizer", there.num_bytes)
         self._arrived[pack.index] = _Arrived(there, ready)
@@ -245,7 +245,7 @@ class DeviceUpdates:
         """Update a pack with the sums of its gradients, which then are used up.
 
         Returns:
-            The end of the copy to the host; None if the host has to update it.
+            The end of the copy to the host; None if it is to be updated from the host.
         """
         arrived = self._arrived.pop(pack.index, None)
         accumulator = pack.accumulators.get(0)
@@ -277,7 +277,7 @@ class DeviceUpdates:
 
     def _send(self, pack: SwappedPack, there: _OnDevice, updated: Event) -> Event:
         """Start to copy what an update has changed to the host."""
-        copy = partial(_copy_all, list(zip(there.hosts, there.places, strict=True)))
+        copy = partial(copy_all, list(zip(there.hosts, there.places, strict=True)))
         on_host = self._device.start_copy(Errand.STATE_OUT, "optimizer", there.num_bytes, copy, [updated], pack.index)
         for buffer in there.buffers:
             self._device.keep_past_step(on_host, buffer)
@@ -305,8 +305,3 @@ class DeviceUpdates:
         for index, stayed in list(self._stayed.items()):
             if not self._postponed.is_of(stayed.parameters, stayed.on_host):
                 del self._stayed[index]
-
-
-def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for destination, source in pairs:
-        destination.copy_(source, non_blocking=True)

@@ -58,7 +58,7 @@ class LoneCalls:
             layer.derive()
         self._model.follow(pack.parameters)
         try:
-            # Nothing else may take room: the host updates it, and what devices have updated leaves.
+            # Nothing else may take room: what devices have updated leaves.
             residents.swapper.await_update(pack)
             while residents.device.retire(wait=True):
                 pass

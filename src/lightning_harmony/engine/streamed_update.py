@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.device import Device, flat_buffer
-from lightning_harmony.engine.device_step import Part, Pieces, is_on_device, make_step, may_be_cut
+from lightning_harmony.engine.device_step import Part, Pieces, copy_all, is_on_device, make_step, may_be_cut
 from lightning_harmony.engine.host_store import Slot, lay_out
 from lightning_harmony.engine.optimizer_twin import Clip, Share
 from lightning_harmony.engine.stream import Event, Happened
@@ -176,7 +176,7 @@ class _Stage:
         fits = num_bytes <= self.num_bytes
         buffer, left = self._buffers[0] if fits else (self._large_buffer(num_bytes), Happened())
         there = [slot.view(buffer) for slot in slots]
-        arrived = coming.submit(partial(_copy_all, list(zip(there, hosts, strict=True))), [left])
+        arrived = coming.submit(partial(copy_all, list(zip(there, hosts, strict=True))), [left])
         rest = iter(there)
         parameters_there = {parameter: next(rest) for parameter in parameters}
         gradients_there = {parameter: next(rest) for parameter in gradients}
@@ -190,7 +190,7 @@ class _Stage:
             changed += [(gradients[parameter], value) for parameter, value in gradients_there.items()]
         with self._device.on_host():
             made = self._made(share, piece, states, values, homes)
-        left = leaving.submit(partial(_copy_all, changed + made), [stepped])
+        left = leaving.submit(partial(copy_all, changed + made), [stepped])
         if fits:
             self._buffers = [self._buffers[1], (buffer, left)]
         if not fits or any(value.untyped_storage()._cdata != buffer.untyped_storage()._cdata for _, value in made):
@@ -257,12 +257,14 @@ class _Stage:
         slots, num_bytes = lay_out(likes, dtypes)
         if not slots:
             return []
+        buffers: list[Tensor] = []
         try:
-            buffer = self._device.host_buffer(num_bytes)
+            # As work of this GPU: in a thread that has chosen none, the first one would lock the memory.
+            self._streams[0].submit(lambda: buffers.append(self._device.host_buffer(num_bytes)))
         except (RuntimeError, OSError, MemoryError):
             # The system locks no more memory: copies are slower.
-            buffer = flat_buffer(num_bytes, torch.device("cpu"))
-        memory = buffer.numpy()
+            buffers.append(flat_buffer(num_bytes, torch.device("cpu")))
+        memory = buffers[0].numpy()
         return [_with_own_storage(slot, memory) for slot in slots]
 
     def finish(self) -> None:
@@ -303,8 +305,3 @@ def _state_of(share: Share, part: Part, there: _Values) -> dict[str, Any]:
 
 def _is_alike(tensor: Tensor, other: Tensor) -> bool:
     return tensor.shape == other.shape and tensor.dtype == other.dtype
-
-
-def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for destination, source in pairs:
-        destination.copy_(source, non_blocking=True)

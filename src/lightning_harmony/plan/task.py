@@ -21,7 +21,7 @@ class Errand(Enum):
         SWAP_OUT: the pack's gradients go to the host.
         PARK: what is summed of them so far goes there.
         UNPARK: it comes back, for the backward of a microbatch.
-        UPDATE: the host updates the pack from its gradients.
+        UPDATE: the pack is updated from the host, where its gradients are.
         STATE_IN: the optimizer's state and the parameters that it is for come, for an update on the device.
         DEVICE_UPDATE: the device updates the pack. Its weights stay for the next forward.
         STATE_OUT: what that has changed goes to the host.
