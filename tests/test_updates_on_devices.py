@@ -214,6 +214,17 @@ def test_on_several_devices(devices: int) -> None:
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize("optimizer", ["AdamW", "fused AdamW", "Adafactor"])
+def test_large_parameters_are_stepped_in_ranges_there_too(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step makes meanwhile is as large as what it is made of, and finds no room on a device that is full."""
+    monkeypatch.setattr("lightning_harmony.engine.device_update._MOST_BYTES", 2048)
+    module = build(optimizer)
+    training, reports = train(module, planned(module))
+    compare(plain(module), training)
+    assert reports[-1].swapped_in_bytes["optimizer"] > 0
+
+
+@pytest.mark.cpu
 def test_gradients_are_clipped_by_value_before() -> None:
     options = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
     module = build()

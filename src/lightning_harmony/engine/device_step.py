@@ -132,6 +132,11 @@ def is_on_device(name: str, value: Any, group: Mapping[str, Any]) -> bool:
     return isinstance(value, Tensor) and (name != "step" or bool(group.get("fused") or group.get("capturable")))
 
 
+def own_of(part: Part, value: Tensor) -> Tensor:
+    """A part of a tensor; of a number that other parts begin with, too, one of its own."""
+    return part.of(value) if part.is_last or value.dim() > 0 else value.clone()
+
+
 def make_step(
     share: Share,
     clip: Clip | None,

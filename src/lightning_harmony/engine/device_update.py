@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.device import Device
-from lightning_harmony.engine.device_step import Pieces, copy_all, is_on_device, make_step
+from lightning_harmony.engine.device_step import Part, Pieces, copy_all, is_on_device, make_step, may_be_cut, own_of
 from lightning_harmony.engine.host_store import lay_out
 from lightning_harmony.engine.optimizer_twin import Clip, Share
 from lightning_harmony.engine.pack import SwappedPack
@@ -27,7 +27,7 @@ from lightning_harmony.engine.report import Traffic
 from lightning_harmony.engine.stream import Event
 from lightning_harmony.plan.task import Errand
 
-# Of parameters that are stepped together: what a step makes of them meanwhile is as large.
+# Of parameters that are stepped together: what a step makes meanwhile is as large.
 _MOST_BYTES = 64 << 20
 
 
@@ -261,19 +261,33 @@ class DeviceUpdates:
         arrived.ready.wait()
         # As on a GPU, nothing of what a step makes meanwhile is there afterwards.
         with self._device.on_host():
-            for piece in Pieces(gradients, _MOST_BYTES, lambda parameter: False):
-                parameters = {part.parameter: there.parameters[part.parameter] for part in piece}
-                make_step(share, self._clip, parameters, gradients, there.states)
-        for parameter in gradients:
-            # Tensors come back otherwise.
-            self._state(parameter).update(
-                {n: v for n, v in there.states[parameter].items() if not is_on_device(n, v, self._groups[parameter])}
-            )
+            for piece in Pieces(gradients, _MOST_BYTES, partial(may_be_cut, share)):
+                self._make_step(share, piece, there, gradients)
         pack.accumulators = {}
         updated = self._device.record()
         on_host = self._send(pack, there, updated)
         self._stayed[pack.index] = Stayed(there.parameters, updated, on_host)
         return on_host
+
+    def _make_step(
+        self, share: Share, piece: Sequence[Part], there: _OnDevice, gradients: Mapping[nn.Parameter, Tensor]
+    ) -> None:
+        parameters = {part.parameter: part.of(there.parameters[part.parameter]) for part in piece}
+        sums = {part.parameter: part.of(gradients[part.parameter]) for part in piece}
+        states = {
+            part.parameter: {
+                name: own_of(part, value) if isinstance(value, Tensor) else value
+                for name, value in there.states[part.parameter].items()
+            }
+            for part in piece
+        }
+        make_step(share, self._clip, parameters, sums, states)
+        for parameter in (part.parameter for part in piece if part.is_last):
+            # Tensors come back otherwise.
+            numbers = states[parameter].items()
+            self._state(parameter).update(
+                {name: value for name, value in numbers if not is_on_device(name, value, self._groups[parameter])}
+            )
 
     def _send(self, pack: SwappedPack, there: _OnDevice, updated: Event) -> Event:
         """Start to copy what an update has changed to the host."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.device import Device, flat_buffer
-from lightning_harmony.engine.device_step import Part, Pieces, copy_all, is_on_device, make_step, may_be_cut
+from lightning_harmony.engine.device_step import Part, Pieces, copy_all, is_on_device, make_step, may_be_cut, own_of
 from lightning_harmony.engine.host_store import Slot, lay_out
 from lightning_harmony.engine.optimizer_twin import Clip, Share
 from lightning_harmony.engine.stream import Event, Happened
@@ -164,7 +164,7 @@ class _Stage:
         with self._device.on_host():
             self._make_fast(share, piece)
             values = {
-                (part.parameter, name): _own_of(part, value)
+                (part.parameter, name): own_of(part, value)
                 for part in piece
                 for name, value in share.state(part.parameter).items()
                 if is_on_device(name, value, share.group_of(part.parameter))
@@ -287,11 +287,6 @@ def _with_own_storage(slot: Slot, memory: Any) -> Tensor:
     return flat.as_strided(slot.shape, slot.stride)
 
 
-def _own_of(part: Part, value: Tensor) -> Tensor:
-    """A part of a tensor; of a number that other parts begin with, too, one of its own."""
-    return part.of(value) if part.is_last or value.dim() > 0 else value.clone()
-
-
 def _state_of(share: Share, part: Part, there: _Values) -> dict[str, Any]:
     """The state of a part, its tensors where they are on the device."""
     state: dict[str, Any] = {}
@@ -299,7 +294,7 @@ def _state_of(share: Share, part: Part, there: _Values) -> dict[str, Any]:
         if (part.parameter, name) in there:
             state[name] = there[part.parameter, name]
         else:
-            state[name] = _own_of(part, value) if isinstance(value, Tensor) else value
+            state[name] = own_of(part, value) if isinstance(value, Tensor) else value
     return state
 
 
