@@ -172,6 +172,46 @@ class SeveralReaders(Stack):
         return x
 
 
+class Marked(Tensor):
+    """A class of the user's own."""
+
+
+class KeepsATensorOfAClass(LeavesALoss):
+    """Returns and keeps tensors of a class of their own, with a tensor that was set on one."""
+
+    def forward(self, x: Tensor) -> Any:
+        found = super().forward(x.as_subclass(Tensor)).as_subclass(Marked)
+        self.aux = self.aux.as_subclass(Marked)
+        found.aux = self.aux * 2
+        return found
+
+
+class Classes(Stack):
+    def __init__(self) -> None:
+        super().__init__(KeepsATensorOfAClass)
+
+    def run(self, x: Tensor) -> Tensor:
+        rest: Any = 0.0
+        for block in self.blocks:
+            x = block(x)
+            assert isinstance(x, Marked)
+            rest = rest + x.aux + block.aux  # type: ignore[operator, attr-defined]
+        return (x + 0.01 * rest).as_subclass(Tensor)
+
+
+class Jagged(Stack):
+    """What goes from layer to layer is one tensor of sequences of several lengths."""
+
+    def run(self, x: Tensor) -> Tensor:
+        lengths = [1 + number % ROWS for number in range(len(x))]
+        ragged = torch.nested.as_nested_tensor(
+            [rows[:length] for rows, length in zip(x, lengths, strict=True)], layout=torch.jagged
+        )
+        for block in self.blocks:
+            ragged = block(ragged)
+        return ragged.values()
+
+
 REACHING: dict[str, Callable[[], Stack]] = {
     "losses in attributes": LossesInAttributes,
     "losses in a list": LossesInAList,
@@ -180,6 +220,8 @@ REACHING: dict[str, Callable[[], Stack]] = {
     "an object": lambda: TakesADataclass(lambda keys, values: SimpleNamespace(keys=keys, values=values)),
     "objects that are returned": ReturnsObjects,
     "several readers": SeveralReaders,
+    "tensors of a class": Classes,
+    "a jagged tensor": Jagged,
 }
 SAMPLES = 24
 

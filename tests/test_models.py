@@ -926,6 +926,34 @@ def untied_bart() -> nn.Module:
     return untied(hf.BartForConditionalGeneration(config))
 
 
+class Listens(nn.Module):
+    """Whisper, which reads frames and writes tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers as hf
+
+        sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in _BART_SIDE.items()}
+        positions = {"max_source_positions": 8, "max_target_positions": 16, "num_mel_bins": 4}
+        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+        config = hf.WhisperConfig(
+            vocab_size=VOCABULARY, d_model=WIDTH, **sides, **positions, **special, tie_word_embeddings=False
+        )
+        self.model = hf.WhisperForConditionalGeneration(config)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self.model(input_features=batch["frames"], labels=batch["labels"]).loss
+        return loss
+
+
+def frames() -> list[dict[str, Tensor]]:
+    made = torch.Generator().manual_seed(7)
+    return [
+        {"frames": torch.randn(4, 16, generator=made), "labels": torch.randint(3, VOCABULARY, (6,), generator=made)}
+        for _ in range(24)
+    ]
+
+
 class UntiedTranslator(Translator):
     """Its decoder has a table of its own."""
 
@@ -938,6 +966,7 @@ ENCODER_DECODERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] =
     "t5": (untied_t5, tokens),
     "bart": (untied_bart, tokens),
     "transformer": (UntiedTranslator, padded_tokens),
+    "whisper": (Listens, frames),
 }
 
 
