@@ -25,6 +25,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/pytest -n auto --maxprocesses 4 -m "not gpu"
 
 test-oldest: $(OLDEST_VENV)/.installed

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_harmony.engine.fused import FusedGroups
+from lightning_harmony.engine.updates.fused import FusedGroups
 
 
 class HostUpdate:

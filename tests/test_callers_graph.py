@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
-from lightning_harmony.engine.layer_call import LayerCall
+from lightning_harmony.engine.layers.layer_call import LayerCall
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*does not have many workers")
 

@@ -25,13 +25,13 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_harmony import HarmonyMonitor, HarmonyPrecision, HarmonyStrategy
-from lightning_harmony.engine import shared_update
-from lightning_harmony.engine.cuda_device import CudaDevice
-from lightning_harmony.engine.device_step import step_on
-from lightning_harmony.engine.device_update import DeviceUpdates
-from lightning_harmony.engine.stream import CudaStream, OnCudaStream
-from lightning_harmony.plan.recording import read_recording
-from lightning_harmony.plan.task import Phase
+from lightning_harmony.engine.devices.cuda_device import CudaDevice
+from lightning_harmony.engine.devices.stream import CudaStream, OnCudaStream
+from lightning_harmony.engine.step import shared_update
+from lightning_harmony.engine.updates.device_step import step_on
+from lightning_harmony.engine.updates.device_update import DeviceUpdates
+from lightning_harmony.plan.drawing.recording import read_recording
+from lightning_harmony.plan.values.task import Phase
 
 pytestmark = [
     pytest.mark.gpu,
@@ -189,7 +189,7 @@ def test_the_result_does_not_depend_on_the_capacity(net: str) -> None:
 def test_slowing_a_stream_changes_no_bit(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
-    from lightning_harmony.engine import stream as streams
+    from lightning_harmony.engine.devices import stream as streams
 
     module = build("dropout")
 
@@ -320,7 +320,7 @@ def test_an_update_under_the_next_forward_changes_no_bit(clip: float | None) -> 
     """Of three runs, the first finishes each update before the next batch, and the last updates slowly."""
     import time
 
-    from lightning_harmony.engine import postponed
+    from lightning_harmony.engine.updates import postponed
 
     def finishing(ask: Any) -> Any:
         return lambda self, *args: (ask(self, *args), self.finish())[1]

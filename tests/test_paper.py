@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_harmony.plan.machine import H200
-from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.simulate.replay import predict
+from lightning_harmony.plan.values.machine import H200
+from lightning_harmony.plan.values.plan import Plan
 
 pytestmark = [
     pytest.mark.cpu,

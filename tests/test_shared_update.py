@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
-from lightning_harmony.engine import shared_update
-from lightning_harmony.engine.device_update import DeviceUpdates
-from lightning_harmony.engine.stream import HostStream
-from lightning_harmony.engine.virtual_device import VirtualDevice
-from lightning_harmony.plan.device_updates import Postponed
+from lightning_harmony.engine.devices.stream import HostStream
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.step import shared_update
+from lightning_harmony.engine.updates.device_update import DeviceUpdates
+from lightning_harmony.plan.search.device_updates import Postponed
 
 pytestmark = [
     pytest.mark.cpu,

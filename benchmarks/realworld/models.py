@@ -102,11 +102,11 @@ def _made_mlp() -> nn.Module:
 
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
-    """Give parameters small random numbers, quickly; norms ones."""
+    """Give parameters small random numbers, quickly; ones to the weights of norms, the only ones that are vectors."""
     noise = torch.randn(1 << 22, generator=Generator().manual_seed(0)) * 0.02
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
-            parameter.fill_(1.0 if "norm" in name.lower() and "bias" not in name else 0.0)
+            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
             continue
         flat = parameter.data.view(-1)
         for start in range(0, flat.numel(), noise.numel()):

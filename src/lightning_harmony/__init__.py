@@ -10,11 +10,11 @@ from lightning_harmony import autoload
 from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from lightning_harmony.engine.report import StepReport
-    from lightning_harmony.estimation import Estimate, estimate
+    from lightning_harmony.engine.measure.report import StepReport
+    from lightning_harmony.estimating.estimation import Estimate, estimate
     from lightning_harmony.lightning_pytorch import HarmonyMonitor, HarmonyPrecision, HarmonyStrategy
-    from lightning_harmony.plan.machine import Machine
-    from lightning_harmony.plan.plan import Plan
+    from lightning_harmony.plan.values.machine import Machine
+    from lightning_harmony.plan.values.plan import Plan
 
 __all__ = [
     "CapacityError",
@@ -39,19 +39,19 @@ def __getattr__(name: str) -> Any:
 
         return getattr(lightning_pytorch, name)
     if name == "Plan":
-        from lightning_harmony.plan.plan import Plan
+        from lightning_harmony.plan.values.plan import Plan
 
         return Plan
     if name == "StepReport":
-        from lightning_harmony.engine.report import StepReport
+        from lightning_harmony.engine.measure.report import StepReport
 
         return StepReport
     if name in ("Estimate", "estimate"):
-        from lightning_harmony import estimation
+        from lightning_harmony.estimating import estimation
 
         return getattr(estimation, name)
     if name == "Machine":
-        from lightning_harmony.plan.machine import Machine
+        from lightning_harmony.plan.values.machine import Machine
 
         return Machine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,60 @@
+"""What a training takes of the host's memory: weights, optimizer state, the stash, and gradients on their way to an update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# How many packs' gradients may be on their way into an update just in time, where the host has room for them. The fused packs,
+# up to a quarter of them, become final together. What waits when the backward ends is all that the host has to do under the
+# next forward: with 8, it ran out of work there. More would only take host memory, as the device's work is launched far ahead.
+RING = 12
+
+
+@dataclass(frozen=True)
+class HostNeed:
+    """What a training takes of the host's memory.
+
+    Attributes:
+        weight_bytes: parameters.
+        gradient_bytes: the most of their gradients that is there beside the optimizer's state.
+        optimizer_bytes: the optimizer's state.
+        stash_bytes: the stash of all microbatches.
+    """
+
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    stash_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.stash_bytes
+
+
+def waiting_bytes(packs: Iterable[int], *, is_deferred: bool, ring: int = RING) -> int:
+    """The most that gradients take on the host in a step.
+
+    Args:
+        packs: the bytes of each pack's.
+        is_deferred: whether they all come before the first update.
+        ring: how many packs' may wait for an update just in time.
+    """
+    return sum(packs) if is_deferred else sum(sorted(packs)[-ring:])
+
+
+def bytes_beside_state(packs: Iterable[int], state_bytes: int, *, is_deferred: bool, ring: int = RING) -> int:
+    """The most that gradients take in all of a training, beside the whole state of the optimizer.
+
+    All of the first step's come before its updates, which begin when it has succeeded. But each update lets its gradients go
+    as it makes its state.
+
+    Args:
+        packs: the bytes of each pack's.
+        state_bytes: of the optimizer.
+        is_deferred: whether, in the steps after it, they all come before the first update.
+        ring: how many packs' may wait for an update just in time.
+    """
+    packs = list(packs)
+    return max(waiting_bytes(packs, is_deferred=is_deferred, ring=ring), sum(packs) - state_bytes)
