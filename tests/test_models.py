@@ -977,6 +977,35 @@ def test_an_encoders_output_that_all_layers_of_the_decoder_read_has_the_gradient
     assert_same_and_swapped(build(net), samples(), "120KiB")
 
 
+class Prefixed(nn.Module):
+    """Learned keys and values lie before those of each layer, in a cache that layers are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers as hf
+
+        self.model = hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER))
+        self.prefix = nn.Parameter(torch.randn(3, 2, 1, 4, 8))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        for number, (keys, values) in enumerate(self.prefix):
+            size = len(batch), -1, -1, -1
+            cache.update(keys.expand(size), values.expand(size), number)
+        loss: Tensor = self.model(input_ids=batch, past_key_values=cache, labels=batch).loss
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
+@pytest.mark.parametrize("memory", [None, "64KiB"])
+@pytest.mark.devices(1, 2)
+def test_learned_keys_and_values_in_a_cache_get_the_gradients_of_plain_training(memory: str | None) -> None:
+    options: Any = {"num_microbatches": 2, "batch_size": 4}
+    assert_same_training(build(Prefixed), tokens(), device_memory=memory, **options)
+
+
 # ---- refused -----------------------------------------------------------------------------------------------------------
 
 
