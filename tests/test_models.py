@@ -777,7 +777,9 @@ def test_a_model_with_tied_or_shared_sources_differs_by_the_rounding_of_sums_onl
 
 
 @pytest.mark.devices(2)
-@pytest.mark.parametrize("name", ["vit", "mixture-of-experts", "unet", "vae", "buffers", "checkpoint-around", "lora"])
+@pytest.mark.parametrize(
+    "name", ["vit", "gemma2", "mixture-of-experts", "unet", "vae", "buffers", "checkpoint-around", "lora"]
+)
 def test_a_model_that_swaps_on_several_devices_trains_bit_for_bit_as_plain_lightning(name: str) -> None:
     case = CASES[name]
     assert_same_and_swapped(build(case.net), case.samples(), case.memory, layers=case.layers)
