@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lightning_harmony.plan.values.machine import Machine
     from lightning_harmony.plan.values.plan import Plan
 
+    __version__: str
+
 __all__ = [
     "CapacityError",
     "Estimate",
@@ -27,6 +29,7 @@ __all__ = [
     "PlanError",
     "StepReport",
     "UnsupportedModelError",
+    "__version__",
     "estimate",
 ]
 
@@ -54,4 +57,8 @@ def __getattr__(name: str) -> Any:
         from lightning_harmony.plan.values.machine import Machine
 
         return Machine
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("lightning-harmony")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
