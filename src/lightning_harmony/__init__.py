@@ -11,7 +11,8 @@ from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelE
 
 if TYPE_CHECKING:
     from lightning_harmony.engine.measure.report import StepReport
-    from lightning_harmony.estimating.estimation import Estimate, estimate
+    from lightning_harmony.estimating.estimation import estimate
+    from lightning_harmony.estimating.result import Estimate
     from lightning_harmony.lightning_pytorch import HarmonyMonitor, HarmonyPrecision, HarmonyStrategy
     from lightning_harmony.plan.values.machine import Machine
     from lightning_harmony.plan.values.plan import Plan
