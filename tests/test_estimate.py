@@ -27,7 +27,8 @@ from lightning_harmony.cli import main
 from lightning_harmony.engine.model.decompose import find_layers
 from lightning_harmony.engine.rehearsal.rehearse import rehearse
 from lightning_harmony.errors import CapacityError
-from lightning_harmony.estimating.estimation import Estimate, estimate
+from lightning_harmony.estimating.estimation import estimate
+from lightning_harmony.estimating.result import Estimate
 from lightning_harmony.estimating.subject import casting, on_meta
 from lightning_harmony.plan.search.deciding import decide
 from lightning_harmony.plan.simulate.replay import predict

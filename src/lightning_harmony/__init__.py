@@ -11,10 +11,13 @@ from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelE
 
 if TYPE_CHECKING:
     from lightning_harmony.engine.measure.report import StepReport
-    from lightning_harmony.estimating.estimation import Estimate, estimate
+    from lightning_harmony.estimating.estimation import estimate
+    from lightning_harmony.estimating.result import Estimate
     from lightning_harmony.lightning_pytorch import HarmonyMonitor, HarmonyPrecision, HarmonyStrategy
     from lightning_harmony.plan.values.machine import Machine
     from lightning_harmony.plan.values.plan import Plan
+
+    __version__: str
 
 __all__ = [
     "CapacityError",
@@ -27,6 +30,7 @@ __all__ = [
     "PlanError",
     "StepReport",
     "UnsupportedModelError",
+    "__version__",
     "estimate",
 ]
 
@@ -54,4 +58,8 @@ def __getattr__(name: str) -> Any:
         from lightning_harmony.plan.values.machine import Machine
 
         return Machine
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("lightning-harmony")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchmetrics import Metric
 
-from lightning_harmony.engine.step.batch import loss_of
+from lightning_harmony.engine.batches.merge import loss_of
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.updating.optimizer_state import ASSUMED_STATE_COPIES, STATE_COPIES
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from lightning_harmony.engine.batches.merge import merge_evaluations
+from lightning_harmony.engine.batches.split import Indivisible
 from lightning_harmony.engine.lanes.rng import stream_seed
-from lightning_harmony.engine.step.batch import Indivisible, merge_evaluations
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.turns import Microbatch
 from lightning_harmony.engine.structures.nested import map_tensors

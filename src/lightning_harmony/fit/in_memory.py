@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_harmony.engine.batches.merge import loss_of, merge_losses, merge_outputs
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.lanes.rng import RandomStreams, stream_seed
-from lightning_harmony.engine.step.batch import loss_of, merge_losses, merge_outputs
 from lightning_harmony.engine.structures.nested import map_tensors
 from lightning_harmony.engine.updates.asked import anchored, asked_for
 from lightning_harmony.errors import CapacityError

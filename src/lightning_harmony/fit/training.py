@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.batches.merge import merge_losses, merge_outputs
 from lightning_harmony.engine.lanes.rng import stream_seed
 from lightning_harmony.engine.memory.opaque import without_caches
-from lightning_harmony.engine.step.batch import merge_losses, merge_outputs
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.turns import Microbatch
 from lightning_harmony.engine.updates.asked import anchored, asked_for

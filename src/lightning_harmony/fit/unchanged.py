@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_harmony.engine.batches.split import shared_tensors
 from lightning_harmony.engine.model.layer import version_of
-from lightning_harmony.engine.step.batch import shared_tensors
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.setup.lightning_tree import LightningTree

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_harmony.engine.step.batch import loss_of
+from lightning_harmony.engine.batches.merge import loss_of
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.turns import Microbatch
 from lightning_harmony.engine.structures.nested import leaves_of, map_tensors

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_harmony.engine.step.batch import Indivisible, Loaded, count_samples, split_batch
+from lightning_harmony.engine.batches.split import Indivisible, Loaded, count_samples, split_batch
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.setup.settings import Settings
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_harmony.engine.step.batch import microbatch_sizes
+from lightning_harmony.engine.batches.split import microbatch_sizes
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.search.given import read_plan
 from lightning_harmony.plan.values.memory_size import parse_bytes

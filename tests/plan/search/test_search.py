@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from plans import costs, machines, plans, speeds
 
 from lightning_harmony.errors import CapacityError, PlanError
+from lightning_harmony.plan.search.bound import least_seconds
 from lightning_harmony.plan.search.graphs import fusable_from, kept
 from lightning_harmony.plan.search.packing import has_room
 from lightning_harmony.plan.search.search import (
@@ -22,7 +23,6 @@ from lightning_harmony.plan.search.search import (
     SPARE_SHARE,
     SPREAD_SHARE,
     TURN_SECONDS,
-    least_seconds,
     search,
     search_better,
 )

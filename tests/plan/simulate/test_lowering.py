@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from plans import compute, names, plans
 
 from lightning_harmony.errors import PlanError
-from lightning_harmony.plan.simulate.lowering import lower, stays, weight_moves
+from lightning_harmony.plan.simulate.lowering import lower, weight_moves
+from lightning_harmony.plan.simulate.order import stays
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import LOOKAHEAD, Plan
 from lightning_harmony.plan.values.profile import MachineLimits, Profile

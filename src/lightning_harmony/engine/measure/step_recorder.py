@@ -20,7 +20,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Moment
 from lightning_harmony.engine.model.pack import SwappedPack
 from lightning_harmony.plan.drawing.recording import Recording
-from lightning_harmony.plan.simulate.lowering import owner
+from lightning_harmony.plan.simulate.order import owner
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction, Span
 from lightning_harmony.plan.values.streams import COMPUTE, STREAM_OF

@@ -11,7 +11,8 @@ from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
-from lightning_harmony.plan.simulate.lowering import owner, weight_moves
+from lightning_harmony.plan.simulate.lowering import weight_moves
+from lightning_harmony.plan.simulate.order import owner
 from lightning_harmony.plan.values.plan import Plan
 
 

@@ -5,67 +5,17 @@ does as told here: what it finds on a device in the middle of a step depends on 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain
 
-from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.simulate.fetching import Residence, fetch_ahead
 from lightning_harmony.plan.simulate.footprint import Footprint, footprints
+from lightning_harmony.plan.simulate.order import Run, Stay, device_update_bytes, owner, stays, summing_devices
 from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import Errand, Phase, Task
-
-
-@dataclass(frozen=True)
-class Run:
-    """One microbatch's way through one visit."""
-
-    phase: Phase
-    position: int
-    microbatch: int
-
-
-@dataclass(frozen=True)
-class Stay:
-    """What runs while the same packs stay on the device.
-
-    Attributes:
-        phase: of its place.
-        place: where in the plan's order of that phase it begins.
-        runs: in order.
-    """
-
-    phase: Phase
-    place: int
-    runs: tuple[Run, ...]
-
-
-def stays(plan: Plan) -> Iterator[Stay]:
-    """The order of a step: all microbatches run through packs while they are there, and back at once through fused ones.
-
-    Or, in a plan that doesn't group, one after the other through all packs, and then one after the other back.
-    """
-    numbers, num_visits = range(_num_microbatches(plan)), len(plan.visits)
-    if not plan.groups:
-        for phase in Phase:
-            for number, place in product(numbers, range(num_visits)):
-                position = place if phase is Phase.FORWARD else num_visits - 1 - place
-                yield Stay(phase, place, (Run(phase, position, number),))
-        return
-    for turn in plan.forward_turns:
-        runs = tuple(Run(Phase.FORWARD, position, number) for number, position in product(numbers, turn))
-        yield Stay(Phase.FORWARD, turn.start, runs)
-    fused = range(plan.first_fused, num_visits)
-    through = [(Phase.FORWARD, position) for position in fused] + [(Phase.BACKWARD, p) for p in reversed(fused)]
-    if through:
-        runs = tuple(Run(phase, position, number) for number in numbers for phase, position in through)
-        yield Stay(Phase.FORWARD, plan.first_fused, runs)
-    for position in reversed(range(plan.first_fused)):
-        runs = tuple(Run(Phase.BACKWARD, position, number) for number in numbers)
-        yield Stay(Phase.BACKWARD, num_visits - 1 - position, runs)
-
 
 # What comes and goes before lanes run through a place in the order of a phase, in order: swap-ins and evictions, and the
 # optimizer's state where the device updates.
@@ -85,26 +35,6 @@ def weight_moves(plan: Plan) -> tuple[Moves, ...]:
         return ({},) * plan.num_devices
     packs = plan.profile.pack_costs(plan.packs)
     return tuple(each.moves for each in _lowerings(plan, packs, plan.profile.machine.free_bytes))
-
-
-def owner(plan: Plan, pack: int) -> int:
-    """The device that sends a pack's gradients to the host: of one that is spread, its home."""
-    if plan.parallel == "pipeline":
-        return plan.device_of(pack, 0)
-    return pack % min(plan.num_devices, _num_microbatches(plan))
-
-
-def summing_devices(plan: Plan, pack: int) -> range:
-    """The devices that sum gradients of a pack."""
-    if plan.parallel == "pipeline":
-        device = plan.device_of(pack, 0)
-        return range(device, device + 1)
-    return range(min(plan.num_devices, _num_microbatches(plan)))
-
-
-def device_update_bytes(plan: Plan, pack: Cost) -> int:
-    """What an update of a pack on the device brings there, and takes back: its parameters, and the optimizer's state."""
-    return pack.gradient_bytes if plan.profile is None else plan.profile.machine.device_update_bytes(pack)
 
 
 def lower(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None, *, is_deferred: bool = False) -> Schedule:
@@ -129,12 +59,6 @@ def lower(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None, *, is_d
 def _lowerings(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None) -> "list[_Lowering]":
     order, footprint = tuple(stays(plan)), footprints(plan, packs)
     return [_Lowering(plan, packs, footprint, capacity_bytes, device, order) for device in range(plan.num_devices)]
-
-
-def _num_microbatches(plan: Plan) -> int:
-    if plan.num_microbatches is None:
-        raise PlanError("the plan does not say for how many microbatches it is")
-    return plan.num_microbatches
 
 
 @dataclass

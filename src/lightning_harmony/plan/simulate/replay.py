@@ -31,12 +31,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.simulate.device_memory import DeviceMemory
-from lightning_harmony.plan.simulate.footprint import Footprint, footprints
-from lightning_harmony.plan.simulate.lowering import device_update_bytes, lower, owner, summing_devices
+from lightning_harmony.plan.simulate.footprint import footprints
+from lightning_harmony.plan.simulate.lowering import lower
+from lightning_harmony.plan.simulate.order import device_update_bytes, owner, summing_devices
+from lightning_harmony.plan.simulate.replay_state import Device, Lane, Made, Stashed
 from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.simulate.update_stream import UpdateStream
 from lightning_harmony.plan.simulate.validity import refuse_invalid
@@ -46,7 +48,7 @@ from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.plan import Plan, Predicted
 from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction, Span
 from lightning_harmony.plan.values.profile import MachineLimits
-from lightning_harmony.plan.values.streams import COMPUTE, STREAM_OF, STREAMS, UPDATE
+from lightning_harmony.plan.values.streams import COMPUTE, STREAM_OF, UPDATE
 from lightning_harmony.plan.values.task import Errand, Phase, Task
 
 
@@ -99,87 +101,6 @@ class _BrokenError(Exception):
     """A task breaks a rule, whatever other devices do."""
 
 
-@dataclass
-class _Lane:
-    """Where a microbatch is.
-
-    Attributes:
-        position: the visit that comes next; in the backward, counted down.
-        phase: the phase of that.
-        device: where its tensors are; None before it began.
-        ready: when they are there.
-    """
-
-    position: int = 0
-    phase: Phase = Phase.FORWARD
-    device: int | None = None
-    ready: float = 0.0
-
-
-@dataclass
-class _Stashed:
-    """What a forward left for its backward.
-
-    Attributes:
-        footprint: of the visit.
-        where: on the device, on the host, or back from there.
-        ready: when it is there.
-    """
-
-    footprint: Footprint
-    where: str
-    ready: float
-
-
-@dataclass
-class _Made:
-    """Gradients of a microbatch that are to be gathered.
-
-    Attributes:
-        position: the visit that they are of.
-        device: where they are.
-        ready: when they are there.
-    """
-
-    position: int
-    device: _Device
-    ready: float
-
-
-@dataclass
-class _Device:
-    """A device in the middle of its tasks."""
-
-    number: int
-    tasks: Sequence[Task]
-    memory: DeviceMemory
-    place: int = 0
-    waits_for: str = ""
-    streams: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STREAMS, 0.0))
-    issued: float = 0.0
-    spans: list[Span] = field(default_factory=list)
-    weights: dict[int, float] = field(default_factory=dict)
-    first_use: dict[int, float] = field(default_factory=dict)
-    last_use: dict[int, float] = field(default_factory=dict)
-    num_graphs: Counter[int] = field(default_factory=Counter)
-    stash: dict[tuple[int, int], list[_Stashed]] = field(default_factory=dict)
-    sums: dict[int, int] = field(default_factory=dict)
-    summed_at: dict[int, float] = field(default_factory=dict)
-    parked: dict[int, float] = field(default_factory=dict)
-    reduced: dict[int, list[int]] = field(default_factory=dict)
-    next_sum: dict[int, int] = field(default_factory=dict)
-    state: dict[int, float] = field(default_factory=dict)
-    changed: dict[int, float] = field(default_factory=dict)
-    swapped_in: Counter[str] = field(default_factory=Counter)
-    swapped_out: Counter[str] = field(default_factory=Counter)
-    transferred_bytes: int = 0
-
-    def hold(self, seconds: float) -> None:
-        """Nothing that comes behind is asked for before."""
-        self.streams[COMPUTE] = max(self.streams[COMPUTE], seconds)
-        self.issued = max(self.issued, seconds)
-
-
 class _Replay:
     """One go through the tasks. Handlers return what a task waits for, or "" when it is done."""
 
@@ -192,8 +113,8 @@ class _Replay:
         self._plan, self._schedule, self._packs, self._machine = plan, schedule, packs, machine
         self._num_microbatches = plan.num_microbatches
         self._footprints = footprints(plan, packs)
-        self._devices = [_Device(number, tasks, DeviceMemory(machine)) for number, tasks in enumerate(schedule.devices)]
-        self._lanes = [_Lane() for _ in range(self._num_microbatches)]
+        self._devices = [Device(number, tasks, DeviceMemory(machine)) for number, tasks in enumerate(schedule.devices)]
+        self._lanes = [Lane() for _ in range(self._num_microbatches)]
         self._num_visits = Counter(plan.visits)
         # Those that sum gradients on each device, in order.
         self._of_device = [
@@ -206,12 +127,12 @@ class _Replay:
             for device in summing_devices(plan, pack)
         }
         # By pack and microbatch.
-        self._made: dict[tuple[int, int], _Made] = {}
+        self._made: dict[tuple[int, int], Made] = {}
         self._sent: dict[int, dict[int, float]] = {}
         self._leave_from_last_step()
         ranks = {pack: rank for rank, pack in enumerate(dict.fromkeys(plan.visits))}
         self._updates = UpdateStream(ranks, [self._update_seconds(cost) for cost in packs])
-        self._handlers: dict[Phase | Errand, Callable[[_Device, int, int], str]] = {
+        self._handlers: dict[Phase | Errand, Callable[[Device, int, int], str]] = {
             Phase.FORWARD: self._forward,
             Phase.BACKWARD: self._backward,
             Errand.SWAP_IN: self._swap_in,
@@ -289,7 +210,7 @@ class _Replay:
                 advanced = True
         return advanced
 
-    def _refuse_misplaced(self, device: _Device, task: Task) -> None:
+    def _refuse_misplaced(self, device: Device, task: Task) -> None:
         if not 0 <= task.pack < len(self._packs):
             raise _BrokenError(f"there is no pack {task.pack}")
         if task.microbatch is None or task.kind is Errand.REDUCE:
@@ -303,7 +224,7 @@ class _Replay:
         if where != device.number:
             raise _BrokenError(f"the plan places pack {task.pack} for microbatch {task.microbatch} on device {where}")
 
-    def _refusal(self, problems: Sequence[tuple[_Device, str]]) -> PlanError:
+    def _refusal(self, problems: Sequence[tuple[Device, str]]) -> PlanError:
         marked = [(device.number, device.place) for device, _ in problems]
         reasons = [
             f"{device.tasks[device.place] if device.place < len(device.tasks) else 'the end'} on device {device.number}: "
@@ -312,7 +233,7 @@ class _Replay:
         ]
         return PlanError("\n".join([*reasons, self._schedule.grid(marked)]))
 
-    def _unfinished(self, device: _Device) -> str:
+    def _unfinished(self, device: Device) -> str:
         """What is missing when all tasks of a device are done."""
         plan = self._plan
         for number, lane in enumerate(self._lanes):
@@ -334,7 +255,7 @@ class _Replay:
         waiting = [pack for pack in self._sent if pack not in self._updates and owner(plan, pack) == device.number]
         return f"pack {waiting[0]} is never updated" if waiting else ""
 
-    def _prediction(self, device: _Device) -> DevicePrediction:
+    def _prediction(self, device: Device) -> DevicePrediction:
         memory = device.memory.curve()
         computing = [span for span in device.spans if span.stream == COMPUTE]
         peak = max([device.memory.most_bytes, *(num_bytes for _, num_bytes in memory)])
@@ -351,7 +272,7 @@ class _Replay:
 
     # ---- time and room -------------------------------------------------------------------------------------------------
 
-    def _begin(self, device: _Device, num_bytes: int, after: float, seconds: float) -> tuple[float, float] | None:
+    def _begin(self, device: Device, num_bytes: int, after: float, seconds: float) -> tuple[float, float] | None:
         """Run the task at hand as soon as it can; None if there is no room."""
         task = device.tasks[device.place]
         stream = STREAM_OF[task.kind]
@@ -369,7 +290,7 @@ class _Replay:
         device.spans.append(Span(task, stream, start, end))
         return start, end
 
-    def _no_room(self, device: _Device, num_bytes: int) -> str:
+    def _no_room(self, device: Device, num_bytes: int) -> str:
         """With several devices, another one may still fetch what is in the way."""
         short = format_bytes(device.memory.short_bytes(num_bytes))
         problem = f"it takes {format_bytes(num_bytes)}, for which the capacity is {short} short"
@@ -382,7 +303,7 @@ class _Replay:
 
     # ---- weights -------------------------------------------------------------------------------------------------------
 
-    def _swap_in(self, device: _Device, pack: int, _: int) -> str:
+    def _swap_in(self, device: Device, pack: int, _: int) -> str:
         if pack in device.weights:
             raise _BrokenError(f"pack {pack} is there already")
         cost = self._packs[pack]
@@ -400,7 +321,7 @@ class _Replay:
         device.swapped_in["weights"] += copied
         return ""
 
-    def _evict(self, device: _Device, pack: int, _: int) -> str:
+    def _evict(self, device: Device, pack: int, _: int) -> str:
         self._refuse_absent(device, pack)
         if device.num_graphs[pack]:
             raise _BrokenError(f"graphs that need the weights of pack {pack} are kept")
@@ -408,13 +329,13 @@ class _Replay:
         device.memory.give(self._packs[pack].weight_bytes, device.last_use[pack])
         return ""
 
-    def _refuse_absent(self, device: _Device, pack: int) -> None:
+    def _refuse_absent(self, device: Device, pack: int) -> None:
         if pack not in device.weights:
             raise _BrokenError(f"the weights of pack {pack} are not there")
 
     # ---- phases --------------------------------------------------------------------------------------------------------
 
-    def _forward(self, device: _Device, pack: int, microbatch: int) -> str:
+    def _forward(self, device: Device, pack: int, microbatch: int) -> str:
         self._refuse_absent(device, pack)
         lane = self._lanes[microbatch]
         if problem := self._not_next(lane, Phase.FORWARD, pack, microbatch):
@@ -433,14 +354,14 @@ class _Replay:
         if self._plan.keeps_graph(position):
             device.num_graphs[pack] += 1
         else:
-            device.stash.setdefault((pack, microbatch), []).append(_Stashed(footprint, "on the device", end))
+            device.stash.setdefault((pack, microbatch), []).append(Stashed(footprint, "on the device", end))
         lane.device = device.number
         lane.position += 1
         if lane.position == len(self._plan.visits):
             lane.phase, lane.position = Phase.BACKWARD, lane.position - 1
         return ""
 
-    def _backward(self, device: _Device, pack: int, microbatch: int) -> str:
+    def _backward(self, device: Device, pack: int, microbatch: int) -> str:
         self._refuse_absent(device, pack)
         lane = self._lanes[microbatch]
         if problem := self._not_next(lane, Phase.BACKWARD, pack, microbatch):
@@ -479,16 +400,16 @@ class _Replay:
         if adds:
             self._add(device, position, sum_bytes, end)
         elif footprint.is_gathered:
-            self._made[pack, microbatch] = _Made(position, device, end)
+            self._made[pack, microbatch] = Made(position, device, end)
         lane.position -= 1
         return ""
 
-    def _refuse_other_order(self, device: _Device, position: int, microbatch: int) -> None:
+    def _refuse_other_order(self, device: Device, position: int, microbatch: int) -> None:
         of_device, summed = self._of_device[device.number], device.next_sum.get(position, 0)
         if of_device[summed] != microbatch:
             raise _BrokenError(f"gradients of microbatch {of_device[summed]} are to be summed first")
 
-    def _add(self, device: _Device, position: int, sum_bytes: int, end: float) -> None:
+    def _add(self, device: Device, position: int, sum_bytes: int, end: float) -> None:
         """Gradients of one microbatch have been added, to sums that took some bytes if these are the first."""
         pack = self._plan.visits[position]
         device.next_sum[position] = device.next_sum.get(position, 0) + 1
@@ -496,7 +417,7 @@ class _Replay:
         device.summed_at[pack] = end
         self._left[pack, device.number] -= 1
 
-    def _not_next(self, lane: _Lane, phase: Phase, pack: int, microbatch: int) -> str:
+    def _not_next(self, lane: Lane, phase: Phase, pack: int, microbatch: int) -> str:
         """Why a lane does not run this now; "" if it does."""
         visits = self._plan.visits
         if lane.position < 0:
@@ -507,7 +428,7 @@ class _Replay:
 
     # ---- stash ---------------------------------------------------------------------------------------------------------
 
-    def _stash_out(self, device: _Device, pack: int, microbatch: int) -> str:
+    def _stash_out(self, device: Device, pack: int, microbatch: int) -> str:
         stashed = self._stashed(device, pack, microbatch, "on the device")
         num_bytes = stashed.footprint.stash_bytes
         seconds = self._seconds(num_bytes, self._machine.swap_out_bytes_per_second)
@@ -518,7 +439,7 @@ class _Replay:
         device.swapped_out["stash"] += num_bytes
         return ""
 
-    def _stash_in(self, device: _Device, pack: int, microbatch: int) -> str:
+    def _stash_in(self, device: Device, pack: int, microbatch: int) -> str:
         stashed = self._stashed(device, pack, microbatch, "on the host")
         num_bytes, loaded = stashed.footprint.stash_bytes, stashed.footprint.loaded_bytes
         seconds = self._seconds(num_bytes, self._machine.swap_in_bytes_per_second)
@@ -529,7 +450,7 @@ class _Replay:
         device.swapped_in["stash"] += num_bytes
         return ""
 
-    def _stashed(self, device: _Device, pack: int, microbatch: int, where: str) -> _Stashed:
+    def _stashed(self, device: Device, pack: int, microbatch: int, where: str) -> Stashed:
         """What a pack left last for a microbatch, and has to be somewhere."""
         left = device.stash.get((pack, microbatch))
         if not left:
@@ -540,13 +461,13 @@ class _Replay:
 
     # ---- between devices -----------------------------------------------------------------------------------------------
 
-    def _transfer_forward(self, device: _Device, pack: int, microbatch: int) -> str:
+    def _transfer_forward(self, device: Device, pack: int, microbatch: int) -> str:
         return self._transfer(device, pack, microbatch, Phase.FORWARD)
 
-    def _transfer_backward(self, device: _Device, pack: int, microbatch: int) -> str:
+    def _transfer_backward(self, device: Device, pack: int, microbatch: int) -> str:
         return self._transfer(device, pack, microbatch, Phase.BACKWARD)
 
-    def _transfer(self, device: _Device, pack: int, microbatch: int, phase: Phase) -> str:
+    def _transfer(self, device: Device, pack: int, microbatch: int, phase: Phase) -> str:
         lane = self._lanes[microbatch]
         if problem := self._not_next(lane, phase, pack, microbatch):
             return problem
@@ -568,7 +489,7 @@ class _Replay:
         device.transferred_bytes += num_bytes
         return ""
 
-    def _gather(self, device: _Device, pack: int, microbatch: int) -> str:
+    def _gather(self, device: Device, pack: int, microbatch: int) -> str:
         made = self._made.get((pack, microbatch))
         if made is None:
             return f"there are no gradients of pack {pack} for microbatch {microbatch} to be added"
@@ -591,7 +512,7 @@ class _Replay:
         device.transferred_bytes += come_bytes
         return ""
 
-    def _reduce(self, device: _Device, pack: int, other: int) -> str:
+    def _reduce(self, device: Device, pack: int, other: int) -> str:
         self._refuse_other_owner(device, pack)
         others = [number for number in summing_devices(self._plan, pack) if number != device.number]
         reduced = device.reduced.setdefault(pack, [])
@@ -618,13 +539,13 @@ class _Replay:
         reduced.append(other)
         return ""
 
-    def _refuse_other_owner(self, device: _Device, pack: int) -> None:
+    def _refuse_other_owner(self, device: Device, pack: int) -> None:
         if owner(self._plan, pack) != device.number:
             raise _BrokenError(f"the gradients of pack {pack} leave from device {owner(self._plan, pack)}")
 
     # ---- gradients -----------------------------------------------------------------------------------------------------
 
-    def _swap_out(self, device: _Device, pack: int, _: int) -> str:
+    def _swap_out(self, device: Device, pack: int, _: int) -> str:
         if self._plan.just_in_time:
             self._refuse_other_owner(device, pack)
         if pack in self._plan.device_updated:
@@ -644,13 +565,13 @@ class _Replay:
             sent[device.number] = max(sent[device.number], device.parked.pop(position))
         return ""
 
-    def _refuse_unfinished_sums(self, device: _Device, pack: int) -> None:
+    def _refuse_unfinished_sums(self, device: Device, pack: int) -> None:
         if self._left.get((pack, device.number)):
             raise _BrokenError(f"{self._left[pack, device.number]} backwards of pack {pack} have not run or been added")
         if pack not in device.sums:
             raise _BrokenError(f"pack {pack} has no gradients")
 
-    def _send(self, device: _Device, pack: int) -> float:
+    def _send(self, device: Device, pack: int) -> float:
         """Bring the sums of a pack to the host; when they are there."""
         num_bytes = device.sums.pop(pack)
         seconds = self._seconds(num_bytes, self._machine.swap_out_bytes_per_second)
@@ -660,7 +581,7 @@ class _Replay:
         device.swapped_out["gradients"] += num_bytes
         return run[1]
 
-    def _park(self, device: _Device, pack: int, _: int) -> str:
+    def _park(self, device: Device, pack: int, _: int) -> str:
         if pack not in device.sums:
             raise _BrokenError(f"pack {pack} has no gradients")
         there = [p for p, number in device.next_sum.items() if number and self._plan.visits[p] == pack]
@@ -668,7 +589,7 @@ class _Replay:
         device.parked.update(dict.fromkeys(there, self._send(device, pack)))
         return ""
 
-    def _unpark(self, device: _Device, pack: int, microbatch: int) -> str:
+    def _unpark(self, device: Device, pack: int, microbatch: int) -> str:
         lane = self._lanes[microbatch]
         if problem := self._not_next(lane, Phase.BACKWARD, pack, microbatch):
             return problem
@@ -685,7 +606,7 @@ class _Replay:
         device.swapped_in["gradients"] += num_bytes
         return ""
 
-    def _update(self, device: _Device, pack: int, _: int) -> str:
+    def _update(self, device: Device, pack: int, _: int) -> str:
         self._refuse_other_owner(device, pack)
         if pack in self._updates:
             raise _BrokenError(f"pack {pack} has been updated")
@@ -704,7 +625,7 @@ class _Replay:
 
     # ---- updates on the device -----------------------------------------------------------------------------------------
 
-    def _state_in(self, device: _Device, pack: int, _: int) -> str:
+    def _state_in(self, device: Device, pack: int, _: int) -> str:
         self._refuse_other_owner(device, pack)
         if pack not in self._plan.device_updated:
             raise _BrokenError(f"the plan has pack {pack} updated on the host")
@@ -719,7 +640,7 @@ class _Replay:
         device.swapped_in["optimizer"] += num_bytes
         return ""
 
-    def _device_update(self, device: _Device, pack: int, _: int) -> str:
+    def _device_update(self, device: Device, pack: int, _: int) -> str:
         if pack not in device.state:
             raise _BrokenError(f"the optimizer's state of pack {pack} is not there")
         self._refuse_unfinished_sums(device, pack)
@@ -729,7 +650,7 @@ class _Replay:
         device.changed[pack] = run[1]
         return ""
 
-    def _state_out(self, device: _Device, pack: int, _: int) -> str:
+    def _state_out(self, device: Device, pack: int, _: int) -> str:
         if pack not in device.changed:
             raise _BrokenError(f"the device has not updated pack {pack}")
         num_bytes = device_update_bytes(self._plan, self._packs[pack])

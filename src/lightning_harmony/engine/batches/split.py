@@ -1,20 +1,21 @@
-"""Batches into microbatches, and the outputs of microbatches back into one."""
+"""Batches into microbatches: which dimension of what has samples, by rules that are certain."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
+from lightning_harmony.engine.batches.rows import has_rows, is_array, is_tensor, rows_of
 from lightning_harmony.engine.memory.guise import Guise
 from lightning_harmony.engine.memory.stash import SMALLEST_BYTES, is_small
-from lightning_harmony.engine.structures.nested import Node, holds_tensors, is_ndarray, open_node
+from lightning_harmony.engine.structures.nested import holds_tensors, is_ndarray, open_node
 
 
 def microbatch_sizes(
@@ -144,62 +145,6 @@ def shared_tensors(one: Any, other: Any) -> list[Tensor]:
     return [tensor for pair in pairs for tensor in shared_tensors(*pair)]
 
 
-def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Merge what the step returned for each microbatch into what it would have returned for the whole batch.
-
-    Per-sample values are concatenated, floating-point scalars averaged by samples, at any depth of containers and records;
-    of anything else the last microbatch's value is kept. So it is of the entry ``"loss"``
-    of a returned mapping: whoever knows how the loss is reduced replaces it.
-
-    Args:
-        outputs: What each microbatch's step returned.
-        sizes: Samples in each microbatch.
-
-    Returns:
-        The merged output, still attached to the graphs of its parts; None if every output is None.
-
-    Raises:
-        ValueError: If the step returned None for some microbatches only, or tensors that do not fit together.
-    """
-    if len(outputs) == 1:
-        return outputs[0]
-    _refuse_partly_none(outputs)
-    # The rows of a TensorDict are joined.
-    nodes = _alike(outputs) if isinstance(outputs[-1], Mapping) and not _is_array(outputs[-1]) else None
-    if nodes is None:
-        return _merge(outputs, sizes)
-    columns = zip(nodes[-1].keys, _columns(nodes), strict=True)
-    return nodes[-1].build([column[-1] if key == "loss" else _merge(column, sizes) for key, column in columns])
-
-
-def merge_evaluations(outputs: Sequence[Any], sizes: Sequence[int], *, averages: bool) -> Any:
-    """Merge what an evaluation returned for each microbatch, as `merge_outputs` does, but only where nothing is lost.
-
-    Args:
-        outputs: What each microbatch's step returned.
-        sizes: Samples in each microbatch.
-        averages: Whether floating-point scalars are means over samples.
-
-    Returns:
-        What the step would have returned for the whole batch.
-
-    Raises:
-        ValueError: If a value is neither one row a sample, nor the same for all microbatches, nor averaged.
-    """
-    _refuse_partly_none(outputs)
-    return _merge(outputs, sizes, _must_be_same, averages=averages)
-
-
-def loss_of(output: Any) -> Any:
-    """Where Lightning finds the loss in what a training_step returned; it may be none."""
-    return output.get("loss") if isinstance(output, Mapping) else output
-
-
-def merge_losses(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Add up the losses of microbatches, each of one element, whatever their shapes, as accumulation would."""
-    return torch.stack([loss.reshape(()) * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
-
-
 def _equal_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     if num_microbatches < 1:
         raise ValueError(f"`num_microbatches` must be at least 1, not {num_microbatches}.")
@@ -241,7 +186,7 @@ class _Splitter:
             if int(value.batch_sizes[0]) == self._num_samples:
                 rows, is_sorted = unpack_sequence(value), value.sorted_indices is None
                 return [pack_sequence(rows[part], enforce_sorted=is_sorted) for part in self._slices]
-        elif _has_rows(value, self._num_samples):
+        elif has_rows(value, self._num_samples):
             return self._rows(value)
         elif _is_list_of_samples(value, self._num_samples, self._is_stacked):
             return [value[part] for part in self._slices]
@@ -288,7 +233,7 @@ def _candidates(value: Any, lists: tuple[int, ...], is_stacked: bool) -> list[in
     """
     if isinstance(value, PackedSequence):
         return [int(value.batch_sizes[0]), *lists]
-    if (rows := _num_rows(value)) is not None:
+    if (rows := rows_of(value)) is not None:
         return list(dict.fromkeys([rows, *lists]))
     node = open_node(value)
     if node is None or not node.children:
@@ -320,9 +265,9 @@ def _evidence(value: Any, number: int, is_stacked: bool) -> _Evidence:
     """
     if isinstance(value, PackedSequence):
         rows: int | None = int(value.batch_sizes[0])
-    elif _is_array(value):
+    elif is_array(value):
         _refuse_layout(value)
-        rows = _num_rows(value)
+        rows = rows_of(value)
     else:
         return _evidence_within(value, number, is_stacked)
     if rows in (None, number, 1):
@@ -394,8 +339,8 @@ def _are_alike(one: Any, other: Any) -> bool:
     """Whether two values may be the same thing of two samples: of the same types, but for the sizes of tensors and lists."""
     if type(one) is not type(other):
         return False
-    if _is_array(one):
-        return bool(one.dtype == other.dtype and one.ndim == other.ndim) if _is_tensor(one) else True
+    if is_array(one):
+        return bool(one.dtype == other.dtype and one.ndim == other.ndim) if is_tensor(one) else True
     node, others = open_node(one), open_node(other)
     if node is None or others is None or isinstance(one, list):
         return True
@@ -411,137 +356,3 @@ def _own(value: Any) -> Any:
         return value
     guise = Guise.of(value)
     return value.clone() if guise is None else guise.on(value.clone())
-
-
-def _last(values: Sequence[Any]) -> Any:
-    return values[-1]
-
-
-def _must_be_same(values: Sequence[Any]) -> Any:
-    """Return a value that all microbatches returned."""
-    first = values[0]
-    tensors = all(_is_tensor(value) for value in values)
-    same = _is_same_tensor if tensors else _is_same
-    if any(type(value) is not type(first) or not same(value, first) for value in values):
-        raise ValueError(
-            f"The step returned values of type {type(first).__name__} that differ from microbatch to microbatch and have "
-            "no row for each sample, so they do not make one value for the batch. Return one row for each sample, or let "
-            "the DataLoader make batches that fit into memory whole."
-        )
-    return first
-
-
-def _is_same_tensor(one: Any, other: Any) -> bool:
-    return bool(one.shape == other.shape and one.dtype == other.dtype and (one == other).all())
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (isinstance(one, str | bytes | int | float | complex) and one == other)
-
-
-def _merge(
-    values: Sequence[Any],
-    sizes: Sequence[int],
-    otherwise: Callable[[Sequence[Any]], Any] = _last,
-    *,
-    averages: bool = True,
-) -> Any:
-    if _all_have_rows(values, sizes):
-        return _concatenate(values)
-    if averages and all(_is_floating_scalar(value) for value in values):
-        return _weighted_mean(values, sizes)
-    if all(_is_per_sample(value, size) for value, size in zip(values, sizes, strict=True)):
-        return type(values[-1])(chain.from_iterable(values))
-    nodes = _alike(values)
-    if nodes is None:
-        return otherwise(values)
-    return nodes[-1].build([_merge(column, sizes, otherwise, averages=averages) for column in _columns(nodes)])
-
-
-def _refuse_partly_none(outputs: Sequence[Any]) -> None:
-    empty = [str(number) for number, output in enumerate(outputs, start=1) if output is None]
-    if 0 < len(empty) < len(outputs):
-        raise ValueError(
-            f"The step returned None for microbatches {', '.join(empty)} of {len(outputs)} and a value for the others. "
-            "A batch is trained as a whole or skipped as a whole, so no single output stands for this one. Decide by "
-            "what all microbatches share, or pass `HarmonyStrategy(num_microbatches=1)`."
-        )
-
-
-def _is_array(value: Any) -> bool:
-    if _is_tensor(value):
-        return True
-    # By shape, not by type: data frames and tensor dictionaries slice like tensors.
-    shape = getattr(value, "shape", None)
-    return isinstance(shape, tuple) and len(shape) > 0 and hasattr(value, "__getitem__")
-
-
-def _num_rows(value: Any) -> int | None:
-    """The rows of an array; None for anything else."""
-    if isinstance(value, Tensor):
-        return int(value.size(0)) if value.dim() > 0 else None
-    return int(value.shape[0]) if _is_array(value) and value.shape else None
-
-
-def _has_rows(value: Any, num_rows: int) -> bool:
-    return _num_rows(value) == num_rows
-
-
-def _all_have_rows(values: Sequence[Any], sizes: Sequence[int]) -> bool:
-    # Besides tensors and arrays, those classes that teach torch.cat to join them.
-    can_be_joined = all(_is_tensor(value) or hasattr(type(value), "__torch_function__") for value in values)
-    return can_be_joined and all(map(_has_rows, values, sizes))
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) or is_ndarray(value)
-
-
-def _is_per_sample(value: Any, num_samples: int) -> bool:
-    """Tell a list with one entry a sample from a container of a few tensors."""
-    if isinstance(value, list) and len(value) == num_samples:
-        return not any(_is_tensor(item) for item in value)
-    # The default collate function makes a tuple of the samples' strings. Other tuples are records: (height, width).
-    return type(value) is tuple and len(value) == num_samples and all(isinstance(item, str | bytes) for item in value)
-
-
-def _is_floating_scalar(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point())
-
-
-def _concatenate(values: Sequence[Any]) -> Any:
-    if all(isinstance(value, Tensor) and value.is_nested for value in values):
-        rows = [row for value in values for row in value.unbind()]
-        return torch.nested.as_nested_tensor(rows, layout=values[-1].layout)
-    if len({tuple(value.shape[1:]) for value in values}) > 1:
-        shapes = ", ".join(str(tuple(value.shape)) for value in values)
-        raise ValueError(
-            f"The step returned tensors of shapes {shapes} for the microbatches of one batch, which do not make one "
-            "tensor. Pad them to one shape in the step, or pass `HarmonyStrategy(num_microbatches=1)`."
-        )
-    if any(is_ndarray(value) for value in values):
-        return sys.modules["numpy"].concatenate(values)
-    return torch.cat(list(values))
-
-
-def _weighted_mean(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    # In double precision, so that the mean of equal values is that very value in any narrower type.
-    total = sum(sizes)
-    if isinstance(values[-1], Tensor):
-        parts = [torch.as_tensor(value).double() * size for value, size in zip(values, sizes, strict=True)]
-        return (sum(parts[1:], start=parts[0]) / total).to(values[-1].dtype)
-    return sum(float(value) * size for value, size in zip(values, sizes, strict=True)) / total
-
-
-def _alike(values: Sequence[Any]) -> list[Node] | None:
-    """Take values apart that are containers of one structure; None for others."""
-    nodes = [open_node(value) for value in values]
-    last = nodes[-1]
-    if last is None or any(node is None or not node.has_structure_of(last) for node in nodes):
-        return None
-    return [node for node in nodes if node is not None]
-
-
-def _columns(nodes: Sequence[Node]) -> list[tuple[Any, ...]]:
-    """Group the children of containers of one structure by their places."""
-    return list(zip(*(node.children for node in nodes), strict=True))

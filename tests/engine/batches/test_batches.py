@@ -17,14 +17,12 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from lightning_harmony.engine.step.batch import (
+from lightning_harmony.engine.batches.merge import merge_evaluations, merge_losses, merge_outputs
+from lightning_harmony.engine.batches.split import (
     UNKNOWN,
     Indivisible,
     Loaded,
     count_samples,
-    merge_evaluations,
-    merge_losses,
-    merge_outputs,
     microbatch_sizes,
     split_batch,
 )
