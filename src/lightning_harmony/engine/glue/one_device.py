@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
@@ -76,7 +76,7 @@ class OneDevice(TorchFunctionMode):
         if func in _DIFFERENTIATING and not is_transformed:
             return self._differentiate(func, args, kwargs)
         target = self._target(func, args, kwargs, tensors)
-        args, kwargs = self._brought(args, kwargs, tensors, target)
+        args, kwargs, originals = self._brought(args, kwargs, tensors, target)
         if is_transformed:
             return func(*args, **kwargs)
         self._follow(target)
@@ -90,7 +90,8 @@ class OneDevice(TorchFunctionMode):
         made = [tensor for tensor in tensors_of(result) if storage_of(tensor) not in views]
         # What changes its operands does not always look like it.
         self._lane.made([*changed_since(used, versions), *made])
-        return result
+        # What returns its operand as it is, such as `to`, is no use of it: each use brings its own gradient back.
+        return originals.get(id(result), result)
 
     def _target(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> int:
         """The number of the device that an operation runs on."""
@@ -104,20 +105,27 @@ class OneDevice(TorchFunctionMode):
                 return max(homes, key=itemgetter(0))[1]
         return self._at or 0
 
-    def _brought(self, args: Any, kwargs: Any, tensors: Sequence[Tensor], target: int) -> tuple[Any, Any]:
-        """The operands on a device."""
+    def _brought(
+        self, args: Any, kwargs: Any, tensors: Sequence[Tensor], target: int
+    ) -> tuple[Any, Any, Mapping[int, Tensor]]:
+        """The operands on a device, and those that took their places, by the identities of what did."""
+        originals: dict[int, Tensor] = {}
 
         def is_away(tensor: Tensor) -> bool:
             return not is_functorch_wrapped_tensor(tensor) and self._transfers.home(tensor) not in (None, target)
 
         def brought(tensor: Tensor) -> Tensor:
+            if not is_away(tensor):
+                return tensor
             # Out of sight of transforms: it is a constant to them.
             with temporarily_clear_interpreter_stack():
-                return self._lane.moved(tensor, target) if is_away(tensor) else tensor
+                moved = self._lane.moved(tensor, target)
+            originals[id(moved)] = tensor
+            return moved
 
         if any(is_away(tensor) for tensor in tensors):
             args, kwargs = tree_map_only(Tensor, brought, (args, kwargs))
-        return args, kwargs
+        return args, kwargs, originals
 
     def _differentiate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a backward of the user's: from gradients that are where its outputs are, and with this mode on for its glue."""

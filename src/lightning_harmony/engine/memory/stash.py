@@ -8,6 +8,7 @@ from collections import deque
 from contextlib import suppress
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from lightning_harmony.engine.devices.device import Device
@@ -15,7 +16,7 @@ from lightning_harmony.engine.devices.stream import Event, current_cuda_stream
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.host_store import HostPool
 from lightning_harmony.engine.model.layer import version_of
-from lightning_harmony.engine.structures.strides import compact, copied, is_sparse, restore
+from lightning_harmony.engine.structures.strides import compact, copied, restore
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Errand
 
@@ -125,8 +126,8 @@ class Stash:
 
     def put(self, tensor: Tensor) -> HostCopy | None:
         """Start to swap a tensor out; None for one that is better kept where it is."""
-        # A sparse one has no strides that a copy could bring back.
-        is_kept = is_small(tensor) or is_sparse(tensor)
+        # A sparse or jagged one has no strides that a copy could bring back.
+        is_kept = is_small(tensor) or tensor.layout is not torch.strided
         if is_kept or tensor.device != self.device.torch_device:
             return None
         return HostCopy(self, Tensor.detach(tensor))

@@ -5,13 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
-
-
-def is_sparse(tensor: Tensor) -> bool:
-    """Whether a tensor has a sparse layout, and so no strides."""
-    return tensor.layout in _SPARSE
-
 
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """The strided tensors that a tensor consists of, as far as they can be had."""
