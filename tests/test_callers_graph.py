@@ -277,6 +277,42 @@ def test_a_layer_may_change_in_place_what_plain_training_lets_it_change(block: t
     assert_same_training(Net(Stack(block)), samples(), device_memory=memory, layers=[block, nn.Linear])
 
 
+class ReadsWhatLayersChanged(Stack):
+    """Uses what it has called a layer with once more, as that has left it."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x * 1.5
+            x = block(x) + x.tanh()
+        return x
+
+
+class SetsAPart(Relu):
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 0] = 0.5
+        return super().forward(x) + x
+
+
+class ChangesAView(Relu):
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 0].mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("block", [Relu, AddsInPlace, SetsAPart])
+def test_what_a_layer_has_changed_is_so_for_its_caller_on_another_device(block: type[Relu]) -> None:
+    """Copies were changed on the layer's device, and the caller found the input as it had been."""
+    net = Net(ReadsWhatLayersChanged(block))
+    assert_same_training(net, samples(), device_memory="48KiB", layers=[block], devices=2)
+
+
+def test_to_change_a_view_of_what_is_on_another_device_is_refused() -> None:
+    net = Net(ReadsWhatLayersChanged(ChangesAView))
+    assert_same_training(net, samples(), device_memory="48KiB", layers=[ChangesAView])
+    with pytest.raises(UnsupportedModelError, match="changes a view of one of its inputs in place"):
+        assert_same_training(net, samples(), device_memory="48KiB", layers=[ChangesAView], devices=2)
+
+
 class ChangesOutputs(Stack):
     """Changes what a layer has returned and, as autograd has saved it, needs for its backward."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
@@ -24,23 +24,19 @@ from lightning_harmony.engine.structures.tree import tensors_of, unwrapped
 
 
 class OneDevice(TorchFunctionMode):
-    """Runs each operation of a lane's glue on one device: that of its largest operand, or of the one that it changes.
+    """Runs each operation on one device: in glue, that of its largest operand, or of the one that it changes; else a layer's.
 
     Args:
         lane: the lane's transfers.
         transfers: all lanes'.
-        follow: called with the number of the device that an operation runs on, where its random numbers come from.
-        at: the number of the device for all that changes no operand: a layer's. None to go by the operands.
+        at: the number of the device for all: a layer's. None to go by the operands.
     """
 
-    def __init__(
-        self, lane: LaneTransfers, transfers: Transfers, follow: Callable[[int], None], at: int | None = None
-    ) -> None:
+    def __init__(self, lane: LaneTransfers, transfers: Transfers, at: int | None = None) -> None:
         super().__init__()
         self._at = at
         self._lane = lane
         self._transfers = transfers
-        self._follow = follow
         self._is_off = False
 
     @contextmanager
@@ -79,7 +75,6 @@ class OneDevice(TorchFunctionMode):
         args, kwargs, originals = self._brought(args, kwargs, tensors, target)
         if is_transformed:
             return func(*args, **kwargs)
-        self._follow(target)
         # Those that were moved are the lane's own.
         used = [tensor for tensor in tensors if self._transfers.home(tensor) == target]
         with self._transfers.devices[target].selected():
@@ -90,14 +85,28 @@ class OneDevice(TorchFunctionMode):
         made = [tensor for tensor in tensors_of(result) if storage_of(tensor) not in views]
         # What changes its operands does not always look like it.
         self._lane.made([*changed_since(used, versions), *made])
+        for copied, tensor, version in originals.values():
+            if version_of(copied) != version:
+                self._write_back(tensor, copied)
         # What returns its operand as it is, such as `to`, is no use of it: each use brings its own gradient back.
-        return originals.get(id(result), result)
+        return originals[id(result)][1] if id(result) in originals else result
+
+    def _write_back(self, tensor: Tensor, copied: Tensor) -> None:
+        """An operation has changed the copy of an operand that is elsewhere: let that be changed, too."""
+        home = self._transfers.home(tensor)
+        assert home is not None
+        back = self._lane.moved(copied, home)
+        with self._transfers.devices[home].selected():
+            self._lane.use([tensor], home, [tensor])
+            tensor.copy_(back)
+        self._lane.made([tensor])
 
     def _target(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> int:
         """The number of the device that an operation runs on."""
         # What a transform such as torch.vmap has wrapped stays where it is.
         wrapped = [unwrapped(tensor) for tensor in tensors if is_functorch_wrapped_tensor(tensor)]
-        for deciding in (wrapped, _changed(func, args, kwargs), tensors if self._at is None else ()):
+        # A layer's operations are where its recompute will be, for the sake of what they save.
+        for deciding in (wrapped, *(() if self._at is not None else (_changed(func, args, kwargs), tensors))):
             homes = [
                 (tensor.numel(), home) for tensor in deciding if (home := self._transfers.home(tensor)) is not None
             ]
@@ -107,9 +116,9 @@ class OneDevice(TorchFunctionMode):
 
     def _brought(
         self, args: Any, kwargs: Any, tensors: Sequence[Tensor], target: int
-    ) -> tuple[Any, Any, Mapping[int, Tensor]]:
-        """The operands on a device, and those that took their places, by the identities of what did."""
-        originals: dict[int, Tensor] = {}
+    ) -> tuple[Any, Any, Mapping[int, tuple[Tensor, Tensor, int]]]:
+        """The operands on a device; by the identities of copies among them, each with what it is of, and its version."""
+        originals: dict[int, tuple[Tensor, Tensor, int]] = {}
 
         def is_away(tensor: Tensor) -> bool:
             return not is_functorch_wrapped_tensor(tensor) and self._transfers.home(tensor) not in (None, target)
@@ -120,7 +129,7 @@ class OneDevice(TorchFunctionMode):
             # Out of sight of transforms: it is a constant to them.
             with temporarily_clear_interpreter_stack():
                 moved = self._lane.moved(tensor, target)
-            originals[id(moved)] = tensor
+            originals[id(moved)] = moved, tensor, version_of(moved)
             return moved
 
         if any(is_away(tensor) for tensor in tensors):

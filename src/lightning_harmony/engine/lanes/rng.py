@@ -54,7 +54,8 @@ class RandomState(NamedTuple):
 class RandomStreams:
     """Gives each lane its own generators while it holds the baton, and the caller's back afterwards.
 
-    A lane has one stream for all GPUs, which follows it from one to the next: what it draws doesn't depend on where.
+    Until then all GPUs draw from one stream, the first one's: what a lane draws doesn't depend on where. Who reads or sets
+    the state on any of them, as a checkpoint around layers does, has that of all.
 
     Args:
         seeds: one for each lane; None where the lane goes on with the caller's stream, as a single one does.
@@ -63,15 +64,18 @@ class RandomStreams:
 
     def __init__(self, seeds: Sequence[int | None], cuda_devices: Sequence[int]) -> None:
         self._seeds = seeds
-        self._cuda_devices = cuda_devices
         self._states: dict[int, RandomState] = {}
         self._owner: int | None = None
         self._caller: RandomState | None = None
         self._at = cuda_devices[0] if cuda_devices else None
-        self._others: dict[int, Tensor] = {}
+        self._others = cuda_devices[1:]
+        # What the other GPUs' generators had of their own.
+        self._own: dict[int, torch.Generator] = {}
 
     def switch_to(self, lane: int) -> None:
         """Make the generators those of a lane."""
+        if self._others and not self._own:
+            self._join()
         if lane == self._owner or self._seeds[lane] is None:
             return
         now = self._put_away()
@@ -81,28 +85,25 @@ class RandomStreams:
             self._seed(lane)
         self._owner = lane
 
-    def follow(self, cuda_device: int) -> None:
-        """The lane goes on on another GPU."""
-        if cuda_device == self._at:
-            return
-        assert self._at is not None
-        if cuda_device not in self._others and cuda_device != self._cuda_devices[0]:
-            self._others[cuda_device] = _cuda_generator(cuda_device).get_state()
-        _cuda_generator(cuda_device).set_state(_cuda_generator(self._at).get_state())
-        self._at = cuda_device
-
     def switch_back(self) -> None:
         """Make the generators the caller's again."""
-        if self._cuda_devices:
-            self.follow(self._cuda_devices[0])
         if self._owner is not None:
             now = self._put_away()
             assert self._caller is not None
             self._caller.restore(self._at, now)
-        for index, state in self._others.items():
-            _cuda_generator(index).set_state(state)
-        self._others = {}
+        for index, own in self._own.items():
+            _cuda_generator(index).graphsafe_set_state(own)
+        self._own = {}
         self._owner = self._caller = None
+
+    def _join(self) -> None:
+        """Let all GPUs draw from the first one's stream."""
+        assert self._at is not None
+        first = _cuda_generator(self._at).graphsafe_get_state()
+        for index in self._others:
+            generator = _cuda_generator(index)
+            self._own[index] = generator.graphsafe_get_state()
+            generator.graphsafe_set_state(first)
 
     def _put_away(self) -> RandomState:
         state = RandomState.capture(self._at)

@@ -15,6 +15,7 @@ from lightning_harmony.engine.devices.shared import SharedTensors
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.structures.strides import compact, parts_of, restore
+from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Task
 
 
@@ -113,8 +114,9 @@ class LaneTransfers:
         key = id(tensor), to
         known = self._copies.get(key)
         if known is not None:
-            original, version, copied, copied_version = known
-            if original() is tensor and (version, copied_version) == (version_of(tensor), version_of(copied)):
+            original, version, copied, _ = known
+            if original() is tensor and version == version_of(tensor):
+                _refuse_changed(*known)
                 return copied
         copied = self._transfers.copy_from(home, tensor, to)
         forget = weakref.ref(tensor, lambda _: self._copies.pop(key, None))
@@ -128,6 +130,15 @@ class LaneTransfers:
             if key in self._copies:
                 transfers._copies[key] = self._copies[key]
         return transfers
+
+    def refuse_changed(self) -> None:
+        """Refuse that a layer has changed a copy, and not what it is of.
+
+        Raises:
+            UnsupportedModelError: if it has.
+        """
+        for known in self._copies.values():
+            _refuse_changed(*known)
 
     def made(self, tensors: Iterable[Tensor]) -> None:
         """The lane has made these."""
@@ -154,6 +165,15 @@ class LaneTransfers:
         return _moved(tensor, self.copy(tensor, to), self._transfers)
 
 
+def _refuse_changed(original: weakref.ref[Tensor], version: int, copied: Tensor, copied_version: int) -> None:
+    tensor = original()
+    if tensor is not None and version_of(tensor) == version and version_of(copied) != copied_version:
+        raise UnsupportedModelError(
+            f"a layer changes a view of one of its inputs in place, a tensor of shape {tuple(tensor.shape)} that is on "
+            "another device: make that operation out of place, or use Trainer(devices=1)"
+        )
+
+
 def changed_since(tensors: Sequence[Tensor], versions: Sequence[int]) -> list[Tensor]:
     """Those of some tensors that were changed in place since they had these versions."""
     return [tensor for tensor, version in zip(tensors, versions, strict=True) if version_of(tensor) != version]
@@ -175,7 +195,8 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, copied: Tensor, transfers: Transfers) -> Tensor:
         ctx.transfers, ctx.home = transfers, transfers.home(tensor)
-        return copied.view_as(copied) if copied.layout is torch.strided else copied.detach()
+        # No view: a layer may change it in place.
+        return copied.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -158,7 +158,6 @@ class Executor:
             transfers,
             observer,
             self.recorder,
-            self._draw_on,
             self._note_set,
         )
         self._glue = Glue(places_of(model, list(in_order)), root.torch_device, runtime, compute_dtype)
@@ -347,7 +346,7 @@ class Executor:
     def _begin(self, lane: AnyLane, microbatch: Microbatch) -> LaneProgress:
         stashes = [LaneStash(residents.stash) for residents in self._residents]
         transfers = LaneTransfers(self._transfers, lane.microbatch)
-        glue = OneDevice(transfers, self._transfers, self._draw_on) if len(self.devices) > 1 else None
+        glue = OneDevice(transfers, self._transfers) if len(self.devices) > 1 else None
         return LaneProgress(lane, microbatch, stashes, transfers, glue)
 
     def _run_lane(self, number: int) -> None:
@@ -652,7 +651,6 @@ class Executor:
     def _granted(self, progress: LaneProgress, number: int) -> Grant:
         request = progress.lane.request
         self._random.switch_to(progress.lane.microbatch)
-        self._draw_on(number)
         pack = None
         if request is not None and request.pack is not None:
             pack = self._residents[number].packs[request.pack]
@@ -670,11 +668,6 @@ class Executor:
     def _note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
         if self._on_set is not None:
             self._on_set(attributes, names)
-
-    def _draw_on(self, number: int) -> None:
-        """Random numbers are drawn on another device from now on."""
-        if len(self._cuda_devices) > 1:
-            self._random.follow(self._cuda_devices[number])
 
     def _take_stock(self, granted: Grant) -> None:
         """After a lane's turn: what it took, what can go now, and which gradients are final."""

@@ -43,7 +43,6 @@ class Runtime:
         transfers: between devices.
         observer: of what is not known yet.
         recorder: notes when layers compute.
-        draw_on: called with the number of a device that random numbers will be drawn on.
         note_set: called with the attributes of a module, and the names of those that a layer's own code has set.
 
     Attributes:
@@ -63,7 +62,6 @@ class Runtime:
         transfers: Transfers,
         observer: Observer,
         recorder: StepRecorder,
-        draw_on: Callable[[int], None],
         note_set: Callable[[dict[str, Any], set[str]], None],
     ) -> None:
         self._model = model
@@ -75,7 +73,6 @@ class Runtime:
         self._transfers = transfers
         self._observer = observer
         self._recorder = recorder
-        self._draw_on = draw_on
         self.note_set = note_set
         self._devices = transfers.devices
         self.open_call = OpenCall(self.visit)
@@ -144,8 +141,6 @@ class Runtime:
         if len(self._devices) == 1:
             return nullcontext()
         number = self._devices.index(residency.device)
-        # Glue that ran on another device since the lane came here took its random numbers along.
-        self._draw_on(number)
         if takes_objects or layer.attributes.may_hold_tensors:
             return self._running_on_all_devices(number)
         return self._recorder.computing(residency.device)
@@ -188,9 +183,9 @@ class Runtime:
     @contextmanager
     def _mixing(self, transfers: LaneTransfers, number: int) -> Iterator[None]:
         """A layer's operations find tensors of all devices, as those of the glue do."""
-        with OneDevice(transfers, self._transfers, self._draw_on, number):
+        with OneDevice(transfers, self._transfers, number):
             yield
-        self._draw_on(number)
+        transfers.refuse_changed()
 
     def compiling(self) -> AbstractContextManager[None]:
         """The context of a compiled layer, whatever becomes of compiled code around it."""
