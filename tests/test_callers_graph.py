@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
+import same_training
 import torch
 import torch.nn.functional as F
 from nets import WIDTH
@@ -230,16 +231,24 @@ def samples() -> Tensor:
     return torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
 
 
+def refused_on_gpus(name: str, devices: int) -> AbstractContextManager[Any]:
+    """Torch's autograd cannot order gradients that are jagged between streams."""
+    is_refused = name == "a jagged tensor" and devices > 1 and same_training.accelerator == "gpu"
+    return pytest.raises(UnsupportedModelError, match="jagged tensor") if is_refused else nullcontext()
+
+
 @pytest.mark.parametrize("memory", [None, "240KiB"])
 @pytest.mark.parametrize("name", REACHING)
 def test_what_reaches_out_of_layers_has_the_gradients_of_plain_training(name: str, memory: str | None) -> None:
     """Graphs are kept with all memory, and recomputed with less."""
-    assert_same_training(Net(REACHING[name]()), samples(), device_memory=memory, layers=[Block])
+    with refused_on_gpus(name, same_training.default_devices):
+        assert_same_training(Net(REACHING[name]()), samples(), device_memory=memory, layers=[Block])
 
 
 @pytest.mark.parametrize("name", REACHING)
 def test_what_reaches_out_of_layers_on_two_devices(name: str) -> None:
-    assert_same_training(Net(REACHING[name]()), samples(), devices=2, layers=[Block])
+    with refused_on_gpus(name, 2):
+        assert_same_training(Net(REACHING[name]()), samples(), devices=2, layers=[Block])
 
 
 # ---- changes in place --------------------------------------------------------------------------------------------------
@@ -308,7 +317,7 @@ def test_what_a_layer_has_changed_is_so_for_its_caller_on_another_device(block: 
 
 def test_to_change_a_view_of_what_is_on_another_device_is_refused() -> None:
     net = Net(ReadsWhatLayersChanged(ChangesAView))
-    assert_same_training(net, samples(), device_memory="48KiB", layers=[ChangesAView])
+    assert_same_training(net, samples(), device_memory="48KiB", layers=[ChangesAView], devices=1)
     with pytest.raises(UnsupportedModelError, match="changes a view of one of its inputs in place"):
         assert_same_training(net, samples(), device_memory="48KiB", layers=[ChangesAView], devices=2)
 

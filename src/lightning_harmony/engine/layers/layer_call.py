@@ -148,7 +148,8 @@ class LayerCall:
         self._inputs: list[_Input] = []
         self._objects: list[Any] | None = None
         self._with_graph = torch.is_grad_enabled()
-        self._node: Any = None
+        # In the graph, too: with it the node of the weights lives where no other node is behind that.
+        self._end: Tensor | None = None
         self._keeps = self._is_running = self._is_announced = self._is_over = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -254,15 +255,15 @@ class LayerCall:
         self._gradients = WeightGradients(self, trained)
         weights = [leaves[parameter].detach() for parameter in trained]
         with saved_tensors_hooks(self._gradients.save, self._gradients.load):
-            taps = _Weights.apply(self._anchor, self._gradients, weights)
-        self._node = taps[0].grad_fn
+            *taps, self._end = _Weights.apply(self._anchor, self._gradients, weights)
         return self._as_found(trained, taps)
 
     def _weights_again(self) -> Mapping[nn.Parameter, Tensor]:
         """The same weights, in the same graph: code that runs in the backward may differentiate to them."""
-        if self._node is None or not self._with_graph:
+        if self._end is None or not self._with_graph:
             return self.residency.leaves
-        return self._as_found(self._gradients.parameters, self._node.saved_tensors)
+        node: Any = self._end.grad_fn
+        return self._as_found(self._gradients.parameters, node.saved_tensors)
 
     def _as_found(self, parameters: Sequence[nn.Parameter], taps: Sequence[Tensor]) -> Mapping[nn.Parameter, Tensor]:
         """The weights, some of them in a graph: of the classes that the layer's code finds, and with the same attributes."""
@@ -617,11 +618,11 @@ class _Weights(torch.autograd.Function):
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*weights)
-        return tuple(weights)
+        return *weights, torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.gradients.take(gradients, ctx.next_functions[0][0])
+        ctx.gradients.take(gradients[:-1], ctx.next_functions[0][0])
         return None, None, None
 
 

@@ -187,6 +187,11 @@ def _moved(tensor: Tensor, copied: Tensor, transfers: Transfers) -> Tensor:
         # Without a graph, too, kernels choose by whether a weight needs gradients.
         with torch.inference_mode(copied.is_inference()):
             return copied.detach().requires_grad_()
+    if tensor.layout is torch.jagged and tensor.is_cuda:
+        raise UnsupportedModelError(
+            "a jagged tensor that needs gradients goes from one GPU to another, where torch's autograd knows no order for its "
+            "gradient: use Trainer(devices=1), or pad it between layers"
+        )
     moved: Tensor = _Moved.apply(tensor, copied, transfers)
     return moved
 
