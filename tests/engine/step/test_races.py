@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from same_training import SEED, Gradients, Net, trainer_for
+from sampling import in_turns
 from spreading import spread_packs
 from streams import Detector, FakeCudaDevice, detecting, on_root
 from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
@@ -263,8 +264,7 @@ def find_races(
     return [f"{race.what}:\n  {race.first}\n  {race.second}" for race in detector.races]
 
 
-@pytest.mark.parametrize(("device_memory", "parallel"), [(None, "data"), ("22KiB", "pipeline")])
-@pytest.mark.parametrize("net", ALL)
+@pytest.mark.parametrize(("net", "device_memory", "parallel"), in_turns(ALL, [(None, "data"), ("22KiB", "pipeline")]))
 def test_nothing_races(monkeypatch: pytest.MonkeyPatch, net: str, device_memory: str | None, parallel: Any) -> None:
     assert find_races(monkeypatch, net, device_memory=device_memory, parallel=parallel) == []
 
@@ -293,8 +293,7 @@ def test_transforms_and_layers_find_tensors_on_other_devices(
     assert find_races(monkeypatch, net, device_memory=device_memory) == []
 
 
-@pytest.mark.parametrize("device_memory", [None, "40KiB"])
-@pytest.mark.parametrize("net", OF_THE_BACKWARD)
+@pytest.mark.parametrize(("net", "device_memory"), in_turns(OF_THE_BACKWARD, [(None,), ("40KiB",)]))
 def test_glue_in_the_backward_is_on_one_device(monkeypatch: pytest.MonkeyPatch, net: str, device_memory: Any) -> None:
     """It used to meet operands on two GPUs, which torch refuses."""
     assert find_races(monkeypatch, net, device_memory=device_memory, update="deferred") == []
@@ -457,8 +456,7 @@ def share_postponed_updates(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return made
 
 
-@pytest.mark.parametrize(("device_memory", "which"), [(None, "last"), ("22KiB", "all")])
-@pytest.mark.parametrize("net", ALL)
+@pytest.mark.parametrize(("net", "device_memory", "which"), in_turns(ALL, [(None, "last"), ("22KiB", "all")]))
 def test_nothing_races_where_packs_are_spread(
     monkeypatch: pytest.MonkeyPatch, net: str, device_memory: str | None, which: str
 ) -> None:
