@@ -1,4 +1,6 @@
 # Two commands do everything: `make demo` and `make test`. Both first make the virtual environment that they need.
+# `make quick` runs the tests of the parts and some of the whole, in about two minutes; `make test-whole` those that
+# `make test` samples in all combinations.
 # `make test-oldest` tests with the oldest version of Lightning that is supported, in both of its trees.
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,11 +14,15 @@ OLDEST_VENV ?= .venv-oldest
 OLDEST_TORCH ?= $(CPU_TORCH)
 OLDEST_LIGHTNING := lightning==2.6.4 pytorch-lightning==2.6.4
 
+# Parts, and of the whole what finds most.
+QUICK := tests/engine tests/plan tests/test_exactness.py tests/test_interleaving.py tests/test_refusals.py \
+	tests/test_logs.py tests/test_documents.py tests/test_host_budget.py tests/test_in_memory.py
+
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-oldest clean
+.PHONY: demo test quick test-whole test-oldest clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/train_gpt.py
@@ -25,7 +31,16 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/pytest -n auto --maxprocesses 4 -m "not gpu"
+
+quick: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n auto --maxprocesses 4 -m "not gpu" --ignore tests/engine/step/test_races.py $(QUICK)
+
+test-whole: $(VENV)/.installed-test
+	WHOLE_MATRICES=1 $(BIN)/pytest -n auto --maxprocesses 4 -m "not gpu"
 
 test-oldest: $(OLDEST_VENV)/.installed
 	$(OLDEST_VENV)/bin/pytest -n auto --maxprocesses 4 -m "not gpu"

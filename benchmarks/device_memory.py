@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
+from lightning_harmony.plan.values.memory_size import format_bytes, parse_bytes
 
 
 class Times(pl.Callback):

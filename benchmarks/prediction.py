@@ -35,10 +35,10 @@ from model import GPT, Shape, Tokens, build
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.errors import CapacityError, PlanError
-from lightning_harmony.garbage import NUM_FIRST_STEPS
-from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.prediction import Prediction
-from lightning_harmony.plan.replay import predict
+from lightning_harmony.fit.garbage import NUM_FIRST_STEPS
+from lightning_harmony.plan.simulate.replay import predict
+from lightning_harmony.plan.values.plan import Plan
+from lightning_harmony.plan.values.prediction import Prediction
 
 MODELS = {
     "1B": Shape(hidden=2048, layers=18, heads=32),

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).with_name("offload")))
 from clock import Clock
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.engine.decompose import Layer
-from lightning_harmony.engine.executor import Executor
-from lightning_harmony.engine.turns import Microbatch
-from lightning_harmony.engine.virtual_device import VirtualDevice
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.model.decompose import Layer
+from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.engine.step.turns import Microbatch
 
 NUM_LAYERS = 100
 NUM_MICROBATCHES = 4

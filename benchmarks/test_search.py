@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lightning_harmony.plan.cost import Cost
-from lightning_harmony.plan.plan import Parallel
-from lightning_harmony.plan.profile import MachineLimits, Profile
-from lightning_harmony.plan.search import search
+from lightning_harmony.plan.search.search import search
+from lightning_harmony.plan.values.cost import Cost
+from lightning_harmony.plan.values.plan import Parallel
+from lightning_harmony.plan.values.profile import MachineLimits, Profile
 
 MIB, GIB = 2**20, 2**30
 NUM_LAYERS, NUM_MICROBATCHES, NUM_DEVICES = 1000, 64, 8

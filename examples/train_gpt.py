@@ -15,7 +15,7 @@ from text import StandardLibrary
 from torch import Tensor
 
 from lightning_harmony import HarmonyStrategy, StepReport
-from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
+from lightning_harmony.plan.values.memory_size import format_bytes, parse_bytes
 
 BATCH_SIZE = 8
 # What AdamW's division makes of a last bit in three steps.

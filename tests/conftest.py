@@ -11,8 +11,8 @@ import same_training
 import torch
 from torch import Tensor
 
-from lightning_harmony.engine.stream import Event
-from lightning_harmony.engine.virtual_device import VirtualDevice
+from lightning_harmony.engine.devices.stream import Event
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -120,13 +120,13 @@ def few_threads() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def copied_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests' tensors are small: they are copied by the threads that copy large ones."""
-    monkeypatch.setattr("lightning_harmony.engine.device.BRIEFLY_COPIED_BYTES", -1)
+    monkeypatch.setattr("lightning_harmony.engine.devices.device.BRIEFLY_COPIED_BYTES", -1)
 
 
 @pytest.fixture(autouse=True)
 def small_stash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests' tensors are small: swap out all but scalars."""
-    monkeypatch.setattr("lightning_harmony.engine.stash.SMALLEST_BYTES", 64)
+    monkeypatch.setattr("lightning_harmony.engine.memory.stash.SMALLEST_BYTES", 64)
 
 
 @pytest.fixture(autouse=True)
@@ -134,10 +134,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.F
     """No test depends on what another one has measured, or on what is in the user's folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if not request.config.getoption("--profile-cache"):
-        monkeypatch.setattr("lightning_harmony.profile_cache.default_folder", lambda: None)
+        monkeypatch.setattr("lightning_harmony.setup.profile_cache.default_folder", lambda: None)
 
 
 @pytest.fixture(autouse=True)
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps run by the plan by rules, however slow the machine is that tests run on."""
-    monkeypatch.setattr("lightning_harmony.plan.search.SHORT_SECONDS", float("inf"))
+    monkeypatch.setattr("lightning_harmony.plan.search.search.SHORT_SECONDS", float("inf"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_harmony.engine.stream import HostStream
+from lightning_harmony.engine.devices.stream import HostStream
 
 
 class Prompt(HostStream):

@@ -9,11 +9,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lightning_harmony.plan.cost import Cost
-from lightning_harmony.plan.plan import Plan, Predicted, visits_of
-from lightning_harmony.plan.profile import MachineLimits, Profile
-from lightning_harmony.plan.schedule import Schedule
-from lightning_harmony.plan.task import Errand, Phase, Task
+from lightning_harmony.plan.simulate.schedule import Schedule
+from lightning_harmony.plan.values.cost import Cost
+from lightning_harmony.plan.values.plan import Plan, Predicted, visits_of
+from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from lightning_harmony.plan.values.task import Errand, Phase, Task
 
 small = st.integers(0, 9)
 seconds = st.integers(0, 4).map(float)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
-from lightning_harmony.engine.rng import stream_seed
-from lightning_harmony.plan.memory_size import parse_bytes
+from lightning_harmony.engine.lanes.rng import stream_seed
+from lightning_harmony.plan.values.memory_size import parse_bytes
 
 SEED = 7
 Update = Literal["after the backward", "just in time"]

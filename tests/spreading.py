@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightning_harmony.engine import planning
-from lightning_harmony.plan.deciding import decide, foreseen
-from lightning_harmony.plan.plan import Plan
+from lightning_harmony.engine.step import planning
+from lightning_harmony.plan.search.deciding import decide, foreseen
+from lightning_harmony.plan.values.plan import Plan
 
 # Which of the packs that a step visits.
 SPREAD: dict[str, Callable[[Plan], frozenset[int]]] = {

@@ -33,13 +33,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import lightning_harmony.strategy
-from lightning_harmony.engine import cuda_device, executor, saved_tensors, stash, swap, visits
-from lightning_harmony.engine import stream as stream_module
-from lightning_harmony.engine.cuda_device import CudaDevice
-from lightning_harmony.engine.device import Device
-from lightning_harmony.engine.host_store import HostPool
-from lightning_harmony.engine.lane import Lane, LanePool
-from lightning_harmony.engine.stream import HostEvent, HostStream
+from lightning_harmony.engine.devices import cuda_device
+from lightning_harmony.engine.devices import stream as stream_module
+from lightning_harmony.engine.devices.cuda_device import CudaDevice
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.stream import HostEvent, HostStream
+from lightning_harmony.engine.lanes.lane import Lane, LanePool
+from lightning_harmony.engine.layers import saved_tensors
+from lightning_harmony.engine.memory import stash, swap
+from lightning_harmony.engine.model.host_store import HostPool
+from lightning_harmony.engine.step import executor, visits
 
 # Of the arena, so much is one place in memory. Parameters begin at its multiples.
 GRANULE = 64

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_harmony.application import parse_arguments, parse_batch
+from lightning_harmony.estimating.application import parse_arguments, parse_batch
 
 pytestmark = pytest.mark.cpu
 

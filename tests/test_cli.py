@@ -10,14 +10,14 @@ import torch
 from plans import STEP
 
 from lightning_harmony.cli import main
-from lightning_harmony.plan.machine import read_machine
-from lightning_harmony.plan.page import summary, to_html
-from lightning_harmony.plan.profile import MachineLimits
-from lightning_harmony.plan.recording import Recording
-from lightning_harmony.plan.replay import predict
-from lightning_harmony.plan.schedule import Schedule
-from lightning_harmony.plan.task import Task
-from lightning_harmony.plan.trace import to_trace
+from lightning_harmony.plan.drawing.page import summary, to_html
+from lightning_harmony.plan.drawing.recording import Recording
+from lightning_harmony.plan.drawing.trace import to_trace
+from lightning_harmony.plan.simulate.replay import predict
+from lightning_harmony.plan.simulate.schedule import Schedule
+from lightning_harmony.plan.values.machine import read_machine
+from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.task import Task
 
 pytestmark = pytest.mark.cpu
 

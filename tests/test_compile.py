@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyPrecision, HarmonyStrategy, estimate
-from lightning_harmony.engine.virtual_device import VirtualDevice
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy
-from lightning_harmony.engine import virtual_device
+from lightning_harmony.engine.devices import virtual_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

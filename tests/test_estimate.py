@@ -24,16 +24,17 @@ from torchmetrics import MeanMetric
 import lightning_harmony
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from lightning_harmony.cli import main
-from lightning_harmony.engine.decompose import find_layers
-from lightning_harmony.engine.rehearse import rehearse
+from lightning_harmony.engine.model.decompose import find_layers
+from lightning_harmony.engine.rehearsal.rehearse import rehearse
 from lightning_harmony.errors import CapacityError
-from lightning_harmony.estimation import Estimate, estimate
-from lightning_harmony.plan.deciding import decide
-from lightning_harmony.plan.machine import H200
-from lightning_harmony.plan.memory_size import format_bytes
-from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.replay import predict
-from lightning_harmony.subject import casting, on_meta
+from lightning_harmony.estimating.estimation import estimate
+from lightning_harmony.estimating.result import Estimate
+from lightning_harmony.estimating.subject import casting, on_meta
+from lightning_harmony.plan.search.deciding import decide
+from lightning_harmony.plan.simulate.replay import predict
+from lightning_harmony.plan.values.machine import H200
+from lightning_harmony.plan.values.memory_size import format_bytes
+from lightning_harmony.plan.values.plan import Plan
 
 pytestmark = [
     pytest.mark.cpu,
@@ -147,7 +148,7 @@ def test_however_slow_copies_are_no_more_is_on_the_device_than_is_estimated(
     ).outlook
     peaks = {}
     for stream in (Prompt, Late):
-        monkeypatch.setattr("lightning_harmony.engine.virtual_device.HostStream", stream)
+        monkeypatch.setattr("lightning_harmony.engine.devices.virtual_device.HostStream", stream)
         strategy: Any = train(
             GPT(), samples(24), device_memory=capacity, strategy={"num_microbatches": 4}, precision=precision
         )
@@ -171,7 +172,7 @@ def decided_anew(plan: Plan) -> Plan:
 @pytest.mark.parametrize("capacity", [None, 1_400_000])
 def test_given_the_same_costs_training_has_the_same_plan(capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in ("SHORT_SECONDS", "TURN_SECONDS", "CLEAR_SHARE"):
-        monkeypatch.setattr(f"lightning_harmony.plan.search.{limit}", 0.0)
+        monkeypatch.setattr(f"lightning_harmony.plan.search.search.{limit}", 0.0)
     slow = replace(MACHINE, **dict.fromkeys(("swap_in_bytes_per_second", "swap_out_bytes_per_second"), 1e6))
     # So small that all that is searched is looked at.
     model = partial(GPT, 2 if capacity is None else 5)
@@ -193,7 +194,7 @@ def test_the_plan_of_an_estimate_is_searched(monkeypatch: pytest.MonkeyPatch) ->
         machine=replace(MACHINE, **dict.fromkeys(rates, 1e6)),
     )
     by_rules = given().outlook
-    monkeypatch.setattr("lightning_harmony.plan.search.SHORT_SECONDS", 0.0)
+    monkeypatch.setattr("lightning_harmony.plan.search.search.SHORT_SECONDS", 0.0)
     searched = given()
     assert len(by_rules.plan.packs) == 1 < len(searched.outlook.plan.packs)
     assert searched.outlook.seconds < by_rules.seconds

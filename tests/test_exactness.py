@@ -99,7 +99,7 @@ def test_every_network_whose_copies_lanes_make_themselves(
     net: str, capacity: str, update: Update, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As they do with small tensors. In other tests threads copy these, too."""
-    monkeypatch.setattr("lightning_harmony.engine.device.BRIEFLY_COPIED_BYTES", 64 * 1024)
+    monkeypatch.setattr("lightning_harmony.engine.devices.device.BRIEFLY_COPIED_BYTES", 64 * 1024)
     assert_trains_as_plain(net, capacity, update)
 
 

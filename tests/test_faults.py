@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.engine.stream import HostStream
+from lightning_harmony.engine.devices.stream import HostStream
 
 pytestmark = [
     # By a thread: what hangs after Ctrl-C may hear no signal any more.

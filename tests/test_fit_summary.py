@@ -11,13 +11,13 @@ import torch
 from test_lightning import Manual, Model, harmony, loader, trainer_for
 from torch.optim import Optimizer
 
-from lightning_harmony import fit_summary
-from lightning_harmony.fit_summary import _packs, describe_plan
-from lightning_harmony.lightning_tree import LightningTree
-from lightning_harmony.optimizer_state import expected_state_bytes, state_bytes
-from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
-from lightning_harmony.plan.page import format_seconds
-from lightning_harmony.plan.plan import Plan
+from lightning_harmony.plan.drawing.page import format_seconds
+from lightning_harmony.plan.values.memory_size import format_bytes, parse_bytes
+from lightning_harmony.plan.values.plan import Plan
+from lightning_harmony.reporting import fit_summary
+from lightning_harmony.reporting.fit_summary import _packs, describe_plan
+from lightning_harmony.setup.lightning_tree import LightningTree
+from lightning_harmony.updating.optimizer_state import expected_state_bytes, state_bytes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

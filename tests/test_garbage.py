@@ -15,7 +15,7 @@ from same_training import Net, trainer_for
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.garbage import NUM_FIRST_STEPS
+from lightning_harmony.fit.garbage import NUM_FIRST_STEPS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:lightning", "ignore:.*LeafSpec.* is deprecated:FutureWarning"
@@ -77,7 +77,7 @@ def test_what_lasts_is_looked_at_no_more_until_the_fit_is_over() -> None:
 def test_what_python_itself_spares_is_no_plan_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a full collection of 3.12's own, it was taken for one, and the fit's collections looked at everything."""
     count = gc.get_freeze_count
-    monkeypatch.setattr("lightning_harmony.garbage.gc.get_freeze_count", lambda: count() + 375)
+    monkeypatch.setattr("lightning_harmony.fit.garbage.gc.get_freeze_count", lambda: count() + 375)
     assert fit(NUM_FIRST_STEPS + 1).counts[-1] > 10_000
 
 

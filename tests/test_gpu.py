@@ -26,11 +26,11 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_harmony import HarmonyMonitor, HarmonyPrecision, HarmonyStrategy
-from lightning_harmony.engine.cuda_device import CudaDevice
-from lightning_harmony.engine.device_update import DeviceUpdates
-from lightning_harmony.engine.stream import CudaStream, OnCudaStream
-from lightning_harmony.plan.recording import read_recording
-from lightning_harmony.plan.task import Phase
+from lightning_harmony.engine.devices.cuda_device import CudaDevice
+from lightning_harmony.engine.devices.stream import CudaStream, OnCudaStream
+from lightning_harmony.engine.updates.device_update import DeviceUpdates
+from lightning_harmony.plan.drawing.recording import read_recording
+from lightning_harmony.plan.values.task import Phase
 
 pytestmark = [
     pytest.mark.gpu,
@@ -169,7 +169,7 @@ def test_the_result_does_not_depend_on_the_capacity(net: str) -> None:
 
 @pytest.mark.parametrize("stream", ["swap_in", "swap_out", "update"])
 def test_slowing_a_stream_changes_no_bit(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_harmony.engine import stream as streams
+    from lightning_harmony.engine.devices import stream as streams
 
     module = build("dropout")
 
@@ -306,7 +306,7 @@ def _after_a_while(work: Any) -> Any:
 @pytest.mark.parametrize("clip", [0.01, 100.0, None])
 def test_an_update_under_the_next_forward_changes_no_bit(clip: float | None) -> None:
     """Of three runs, the first finishes each update before the next batch, and the last updates slowly."""
-    from lightning_harmony.engine import postponed, streamed_update
+    from lightning_harmony.engine.updates import postponed, streamed_update
 
     def finishing(ask: Any) -> Any:
         return lambda self, *args: (ask(self, *args), self.finish())[1]

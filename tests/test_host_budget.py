@@ -11,10 +11,10 @@ from same_training import Net, compare, train_harmony, train_plain
 from torch import Tensor, nn
 
 from lightning_harmony import CapacityError, HarmonyStrategy, StepReport
-from lightning_harmony.engine.free_memory import HostMemory
-from lightning_harmony.host_budget import room_on_host
-from lightning_harmony.optimizer_state import state_bytes
-from lightning_harmony.plan.host_need import RING
+from lightning_harmony.engine.devices.free_memory import HostMemory
+from lightning_harmony.plan.values.host_need import RING
+from lightning_harmony.updating.host_budget import room_on_host
+from lightning_harmony.updating.optimizer_state import state_bytes
 
 pytestmark = [
     pytest.mark.cpu,
@@ -54,7 +54,7 @@ class Host(pl.Callback):
         self.strategy: Any = HarmonyStrategy(
             device_memory="700KiB", num_microbatches=NUM_MICROBATCHES, profile_cache=False, **arguments
         )
-        patch.setattr("lightning_harmony.host_budget.room_on_host", lambda: self.room - self.taken())
+        patch.setattr("lightning_harmony.updating.host_budget.room_on_host", lambda: self.room - self.taken())
 
     def taken(self) -> int:
         optimizers = self.strategy.lightning_module.trainer.optimizers
@@ -137,5 +137,5 @@ def test_only_what_the_host_has_no_room_for_is_refused(monkeypatch: pytest.Monke
 
 def test_the_system_keeps_a_share_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     for memory, room in ((HostMemory(100, 50), 46), (HostMemory(100, 3), 0), (None, None)):
-        monkeypatch.setattr("lightning_harmony.host_budget.host_memory", lambda memory=memory: memory)
+        monkeypatch.setattr("lightning_harmony.updating.host_budget.host_memory", lambda memory=memory: memory)
         assert room_on_host() == room

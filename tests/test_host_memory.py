@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.engine.stream import HostStream
-from lightning_harmony.optimizer_state import StateSize, state_bytes
-from lightning_harmony.plan.host_need import RING
+from lightning_harmony.engine.devices.stream import HostStream
+from lightning_harmony.plan.values.host_need import RING
+from lightning_harmony.updating.optimizer_state import StateSize, state_bytes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -191,7 +191,7 @@ class TestStateThatGrowsWhileItIsCounted:
         optimizer, size = self.stepped(torch.optim.Adam), StateSize()
         before = size.num_bytes([optimizer])
         monkeypatch.setattr(
-            "lightning_harmony.optimizer_state.state_bytes", lambda optimizers: pytest.fail("counted again")
+            "lightning_harmony.updating.optimizer_state.state_bytes", lambda optimizers: pytest.fail("counted again")
         )
         assert size.num_bytes([optimizer]) == before
 

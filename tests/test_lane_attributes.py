@@ -14,7 +14,7 @@ from same_training import Net, assert_same_training, update_for
 from torch import Tensor, nn
 from torchmetrics import SumMetric
 
-from lightning_harmony.lane_attributes import KnownChanges, LaneAttributes
+from lightning_harmony.microbatches.lane_attributes import KnownChanges, LaneAttributes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
-from lightning_harmony.engine.residents import Place, Residents
-from lightning_harmony.lightning_tree import classes_of
+from lightning_harmony.engine.memory.residents import Place, Residents
+from lightning_harmony.setup.lightning_tree import classes_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -19,8 +19,8 @@ from test_lightning import (
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, MinMetric, SumMetric
 
-from lightning_harmony.lightning_tree import classes_of
-from lightning_harmony.logs import MicrobatchLogs
+from lightning_harmony.microbatches.logs import MicrobatchLogs
+from lightning_harmony.setup.lightning_tree import classes_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -777,7 +777,9 @@ def test_a_model_with_tied_or_shared_sources_differs_by_the_rounding_of_sums_onl
 
 
 @pytest.mark.devices(2)
-@pytest.mark.parametrize("name", ["vit", "mixture-of-experts", "unet", "vae", "buffers", "checkpoint-around", "lora"])
+@pytest.mark.parametrize(
+    "name", ["vit", "gemma2", "mixture-of-experts", "unet", "vae", "buffers", "checkpoint-around", "lora"]
+)
 def test_a_model_that_swaps_on_several_devices_trains_bit_for_bit_as_plain_lightning(name: str) -> None:
     case = CASES[name]
     assert_same_and_swapped(build(case.net), case.samples(), case.memory, layers=case.layers)
@@ -926,6 +928,34 @@ def untied_bart() -> nn.Module:
     return untied(hf.BartForConditionalGeneration(config))
 
 
+class Listens(nn.Module):
+    """Whisper, which reads frames and writes tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers as hf
+
+        sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in _BART_SIDE.items()}
+        positions = {"max_source_positions": 8, "max_target_positions": 16, "num_mel_bins": 4}
+        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+        config = hf.WhisperConfig(
+            vocab_size=VOCABULARY, d_model=WIDTH, **sides, **positions, **special, tie_word_embeddings=False
+        )
+        self.model = hf.WhisperForConditionalGeneration(config)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self.model(input_features=batch["frames"], labels=batch["labels"]).loss
+        return loss
+
+
+def frames() -> list[dict[str, Tensor]]:
+    made = torch.Generator().manual_seed(7)
+    return [
+        {"frames": torch.randn(4, 16, generator=made), "labels": torch.randint(3, VOCABULARY, (6,), generator=made)}
+        for _ in range(24)
+    ]
+
+
 class UntiedTranslator(Translator):
     """Its decoder has a table of its own."""
 
@@ -938,6 +968,7 @@ ENCODER_DECODERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] =
     "t5": (untied_t5, tokens),
     "bart": (untied_bart, tokens),
     "transformer": (UntiedTranslator, padded_tokens),
+    "whisper": (Listens, frames),
 }
 
 
@@ -946,6 +977,35 @@ def test_an_encoders_output_that_all_layers_of_the_decoder_read_has_the_gradient
     """Each layer had summed the gradients of its own reads first, which rounds in another way."""
     net, samples = ENCODER_DECODERS[name]
     assert_same_and_swapped(build(net), samples(), "120KiB")
+
+
+class Prefixed(nn.Module):
+    """Learned keys and values lie before those of each layer, in a cache that layers are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers as hf
+
+        self.model = hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER))
+        self.prefix = nn.Parameter(torch.randn(3, 2, 1, 4, 8))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        for number, (keys, values) in enumerate(self.prefix):
+            size = len(batch), -1, -1, -1
+            cache.update(keys.expand(size), values.expand(size), number)
+        loss: Tensor = self.model(input_ids=batch, past_key_values=cache, labels=batch).loss
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
+@pytest.mark.parametrize("memory", [None, "64KiB"])
+@pytest.mark.devices(1, 2)
+def test_learned_keys_and_values_in_a_cache_get_the_gradients_of_plain_training(memory: str | None) -> None:
+    options: Any = {"num_microbatches": 2, "batch_size": 4}
+    assert_same_training(build(Prefixed), tokens(), device_memory=memory, **options)
 
 
 # ---- refused -----------------------------------------------------------------------------------------------------------

@@ -22,13 +22,13 @@ from test_lightning import NUM_STEPS, Manual, Model, assert_same, harmony, loade
 from torch import Tensor
 
 from lightning_harmony import HarmonyMonitor
-from lightning_harmony.engine.streamed_update import StreamedUpdate
-from lightning_harmony.lightning_tree import classes_of
-from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.recording import Recording, read_recording
-from lightning_harmony.plan.replay import predict
-from lightning_harmony.plan.streams import COMPUTE, STREAM_OF, UPDATE
-from lightning_harmony.plan.task import Errand, Phase
+from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
+from lightning_harmony.plan.drawing.recording import Recording, read_recording
+from lightning_harmony.plan.simulate.replay import predict
+from lightning_harmony.plan.values.plan import Plan
+from lightning_harmony.plan.values.streams import COMPUTE, STREAM_OF, UPDATE
+from lightning_harmony.plan.values.task import Errand, Phase
+from lightning_harmony.setup.lightning_tree import classes_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import in_turns
 
-from lightning_harmony.plan.machine import H200
-from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.simulate.replay import predict
+from lightning_harmony.plan.values.machine import H200
+from lightning_harmony.plan.values.plan import Plan
 
 pytestmark = [
     pytest.mark.cpu,
@@ -72,8 +73,9 @@ def test_replay_counts_what_one_device_copies_in_each_row(paper: Any, row: str) 
     refuse_other_bytes(*run(paper, "gpt2-xl", row, 1, "pipeline", TIGHT))
 
 
-@pytest.mark.parametrize("parallel", ["pipeline", "data"])
-@pytest.mark.parametrize("row", ["per microbatch", "grouping", "just in time"])
+@pytest.mark.parametrize(
+    ("row", "parallel"), in_turns(["per microbatch", "grouping", "just in time"], [("data",), ("pipeline",)])
+)
 def test_replay_counts_what_two_devices_copy(paper: Any, row: str, parallel: str) -> None:
     measured, plan, counted = run(paper, "gpt2-xl", row, 2, parallel, AMPLE)
     refuse_other_bytes(measured, plan, counted)

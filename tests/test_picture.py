@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from plans import STEP
 
-from lightning_harmony.plan.replay import predict
+from lightning_harmony.plan.simulate.replay import predict
 
 pytest.importorskip("matplotlib")
 
-from lightning_harmony.picture import draw
+from lightning_harmony.reporting.picture import draw
 
 pytestmark = pytest.mark.cpu
 

@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy, PlanError, StepReport
-from lightning_harmony.engine.host_store import HostPool
-from lightning_harmony.engine.lane import current_lane
-from lightning_harmony.engine.profile import Speed, UpdateSpeeds
-from lightning_harmony.engine.stream import HostStream
-from lightning_harmony.plan.graphs import fused_alone
-from lightning_harmony.plan.lowering import lower
-from lightning_harmony.plan.plan import Plan, visits_of
-from lightning_harmony.plan.prediction import DevicePrediction
-from lightning_harmony.plan.record import Record
-from lightning_harmony.plan.replay import predict
-from lightning_harmony.plan.task import Phase, Task
+from lightning_harmony.engine.devices.stream import HostStream
+from lightning_harmony.engine.lanes.lane import current_lane
+from lightning_harmony.engine.measure.profile import Speed, UpdateSpeeds
+from lightning_harmony.engine.model.host_store import HostPool
+from lightning_harmony.plan.search.graphs import fused_alone
+from lightning_harmony.plan.simulate.lowering import lower
+from lightning_harmony.plan.simulate.replay import predict
+from lightning_harmony.plan.values.plan import Plan, visits_of
+from lightning_harmony.plan.values.prediction import DevicePrediction
+from lightning_harmony.plan.values.record import Record
+from lightning_harmony.plan.values.task import Phase, Task
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -193,8 +193,8 @@ class TestPrediction:
     def test_lanes_are_granted_in_the_order_that_the_schedule_tells(
         self, capacity: str | None, joined: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from lightning_harmony.engine.executor import Executor
-        from lightning_harmony.engine.visits import Visits
+        from lightning_harmony.engine.step.executor import Executor
+        from lightning_harmony.engine.step.visits import Visits
 
         entered: list[Task] = []
         enter, forward = Visits.enter, Executor.forward
@@ -274,7 +274,7 @@ def swept(
 def swept_promptly(capacity: str | None, num_microbatches: int, net: type[torch.nn.Module]) -> Peaks | None:
     """The same, with copies that end at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_harmony.engine.virtual_device.HostStream", Prompt)
+        patch.setattr("lightning_harmony.engine.devices.virtual_device.HostStream", Prompt)
         return swept(capacity, num_microbatches, net)
 
 
@@ -315,7 +315,7 @@ class TestForeseen:
         capacities = self.CAPACITIES[2:4] if net is Wide else ("160KiB", "256KiB")
         for capacity in capacities:
             for stream in (Prompt, Late):
-                monkeypatch.setattr("lightning_harmony.engine.virtual_device.HostStream", stream)
+                monkeypatch.setattr("lightning_harmony.engine.devices.virtual_device.HostStream", stream)
                 run = swept(capacity, 4, net, update)
                 assert run is not None
                 (device,) = predict(run.plan, is_deferred=update == "deferred").devices
@@ -334,7 +334,7 @@ class TestForeseen:
     def test_bytes_and_peaks_where_a_turn_of_the_forward_takes_several_packs(
         self, num_microbatches: int, stream: type[HostStream], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("lightning_harmony.engine.virtual_device.HostStream", stream)
+        monkeypatch.setattr("lightning_harmony.engine.devices.virtual_device.HostStream", stream)
         found = 0
         for number, capacity in enumerate(self.CAPACITIES):
             run = swept_promptly(capacity, num_microbatches, Wide)
@@ -361,7 +361,7 @@ class TestForeseen:
 
     def test_a_call_copies_no_buffers_but_its_layer_s(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """All buffers of its pack were copied before each call: twelve blocks of a ResNet took three times as long for it."""
-        monkeypatch.setattr("lightning_harmony.engine.virtual_device.HostStream", Prompt)
+        monkeypatch.setattr("lightning_harmony.engine.devices.virtual_device.HostStream", Prompt)
         layers = ("net.embed", *(f"net.blocks.{number}" for number in range(6)), "net.head")
         plan = Plan((layers,), (0,), 0, num_microbatches=4)
         run = swept(None, None, Buffered, plan=plan)
@@ -533,7 +533,7 @@ class TestSearched:
             packs = (("net.embed", "net.blocks.0"), ("net.blocks.1",), ("net.blocks.2", "net.blocks.3"), ("net.head",))
             return replace(plan, packs=packs, visits=(0, 1, 2, 3), first_fused=2, kept=frozenset({1}))
 
-        monkeypatch.setattr("lightning_harmony.plan.deciding.search_better", found)
+        monkeypatch.setattr("lightning_harmony.plan.search.deciding.search_better", found)
         compare(expected, train())
         plan, calls, with_its_packs = searched[0]
         assert plan.profile is not None
@@ -549,7 +549,7 @@ class TestSearched:
 
     def test_a_plan_that_is_given_is_not_searched_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         plan = planned()
-        monkeypatch.setattr("lightning_harmony.plan.deciding.search_better", None)
+        monkeypatch.setattr("lightning_harmony.plan.search.deciding.search_better", None)
         fit(HarmonyStrategy(device_memory="96KiB", plan=plan))
 
 

@@ -32,11 +32,11 @@ from test_lightning import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_harmony.engine.optimizer_twin import Share
-from lightning_harmony.engine.postponed import PostponedUpdate
-from lightning_harmony.engine.profile import Profiler
-from lightning_harmony.engine.streamed_update import StreamedUpdate
-from lightning_harmony.engine.update import Updater
+from lightning_harmony.engine.measure.profile import Profiler
+from lightning_harmony.engine.updates.optimizer_twin import Share
+from lightning_harmony.engine.updates.postponed import PostponedUpdate
+from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
+from lightning_harmony.engine.updates.update import Updater
 
 pytestmark = [
     pytest.mark.timeout(60, method="thread"),
@@ -127,7 +127,7 @@ def postponed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     monkeypatch.setattr(PostponedUpdate, "finish", opening(finish))
     monkeypatch.setattr(Updater, "_wait_for", opening(wait_in_step))
     # Nothing waits for room in between.
-    monkeypatch.setattr("lightning_harmony.engine.update.RING", 1000)
+    monkeypatch.setattr("lightning_harmony.engine.updates.update.RING", 1000)
     return found
 
 

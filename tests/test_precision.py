@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyPrecision, HarmonyStrategy
-from lightning_harmony.engine.decompose import find_layers
-from lightning_harmony.engine.rng import stream_seed
+from lightning_harmony.engine.lanes.rng import stream_seed
+from lightning_harmony.engine.model.decompose import find_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

@@ -16,12 +16,12 @@ import torch
 from same_training import SEED, Net, Training, compare, room, train_harmony, train_plain
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.engine.executor import Executor
-from lightning_harmony.engine.planning import CHECKED_STEPS, TIMED_STEP
+from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.engine.step.planning import CHECKED_STEPS, TIMED_STEP
 from lightning_harmony.errors import CapacityError
-from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.record import Record
-from lightning_harmony.profile_cache import ProfileCache
+from lightning_harmony.plan.values.plan import Plan
+from lightning_harmony.plan.values.record import Record
+from lightning_harmony.setup.profile_cache import ProfileCache
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -286,7 +286,7 @@ class TestFiles:
         assert list(folder.iterdir()) == [file]
 
     def test_the_default_folder_is_the_users_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from lightning_harmony import profile_cache
+        from lightning_harmony.setup import profile_cache
 
         monkeypatch.undo()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

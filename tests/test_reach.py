@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_harmony.reach import reaches
+from lightning_harmony.updating.reach import reaches
 
 
 class Holder:

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics import MeanMetric
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
-from lightning_harmony.engine.rng import stream_seed
+from lightning_harmony.engine.lanes.rng import stream_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -322,7 +322,7 @@ def test_what_a_layer_is_given_and_how_it_is_called(
 
     That run made another graph, whose tensors were taken for those of the first: LLaVA got wrong gradients.
     """
-    monkeypatch.setattr("lightning_harmony.engine.stash.SMALLEST_BYTES", smallest)
+    monkeypatch.setattr("lightning_harmony.engine.memory.stash.SMALLEST_BYTES", smallest)
     torch.manual_seed(0)
     assert_same_training(
         Net(net()),

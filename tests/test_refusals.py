@@ -101,7 +101,7 @@ def test_too_little_host_memory_says_how_much_is_missing(monkeypatch: pytest.Mon
     module = Net(nets.Language(), torch.optim.AdamW)
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_harmony.host_budget.room_on_host", lambda: 2 * num_bytes)
+        patch.setattr("lightning_harmony.updating.host_budget.room_on_host", lambda: 2 * num_bytes)
         assert_refused(
             module, CapacityError, ["the host is", "short", "Add host memory", "optimizer"], lambda: fit(module)
         )

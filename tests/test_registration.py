@@ -75,7 +75,8 @@ assert any(type(finder).__module__ == "lightning_harmony.autoload" for finder in
 def test_installing_twice_adds_one_finder_and_keeps_a_name_that_is_taken():
     run("""
 import sys
-from lightning_harmony import autoload, registration
+from lightning_harmony import autoload
+from lightning_harmony.setup import registration
 autoload.install(); autoload.install()
 assert sum(type(finder).__module__ == autoload.__name__ for finder in sys.meta_path) == 1
 from lightning.pytorch.strategies import StrategyRegistry
@@ -87,7 +88,7 @@ assert StrategyRegistry["harmony"]["strategy"] is dict
 
 def test_a_broken_registration_breaks_no_import():
     done = run("""
-from lightning_harmony import registration
+from lightning_harmony.setup import registration
 def broken(message):
     def fail(*args):
         raise RuntimeError(message)

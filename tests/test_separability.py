@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.separability import explain_difference
+from lightning_harmony.microbatches.separability import explain_difference
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

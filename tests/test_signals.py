@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from test_lightning import Model, assert_equal, harmony, loader, trainer_for, values
 from torch import Tensor
 
-from lightning_harmony.signals import HeldSignals
+from lightning_harmony.fit.signals import HeldSignals
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.engine.device import Device
-from lightning_harmony.engine.residents import Residents
-from lightning_harmony.engine.swap import Swapper
-from lightning_harmony.plan.plan import Plan
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.memory.residents import Residents
+from lightning_harmony.engine.memory.swap import Swapper
+from lightning_harmony.plan.values.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

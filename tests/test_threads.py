@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.engine.functions import functions_as_operations
+from lightning_harmony.engine.glue.functions import functions_as_operations
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

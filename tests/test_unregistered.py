@@ -12,7 +12,7 @@ from test_lightning import Model, assert_same, harmony, loader, trainer_for
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from lightning_harmony.unregistered import move_unregistered
+from lightning_harmony.fit.unregistered import move_unregistered
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
-from lightning_harmony.engine.device_update import DeviceUpdates
-from lightning_harmony.engine.virtual_device import VirtualDevice
-from lightning_harmony.plan import device_updates
-from lightning_harmony.plan.plan import Plan
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.updates.device_update import DeviceUpdates
+from lightning_harmony.plan.search import device_updates
+from lightning_harmony.plan.values.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

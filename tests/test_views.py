@@ -88,7 +88,7 @@ class Chain(nn.Module):
 @pytest.mark.parametrize("seed", range(32))
 def test_layers_train_the_same_whatever_views_they_are_given(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As small as users' own tests are: what is too small for the stash stays on the device."""
-    monkeypatch.setattr("lightning_harmony.engine.stash.SMALLEST_BYTES", 16 * 1024)
+    monkeypatch.setattr("lightning_harmony.engine.memory.stash.SMALLEST_BYTES", 16 * 1024)
     draw = random.Random(seed)
     torch.manual_seed(seed)
     module, length = Net(Chain(draw)), draw.choice([8, 9, 10, 16, 17])

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.cuda_device import CudaDevice
+from lightning_harmony.engine.devices.cuda_device import CudaDevice
 
 # Of a block of the GPT: what is updated and copied at a time.
 PARAMETERS = 4096 * 4096 * 12

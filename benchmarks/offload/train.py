@@ -22,7 +22,7 @@ from model import Shape, Tokens, build
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyMonitor, HarmonyPrecision, HarmonyStrategy
-from lightning_harmony.plan.memory_size import parse_bytes
+from lightning_harmony.plan.values.memory_size import parse_bytes
 
 
 class PrintAndLeave(pl.Callback):

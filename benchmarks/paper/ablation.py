@@ -20,8 +20,8 @@ from rows import IN_MEMORY, ROWS, Costs, Counted, costs_of, count, plan_of
 from train import arguments, chosen
 
 from lightning_harmony.errors import CapacityError, PlanError
-from lightning_harmony.plan.machine import H200
-from lightning_harmony.plan.memory_size import parse_bytes
+from lightning_harmony.plan.values.machine import H200
+from lightning_harmony.plan.values.memory_size import parse_bytes
 
 PLACEMENTS = {"data": "DP", "pipeline": "PP"}
 

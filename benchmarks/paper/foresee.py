@@ -15,8 +15,8 @@ from models import SUBJECTS
 from rows import Costs, costs_of, count, plan_of
 from train import arguments, chosen
 
-from lightning_harmony.plan.machine import Machine
-from lightning_harmony.plan.memory_size import parse_bytes
+from lightning_harmony.plan.values.machine import Machine
+from lightning_harmony.plan.values.memory_size import parse_bytes
 
 GTX_1080_TI = Machine(
     name="NVIDIA GTX 1080 Ti, PCIe 3",

@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 
 from models import LAYERS, Model, Shape, batch_on_meta
 
-from lightning_harmony.engine.decompose import find_layers
-from lightning_harmony.engine.rehearse import rehearse
-from lightning_harmony.plan.lowering import lower
-from lightning_harmony.plan.machine import Machine
-from lightning_harmony.plan.packing import fill_capacity
-from lightning_harmony.plan.plan import Parallel, Plan, visits_of
-from lightning_harmony.plan.prediction import Prediction
-from lightning_harmony.plan.profile import MachineLimits, Profile
-from lightning_harmony.plan.replay import predict
-from lightning_harmony.plan.search import search
-from lightning_harmony.plan.task import Errand
-from lightning_harmony.plan.work import LayerProfile
+from lightning_harmony.engine.model.decompose import find_layers
+from lightning_harmony.engine.rehearsal.rehearse import rehearse
+from lightning_harmony.plan.outlook.work import LayerProfile
+from lightning_harmony.plan.search.packing import fill_capacity
+from lightning_harmony.plan.search.search import search
+from lightning_harmony.plan.simulate.lowering import lower
+from lightning_harmony.plan.simulate.replay import predict
+from lightning_harmony.plan.values.machine import Machine
+from lightning_harmony.plan.values.plan import Parallel, Plan, visits_of
+from lightning_harmony.plan.values.prediction import Prediction
+from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from lightning_harmony.plan.values.task import Errand
 
 # Plain Lightning, whose steps those of the rows are beside.
 IN_MEMORY = "in memory"

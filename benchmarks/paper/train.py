@@ -28,9 +28,9 @@ from rows import IN_MEMORY, ROWS, Costs, Counted, costs_of, count, plan_of
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.plan.machine import H200
-from lightning_harmony.plan.memory_size import format_bytes, parse_bytes
-from lightning_harmony.plan.plan import Parallel, Plan
+from lightning_harmony.plan.values.machine import H200
+from lightning_harmony.plan.values.memory_size import format_bytes, parse_bytes
+from lightning_harmony.plan.values.plan import Parallel, Plan
 
 # The first step runs layer by layer, and the second one by the plan for the first time.
 WARM_UP = 2

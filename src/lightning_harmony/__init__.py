@@ -10,11 +10,14 @@ from lightning_harmony import autoload
 from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from lightning_harmony.engine.report import StepReport
-    from lightning_harmony.estimation import Estimate, estimate
+    from lightning_harmony.engine.measure.report import StepReport
+    from lightning_harmony.estimating.estimation import estimate
+    from lightning_harmony.estimating.result import Estimate
     from lightning_harmony.lightning_pytorch import HarmonyMonitor, HarmonyPrecision, HarmonyStrategy
-    from lightning_harmony.plan.machine import Machine
-    from lightning_harmony.plan.plan import Plan
+    from lightning_harmony.plan.values.machine import Machine
+    from lightning_harmony.plan.values.plan import Plan
+
+    __version__: str
 
 __all__ = [
     "CapacityError",
@@ -27,6 +30,7 @@ __all__ = [
     "PlanError",
     "StepReport",
     "UnsupportedModelError",
+    "__version__",
     "estimate",
 ]
 
@@ -39,19 +43,23 @@ def __getattr__(name: str) -> Any:
 
         return getattr(lightning_pytorch, name)
     if name == "Plan":
-        from lightning_harmony.plan.plan import Plan
+        from lightning_harmony.plan.values.plan import Plan
 
         return Plan
     if name == "StepReport":
-        from lightning_harmony.engine.report import StepReport
+        from lightning_harmony.engine.measure.report import StepReport
 
         return StepReport
     if name in ("Estimate", "estimate"):
-        from lightning_harmony import estimation
+        from lightning_harmony.estimating import estimation
 
         return getattr(estimation, name)
     if name == "Machine":
-        from lightning_harmony.plan.machine import Machine
+        from lightning_harmony.plan.values.machine import Machine
 
         return Machine
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("lightning-harmony")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from lightning_harmony import registration
+from lightning_harmony.setup import registration
 
 _log = logging.getLogger(__name__)
 _TREE_OF_MODULE = {registration.strategies_module(tree): tree for tree in registration.TREES}

@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 
-from lightning_harmony.application import find_model, parse_arguments, parse_batch, read_config
-from lightning_harmony.engine.cuda_memory import CudaBudget
-from lightning_harmony.engine.free_memory import free_host_bytes
-from lightning_harmony.engine.measure import measure_machine
+from lightning_harmony.engine.devices.cuda_memory import CudaBudget
+from lightning_harmony.engine.devices.free_memory import free_host_bytes
+from lightning_harmony.engine.measure.this_machine import measure_machine
 from lightning_harmony.errors import PlanError, UnsupportedModelError
-from lightning_harmony.estimation import estimate
-from lightning_harmony.plan.given import read_plan
-from lightning_harmony.plan.lowering import lower
-from lightning_harmony.plan.memory_size import format_bytes
-from lightning_harmony.plan.page import summaries, summary, to_html
-from lightning_harmony.plan.plan import Plan
-from lightning_harmony.plan.prediction import Prediction
-from lightning_harmony.plan.recording import Recording, read_recording
-from lightning_harmony.plan.replay import predict
-from lightning_harmony.plan.trace import to_trace
+from lightning_harmony.estimating.application import find_model, parse_arguments, parse_batch, read_config
+from lightning_harmony.estimating.estimation import estimate
+from lightning_harmony.plan.drawing.page import summaries, summary, to_html
+from lightning_harmony.plan.drawing.recording import Recording, read_recording
+from lightning_harmony.plan.drawing.trace import to_trace
+from lightning_harmony.plan.search.given import read_plan
+from lightning_harmony.plan.simulate.lowering import lower
+from lightning_harmony.plan.simulate.replay import predict
+from lightning_harmony.plan.values.memory_size import format_bytes
+from lightning_harmony.plan.values.plan import Plan
+from lightning_harmony.plan.values.prediction import Prediction
 
 _ESTIMATE = """Say what training a model takes, before any memory is taken: bytes on device and host, packs, the time of a
 step and what bounds it, for several sizes of the microbatches, and what to change if it does not fit."""
@@ -131,7 +131,7 @@ def _write(
     trace: Path | None,
 ) -> None:
     if png is not None:
-        from lightning_harmony.picture import draw
+        from lightning_harmony.reporting.picture import draw
 
         draw(plan, steps, png)
     if html is not None:

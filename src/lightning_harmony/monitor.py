@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_harmony.engine.report import StepReport
+from lightning_harmony.engine.measure.report import StepReport
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base

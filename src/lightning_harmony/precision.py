@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from lightning_harmony.lightning_tree import classes_of
+from lightning_harmony.setup.lightning_tree import classes_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision as _Base

@@ -13,33 +13,38 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_harmony import tracebacks
-from lightning_harmony.checkpoints import refuse_directory, refuse_sharded
-from lightning_harmony.deferred_update import DeferredUpdate
-from lightning_harmony.engine.compiled import is_compiled
-from lightning_harmony.engine.cuda_device import CudaDevice
-from lightning_harmony.engine.decompose import Layer, find_layers
-from lightning_harmony.engine.device import Device
-from lightning_harmony.engine.executor import Executor
-from lightning_harmony.engine.host_store import HostStore
-from lightning_harmony.engine.origin import origin_of
-from lightning_harmony.engine.report import StepReport
-from lightning_harmony.engine.step_recorder import StepRecorder
-from lightning_harmony.engine.virtual_device import VirtualDevice
+from lightning_harmony.engine.devices.cuda_device import CudaDevice
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.measure.origin import origin_of
+from lightning_harmony.engine.measure.report import StepReport
+from lightning_harmony.engine.measure.step_recorder import StepRecorder
+from lightning_harmony.engine.model.compiled import is_compiled
+from lightning_harmony.engine.model.decompose import Layer, find_layers
+from lightning_harmony.engine.model.host_store import HostStore
+from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.errors import UnsupportedModelError
-from lightning_harmony.evaluation import Evaluation
-from lightning_harmony.first_step import BuffersBefore
-from lightning_harmony.fit_summary import FitSummary
-from lightning_harmony.garbage import LastingObjects
-from lightning_harmony.in_memory import DoesNotFit, InMemory, LastingBytes, fits, move_optimizer_state
-from lightning_harmony.lightning_tree import LightningTree
-from lightning_harmony.logs import unheard
-from lightning_harmony.loop_ends import LoopEnds
-from lightning_harmony.plan.plan import Parallel, Plan
-from lightning_harmony.plan.profile import Profile
+from lightning_harmony.fit import tracebacks
+from lightning_harmony.fit.evaluation import Evaluation
+from lightning_harmony.fit.first_step import BuffersBefore
+from lightning_harmony.fit.garbage import LastingObjects
+from lightning_harmony.fit.in_memory import DoesNotFit, InMemory, LastingBytes, fits, move_optimizer_state
+from lightning_harmony.fit.loop_ends import LoopEnds
+from lightning_harmony.fit.signals import HeldSignals
+from lightning_harmony.fit.training import Training
+from lightning_harmony.fit.unregistered import move_unregistered
+from lightning_harmony.microbatches.logs import unheard
+from lightning_harmony.microbatches.split_check import SplitCheck
+from lightning_harmony.microbatches.splitting import Splitting
+from lightning_harmony.plan.values.plan import Parallel, Plan
+from lightning_harmony.plan.values.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
-from lightning_harmony.profile_cache import ProfileCache
-from lightning_harmony.refusals import (
+from lightning_harmony.reporting.fit_summary import FitSummary
+from lightning_harmony.reporting.step_reports import StepReports
+from lightning_harmony.setup.checkpoints import refuse_directory, refuse_sharded
+from lightning_harmony.setup.lightning_tree import LightningTree
+from lightning_harmony.setup.profile_cache import ProfileCache
+from lightning_harmony.setup.refusals import (
     refuse_bitsandbytes,
     refuse_other_accelerators,
     refuse_scripted,
@@ -48,15 +53,10 @@ from lightning_harmony.refusals import (
     refuse_sparse,
     refuse_uninitialized,
 )
-from lightning_harmony.settings import Settings
-from lightning_harmony.signals import HeldSignals
-from lightning_harmony.split_check import SplitCheck
-from lightning_harmony.splitting import Splitting
-from lightning_harmony.step_reports import StepReports
-from lightning_harmony.store_progress import store_progress
-from lightning_harmony.training import Training
-from lightning_harmony.unregistered import move_unregistered
-from lightning_harmony.update_policy import UpdatePolicy
+from lightning_harmony.setup.settings import Settings
+from lightning_harmony.setup.store_progress import store_progress
+from lightning_harmony.updating.deferred_update import DeferredUpdate
+from lightning_harmony.updating.update_policy import UpdatePolicy
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -162,7 +162,7 @@ class StrategyMixin(_Base):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the name; `lightning_harmony.registration` does it for both trees."""
+        """Register the name; `lightning_harmony.setup.registration` does it for both trees."""
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description=cls.__doc__)
 

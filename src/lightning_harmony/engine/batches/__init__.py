@@ -1,0 +1,1 @@
+"""Batches: into microbatches, and the outputs of microbatches back into one."""

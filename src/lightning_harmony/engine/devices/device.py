@@ -1,0 +1,280 @@
+"""A device with a capacity: what a GPU and a virtual device have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_harmony.engine.devices.stream import Event, Moment, Stream
+from lightning_harmony.plan.values.streams import STREAM_OF
+from lightning_harmony.plan.values.task import Errand, Task
+
+# To copy so much on the host takes less than to wake the thread that copies: 10 microseconds instead of 50.
+BRIEFLY_COPIED_BYTES = 64 * 1024
+
+
+class Recorder(Protocol):
+    """What keeps when devices worked."""
+
+    def copying(
+        self, device: Device, kind: Errand, what: str, num_bytes: int, work: Callable[[], None], pack: int | None
+    ) -> Callable[[], None]:
+        """The work of a copy between host and device, with a note of when it runs."""
+
+    def transferring(
+        self, source: Device, target: Device, num_bytes: int, task: Task | None
+    ) -> AbstractContextManager[None]:
+        """The context in which a tensor is copied from device to device."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """The context in which what computes waits for a copy."""
+
+
+class Device(ABC):
+    """Where packs run: its memory, its capacity and its streams.
+
+    Attributes:
+        torch_device: where its tensors live.
+        capacity_bytes: what may be allocated on it; None for no limit.
+        swap_in: the stream of host-to-device copies. Separate, so that a copy runs under compute.
+        swap_out: the stream of device-to-host copies: both directions of the bus work at once.
+        stash_in: the stream on which the stash comes back, which a lane needs at once: it is not to queue behind a pack.
+        gather: the stream on which gradients of packs that are spread are added, where they come from other devices: whatever
+            computes here does not wait for these.
+        computes_apart: whether it computes with another processor than the host updates parameters with.
+        uncounted_bytes: what is allocated in a step besides all that is counted: for libraries, and by rounding up.
+        recorder: keeps when this device works, while somebody wants to know.
+    """
+
+    torch_device: torch.device
+    capacity_bytes: int | None
+    swap_in: Stream
+    swap_out: Stream
+    stash_in: Stream
+    gather: Stream
+    computes_apart: bool = False
+    uncounted_bytes: int = 0
+
+    def __init__(self, torch_device: torch.device, capacity_bytes: int | None) -> None:
+        self.torch_device = torch_device
+        self.capacity_bytes = capacity_bytes
+        self.recorder: Recorder | None = None
+        self._kept: deque[tuple[Event, Tensor]] = deque()
+        self._kept_past_step: deque[tuple[Event, Tensor]] = deque()
+
+    @abstractmethod
+    def empty(self, num_bytes: int, stream: Stream | None = None) -> Tensor:
+        """A flat uint8 buffer, to be filled by a stream, `swap_in` if none is given."""
+
+    @abstractmethod
+    def scratch(self, num_bytes: int) -> Tensor:
+        """A flat uint8 buffer, to be filled by compute."""
+
+    @abstractmethod
+    def side_stream(self) -> Stream:
+        """A stream beside all others, for updates."""
+
+    def staging(self, num_bytes: int, stream: Stream) -> Tensor:
+        """A flat uint8 buffer for updates, to be filled by such a stream."""
+        return self.empty(num_bytes, stream)
+
+    @abstractmethod
+    def allocated_bytes(self) -> int:
+        """What is allocated now."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """The most that was allocated since the device was opened."""
+
+    def peak_reserved_bytes(self) -> int:
+        """The most that was taken of the device for what is allocated on it."""
+        return self.peak_bytes()
+
+    @abstractmethod
+    def watch_peak(self) -> Callable[[], int]:
+        """Start to watch a peak; calling the result gives the most that was allocated since."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """The event of all that the caller has computed so far on this device."""
+
+    def record_all(self) -> list[Event]:
+        """The events of all that has been computed so far on this device, whoever launched it."""
+        return [self.record()]
+
+    @abstractmethod
+    def moment(self) -> Moment:
+        """The moment at which all that the caller has computed so far on this device is done."""
+
+    @abstractmethod
+    def lane_moment(self) -> Moment:
+        """The moment at which the running lane's own work on this device is done so far."""
+
+    @abstractmethod
+    def free(self, buffer: Tensor, uses: Sequence[Event]) -> None:
+        """Called before the last reference to a buffer from `empty` goes: its memory is reused only after ``uses``."""
+
+    @abstractmethod
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in this device's memory."""
+
+    @abstractmethod
+    def computing(self) -> AbstractContextManager[None]:
+        """The context of all code that computes on this device: in order, whichever lane it is for."""
+
+    def differentiating(self) -> AbstractContextManager[None]:
+        """The context in which autograd runs the nodes of what was computed here, one after the other."""
+        return nullcontext()
+
+    def scheduling(self) -> AbstractContextManager[None]:
+        """The context of what goes on between the turns of lanes: it is ordered with computing, after no lane's own work."""
+        return nullcontext()
+
+    def selected(self) -> AbstractContextManager[None]:
+        """The context of a lane's own work on this device, between the layers."""
+        return self.computing()
+
+    def lane(self, number: int) -> AbstractContextManager[None]:
+        """The context of all that a lane does, of which this device may see a part."""
+        return nullcontext()
+
+    @abstractmethod
+    def hand_out(self, tensors: Iterable[Tensor]) -> None:
+        """Called after computing: what it made goes to the lane."""
+
+    @abstractmethod
+    def begin_lanes(self) -> None:
+        """From here on, lanes may work: after what the caller has launched."""
+
+    @abstractmethod
+    def catch_up(self) -> None:
+        """Order the running lane's own work after what had been launched when lanes last began."""
+
+    @abstractmethod
+    def await_lane(self, number: int) -> None:
+        """Order the running lane's own work after all that another one has launched here."""
+
+    @abstractmethod
+    def join_lanes(self) -> None:
+        """Order what the caller computes next after all that lanes have launched."""
+
+    def sending(self) -> AbstractContextManager[None]:
+        """The context of a copy to another device, in the work of a stream of that one: beside all that computes here."""
+        return nullcontext()
+
+    def on_host(self) -> AbstractContextManager[None]:
+        """The context of host work in the middle of code that computes on this device."""
+        return nullcontext()
+
+    def run_compiled(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call compiled code that computes on this device."""
+        return function(*args, **kwargs)
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """A flat uint8 buffer on the host that this device copies from and to at full speed."""
+        return flat_buffer(num_bytes, torch.device("cpu"))
+
+    def copies_fast(self, tensor: Tensor) -> bool:
+        """Whether this device copies from a host tensor, and to it, at full speed, while the host goes on."""
+        return True
+
+    def register_host(self, buffer: Tensor) -> Callable[[], None]:
+        """Make an existing host buffer fast to copy; calling the result undoes it."""
+        return lambda: None
+
+    def start_copy(
+        self,
+        kind: Errand,
+        what: str,
+        num_bytes: int,
+        copy: Callable[[], None],
+        after: Sequence[Event] = (),
+        pack: int | None = None,
+    ) -> Event:
+        """Start a copy that has a stream of its own, and let it be known when it runs, if somebody records that.
+
+        Args:
+            kind: the kind of its task, which has a stream.
+            what: the kind of what is copied.
+            num_bytes: how much of that.
+            copy: copies.
+            after: the events that have to happen before.
+            pack: which one's; None for what belongs to the running lane.
+        """
+        if self.recorder is not None:
+            copy = self.recorder.copying(self, kind, what, num_bytes, copy, pack)
+        stream = self.stream_of(kind)
+        submit = stream.submit_brief if num_bytes <= BRIEFLY_COPIED_BYTES else stream.submit
+        return submit(copy, after)
+
+    def stream_of(self, kind: Errand) -> Stream:
+        """Where a kind of copy runs."""
+        streams = {
+            "swap-in": self.swap_in,
+            "stash-in": self.stash_in,
+            "swap-out": self.swap_out,
+            "gather": self.gather,
+        }
+        return streams[STREAM_OF[kind]]
+
+    def receiving(self, source: Device, num_bytes: int, task: Task | None) -> AbstractContextManager[None]:
+        """The context of a copy from another device; the task is None for what belongs to the running lane."""
+        return nullcontext() if self.recorder is None else self.recorder.transferring(source, self, num_bytes, task)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """The context in which what computes on this device waits for a copy."""
+        return nullcontext() if self.recorder is None else self.recorder.waiting()
+
+    def keep_until(self, event: Event, buffer: Tensor) -> None:
+        """Keep a buffer from `scratch` alive until a copy of it is done."""
+        self._kept.append((event, buffer))
+
+    def keep_past_step(self, event: Event, buffer: Tensor) -> None:
+        """As `keep_until`, of a copy that the end of a step does not wait for."""
+        self._kept_past_step.append((event, buffer))
+
+    def retire(self, *, wait: bool = False) -> bool:
+        """Let go of kept buffers whose copy is done; with ``wait``, of the oldest in any case.
+
+        Returns:
+            Whether there was one to let go.
+        """
+        retired = _let_go(self._kept, wait=wait)
+        return _let_go(self._kept_past_step, wait=wait and not retired) or retired
+
+    def drain(self) -> None:
+        """Let go of all kept buffers but those that are kept past the step."""
+        while _let_go(self._kept, wait=True):
+            pass
+
+    def room_for(self, num_bytes: int) -> bool:
+        """Whether ``num_bytes`` more stay within the capacity."""
+        return self.capacity_bytes is None or self.allocated_bytes() + num_bytes <= self.capacity_bytes
+
+    def close(self) -> None:
+        """Finish all copies and release the streams."""
+        for stream in (self.swap_in, self.swap_out, self.stash_in, self.gather):
+            stream.close()
+
+
+def _let_go(kept: deque[tuple[Event, Tensor]], *, wait: bool) -> bool:
+    """Let go of what has been copied, or of the oldest in any case; whether there was one."""
+    gone = False
+    while kept and (wait or kept[0][0].done()):
+        event, _ = kept.popleft()
+        event.synchronize()
+        wait, gone = False, True
+    return gone
+
+
+def flat_buffer(num_bytes: int, device: torch.device) -> Tensor:
+    """An uninitialised buffer of bytes."""
+    # Buffers are used again: one made in inference mode could never be written outside of it.
+    with torch.inference_mode(False):
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)

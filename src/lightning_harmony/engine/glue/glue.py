@@ -1,0 +1,411 @@
+"""Glue: the user's code between layer calls. It sees stand-ins for swapped parameters, and its graph goes to the stash."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from lightning_harmony.engine.memory.stash import Stashed
+from lightning_harmony.engine.model.host_store import lies_in
+from lightning_harmony.engine.model.layer import Place, SwappedLayer, dtype_on_device, is_replaced, layer_of_caller
+from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.structures.operations import changes_first
+from lightning_harmony.engine.structures.strides import copied
+from lightning_harmony.engine.structures.tree import unwrapped
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.plan.values.task import Phase
+
+
+class Runtime(Protocol):
+    """What glue asks of the engine."""
+
+    def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
+        """Wait for the turn of a layer; it resides on the device within the context."""
+
+    def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
+        """The layer that a parameter is when glue uses it."""
+
+    def token(self, parameter: nn.Parameter) -> Tensor | None:
+        """What the current microbatch's uses of a parameter are differentiated to, if there was one."""
+
+    def keep_token(self, parameter: nn.Parameter, token: Tensor) -> None:
+        """Keep that for further uses."""
+
+    def give(self, parameter: nn.Parameter) -> None:
+        """An autograd function of the user's own is given a parameter."""
+
+    def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
+        """The layer of the glue whose parameter on the device ``tensor`` is a view of, and that parameter."""
+
+    def stash_unchanged(self, tensor: Tensor) -> Stashed:
+        """Keep a tensor that nobody may change, on the host or as an alias."""
+
+    def expect_backward(self, layer: SwappedLayer) -> int:
+        """Announce a backward of a layer; return which use of the layer in its microbatch this is."""
+
+    def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Take the gradients of one announced backward."""
+
+    def end_backward(self, layer: SwappedLayer) -> None:
+        """An announced backward is over."""
+
+    def calling(self) -> AbstractContextManager[None]:
+        """The context of the engine's own operations."""
+
+    def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operation whose operands may be on several devices."""
+
+    def device_of(self, layer: SwappedLayer) -> torch.device:
+        """Where a layer runs for the current lane."""
+
+
+class StandIn(Tensor):
+    """What glue sees in place of a swapped parameter: device, dtype and shape of the real one, and one element.
+
+    What is asked of it that needs no element is answered; for anything else the parameter is swapped in.
+    """
+
+    _parameter: nn.Parameter
+    _runtime: Runtime
+
+    @staticmethod
+    def of(
+        parameter: nn.Parameter, device: torch.device, dtype: torch.dtype, runtime: Runtime, *, requires_grad: bool
+    ) -> StandIn:
+        """A stand-in for a parameter on a device, in the type that it has there."""
+        element = torch.zeros((), dtype=dtype, device=device)
+        if parameter.is_floating_point():
+            # Whoever gets past the stand-in must notice.
+            element.fill_(torch.nan)
+        stand_in = Tensor._make_subclass(StandIn, element.expand(parameter.shape), requires_grad)
+        stand_in._is_param = True
+        stand_in._parameter, stand_in._runtime = parameter, runtime
+        if requires_grad:
+            # A hook that referred to it would keep it, and the engine, for good: nobody sees through the graph to it.
+            itself = weakref.ref(stand_in)
+            with torch._C.DisableTorchFunctionSubclass():
+                stand_in.register_hook(lambda gradient: _refuse_gradient(itself()))
+        return stand_in
+
+    # Nothing may be traced through what waits for other lanes.
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what needs no element, and swap the parameter in for the rest."""
+        kwargs = kwargs or {}
+        if func in _ANSWERED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _DETACHING:
+            return args[0].detached()
+        if func is Tensor.__deepcopy__:
+            return args[0].copied(args[1])
+        if func is torch.autograd.grad:
+            raise UnsupportedModelError(_ASKED)
+        if func in _REFUSED or changes_first(getattr(func, "__name__", "")):
+            for changed in tree_leaves(args[:1]):
+                if isinstance(changed, StandIn):
+                    raise UnsupportedModelError(_refusal(changed))
+        return with_parameters(func, args, kwargs, copy=func in _SHARING)
+
+    def use(self) -> Tensor:
+        """The parameter on the device, differentiable where it needs gradients. Its memory belongs to the caller."""
+        result: Tensor = with_parameters(Tensor.clone, (self,), {})
+        return result
+
+    def give(self) -> None:
+        """An autograd function of the user's own is given the parameter."""
+        self._runtime.give(self._parameter)
+
+    def detached(self) -> StandIn:
+        """A stand-in for the same parameter without gradients."""
+        return StandIn.of(self._parameter, self.device, self.dtype, self._runtime, requires_grad=False)
+
+    def copied(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter with the same value that is the copier's own."""
+        copy = memo[id(self)] = nn.Parameter(self.detached().use(), self.requires_grad)
+        return copy
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The user's parameter."""
+        return self._parameter
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
+
+
+_ANSWERED = _getters(
+    "device", "dtype", "shape", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse",
+    "is_quantized", "is_nested", "is_mkldnn", "names", "grad", "grad_fn", "itemsize", "nbytes", "_version",
+    "is_mps", "is_xpu", "is_sparse_csr", "is_vulkan", "is_xla", "retains_grad", "_base", "output_nr",
+) | {
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.__len__, Tensor.__hash__, Tensor.get_device,
+    Tensor.is_contiguous, Tensor.storage_offset, torch.is_floating_point, torch.is_complex, torch.numel,
+}  # fmt: skip
+_DETACHING = {*_getters("data"), Tensor.detach}
+_REFUSED = {
+    *(getattr(Tensor, name).__set__ for name in ("data", "requires_grad", "grad")),
+    Tensor.requires_grad_,
+    Tensor.register_hook,
+}
+
+
+# What they return shares the memory of what they are called with, and nobody sees it.
+_SHARING = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr}
+
+
+def _refuse_gradient(stand_in: StandIn | None) -> None:
+    if stand_in is None:
+        return
+    name = stand_in._runtime.glue_layer(stand_in.parameter).name
+    raise UnsupportedModelError(
+        f"a gradient of parameter {name!r} comes to what stands for it while it is swapped out: code that torch tells "
+        "nobody of, such as torch.jit.script, a function that is vectorized over the parameter (torch.vmap) or an extension, "
+        "computes with the parameter itself. Give it a copy, parameter.clone(), or make a layer of the module that runs it "
+        "with HarmonyStrategy(layers=...)"
+    )
+
+
+def _refusal(stand_in: StandIn) -> str:
+    name = stand_in._runtime.glue_layer(stand_in.parameter).name
+    return (
+        f"parameter {name!r} is changed inside the step, while it is swapped out and lanes at different places use it; "
+        "do that in a hook such as on_train_batch_start or on_train_batch_end, or optimize manually "
+        "(self.automatic_optimization = False), where the step may"
+    )
+
+
+def _not_its_own(caller: SwappedLayer, layer: SwappedLayer) -> str:
+    return (
+        f"layer {caller.name!r} uses parameter {layer.name!r}, which is not its own and is swapped by itself: pass it to the "
+        "layer as a tensor (not the module that has it), or make a layer of what has both with HarmonyStrategy(layers=...)"
+    )
+
+
+_ASKED = (
+    "torch.autograd.grad asks for gradients of parameters within the step, which come to p.grad alone, at its end: read them "
+    "in on_after_backward, or optimize manually (self.automatic_optimization = False), call backward() and read p.grad"
+)
+
+
+def _compiled_glue(stand_in: StandIn) -> str:
+    name = stand_in._runtime.glue_layer(stand_in.parameter).name
+    return (
+        f"compiled code outside of layers uses parameter {name!r}, which is swapped: compile the layers alone, with "
+        "HarmonyStrategy(compile_layers=True) or module.compile() on each, and not the model around them"
+    )
+
+
+def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) -> Any:
+    """Call a function with the parameters on the device in place of their stand-ins.
+
+    Args:
+        func: what to call.
+        args: what with.
+        kwargs: what with, too.
+        copy: whether each parameter is to be the caller's own, and not what is swapped out when another is swapped in.
+    """
+    stand_ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
+    if torch._guards.TracingContext.try_get() is not None:
+        # The compiler holds a lock that the next lane would wait for.
+        raise UnsupportedModelError(_compiled_glue(stand_ins[0]))
+    unique = list({id(stand_in): stand_in for stand_in in stand_ins}.values())
+    # One after the other: with several at a time, each is copied out of its residency.
+    # And out of sight of transforms, such as torch.vmap: it is a constant to them.
+    with temporarily_clear_interpreter_stack():
+        real = {id(s): _swapped_in(s, copy=copy or len(unique) > 1) for s in unique}
+    args, kwargs = tree_map_only(StandIn, lambda stand_in: real[id(stand_in)], (args, kwargs))
+    versions = {key: tensor._version for key, tensor in real.items()}
+    result = stand_ins[0]._runtime.on_one_device(func, args, kwargs)
+    if any(real[key]._version != version for key, version in versions.items()):
+        raise UnsupportedModelError(_refusal(unique[0]))
+
+    def owned(tensor: Tensor) -> Tensor:
+        """A view of the parameter would change under the user's hands when the parameter is swapped out."""
+        held = unwrapped(tensor)
+        return tensor.clone() if any(lies_in(held, weight) for weight in real.values()) else tensor
+
+    return tree_map_only(Tensor, owned, result)
+
+
+def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
+    runtime, parameter = stand_in._runtime, stand_in.parameter
+    layer = runtime.glue_layer(parameter)
+    if (caller := layer_of_caller()) is not None:
+        raise UnsupportedModelError(_not_its_own(caller, layer))
+    tensor: Tensor
+    if not (torch.is_grad_enabled() and stand_in.requires_grad):
+        # Kernels ask whether a weight needs gradients, with or without a graph, and sum in another order if it does.
+        with runtime.visit(layer, Phase.FORWARD) as residency, torch.inference_mode(False), torch.no_grad():
+            tensor = residency.leaves[parameter].detach()
+            return (tensor.clone() if copy else tensor).requires_grad_(stand_in.requires_grad)
+    token = runtime.token(parameter)
+    if token is None:
+        anchor = torch.zeros((), requires_grad=True)
+        token = _Token.apply(anchor, layer, runtime.device_of(layer), stand_in.dtype, runtime)
+        runtime.keep_token(parameter, token)
+    with runtime.visit(layer, Phase.FORWARD) as residency:
+        tensor = _Use.apply(token, residency.leaves[parameter].detach())
+        return tensor.clone() if copy else tensor
+
+
+class _Token(torch.autograd.Function):
+    """Stands for the parameter in the graph of one microbatch: gradients of all uses meet here, in the engine's order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        layer: SwappedLayer,
+        device: torch.device,
+        dtype: torch.dtype,
+        runtime: Runtime,
+    ) -> Tensor:
+        # Not an argument of its own: autograd would call the hooks that it has.
+        (parameter,) = layer.parameters
+        ctx.layer, ctx.parameter, ctx.runtime = layer, parameter, runtime
+        ctx.use = runtime.expect_backward(layer)
+        return torch.zeros((), dtype=dtype, device=device).expand(parameter.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        with ctx.runtime.calling(), ctx.runtime.visit(ctx.layer, Phase.BACKWARD):
+            ctx.runtime.accumulate(ctx.layer, ctx.use, [(ctx.parameter, gradient)])
+            ctx.runtime.end_backward(ctx.layer)
+        return None, None, None, None, None
+
+
+class _Use(torch.autograd.Function):
+    """One use of a parameter: the value comes from the device, the gradient goes to the token."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Glue:
+    """Shows stand-ins in place of all parameters of a model, and keeps what the glue's graph saves.
+
+    Args:
+        places: where the model holds its parameters.
+        device: where glue computes.
+        runtime: the engine.
+        compute_dtype: in which type glue computes with parameters; None for that of each.
+    """
+
+    def __init__(
+        self, places: Sequence[Place], device: torch.device, runtime: Runtime, compute_dtype: torch.dtype | None = None
+    ) -> None:
+        self._places = places
+        self._device = device
+        self._compute_dtype = compute_dtype
+        self._runtime = runtime
+        self._stand_ins: dict[nn.Parameter, StandIn] = {}
+
+    def is_outdated(self) -> bool:
+        """Whether parameters are no longer where they were when the model was set up."""
+        return any(is_replaced(place) for place in self._places)
+
+    @contextmanager
+    def stand_ins(self) -> Iterator[None]:
+        """Stand-ins take the parameters' places within the context."""
+        shown = [(place, self._stand_in(place.parameter)) for place in self._places]
+        guards = [_refuse_gradients_of(place.parameter, self._runtime) for place in self._places if _is_trained(place)]
+        for place, stand_in in shown:
+            place.container[place.key] = stand_in
+        left: list[Any] = []
+        try:
+            yield
+        finally:
+            for guard in guards:
+                guard.remove()
+            for place, _ in shown:
+                left.append(place.container.get(place.key) if isinstance(place.container, dict) else None)
+                place.container[place.key] = place.parameter
+        for (place, stand_in), now in zip(shown, left, strict=True):
+            if isinstance(place.container, dict) and now is not stand_in:
+                raise UnsupportedModelError(_refusal(stand_in))
+
+    def _stand_in(self, parameter: nn.Parameter) -> StandIn:
+        known = self._stand_ins.get(parameter)
+        if known is None or known.requires_grad != parameter.requires_grad:
+            # A validation must leave nothing behind that a later fit can't differentiate.
+            with torch.inference_mode(False):
+                dtype = dtype_on_device(parameter, self._compute_dtype)
+                requires_grad = parameter.requires_grad
+                known = StandIn.of(parameter, self._device, dtype, self._runtime, requires_grad=requires_grad)
+            self._stand_ins[parameter] = known
+        # Code may read there what was set on the parameter, and somebody may have set it since.
+        vars(known).update(vars(parameter))
+        return known
+
+    def stashing(self) -> AbstractContextManager[Any]:
+        """What autograd saves within the context goes to the stash; weights are swapped in again instead."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    # What autograd saves of the code of a compiled container that is left to Python: what happens to it is not to be traced.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _pack(self, tensor: Tensor) -> Any:
+        found = self._runtime.resident_parameter(tensor)
+        if found is None:
+            return self._runtime.stash_unchanged(tensor)
+        layer, leaf = found
+        if tensor.dtype != leaf.dtype:
+            # Elements of another size, as those of a view of complex numbers.
+            return self._runtime.stash_unchanged(copied(tensor.detach()))
+        return SavedWeight(tensor, leaf, layer, self._runtime)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _unpack(self, saved: Any) -> Tensor:
+        with self._runtime.calling():
+            tensor: Tensor = saved.load()
+        return tensor
+
+
+def _is_trained(place: Place) -> bool:
+    return place.parameter.requires_grad and place.parameter.is_leaf
+
+
+def _refuse_gradients_of(parameter: nn.Parameter, runtime: Runtime) -> RemovableHandle:
+    """Refuse a gradient that autograd itself adds to a parameter's: it came past the layers, and would be lost."""
+
+    def refuse(parameter: nn.Parameter) -> None:
+        raise UnsupportedModelError(
+            f"the step uses parameter {runtime.glue_layer(parameter).name!r} where swapping does not see it, such as in a "
+            "tuple, an object, functools.partial or the optimizer's groups: use it as the attribute of its module, or keep it "
+            "in a flat list or dict that is an attribute of one"
+        )
+
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(refuse)
+    return handle
+
+
+class SavedWeight:
+    """A view of a swapped parameter that autograd saved: where it lies in the parameter."""
+
+    def __init__(self, tensor: Tensor, leaf: Tensor, layer: SwappedLayer, runtime: Runtime) -> None:
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._offset = tensor.storage_offset() - leaf.storage_offset()
+        self._layer = layer
+        self._runtime = runtime
+
+    def load(self) -> Tensor:
+        """The same view of the parameter, swapped in again."""
+        with self._runtime.visit(self._layer, Phase.BACKWARD) as residency:
+            leaf = residency.leaves[self._layer.parameters[0]]
+            return leaf.detach().as_strided(self._size, self._stride, leaf.storage_offset() + self._offset)

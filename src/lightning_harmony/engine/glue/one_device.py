@@ -1,0 +1,223 @@
+"""One device: what makes several devices one to the user's code between the layers, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_map_only
+
+from lightning_harmony.engine.devices.shared import storage_of
+from lightning_harmony.engine.glue.glue import StandIn
+from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers, changed_since
+from lightning_harmony.engine.model.layer import version_of
+from lightning_harmony.engine.structures.operations import changes_first
+from lightning_harmony.engine.structures.tree import tensors_of, unwrapped
+
+
+class OneDevice(TorchFunctionMode):
+    """Runs each operation on one device: in glue, that of its largest operand, or of the one that it changes; else a layer's.
+
+    Args:
+        lane: the lane's transfers.
+        transfers: all lanes'.
+        at: the number of the device for all: a layer's. None to go by the operands.
+    """
+
+    def __init__(self, lane: LaneTransfers, transfers: Transfers, at: int | None = None) -> None:
+        super().__init__()
+        self._at = at
+        self._lane = lane
+        self._transfers = transfers
+        self._is_off = False
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within a layer all is on the layer's device, and the engine's own operations are no glue."""
+        # A mode that is on costs some microseconds an operation even if it does nothing.
+        on_top = _get_current_function_mode() is self
+        before, self._is_off = self._is_off, True
+        if on_top:
+            _pop_mode()
+        try:
+            yield
+        finally:
+            self._is_off = before
+            if on_top:
+                _push_mode(self)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Bring the operands to one device."""
+        kwargs = kwargs or {}
+        # What a tensor is, such as its shape, is asked often and needs no device.
+        if self._is_off or getattr(func, "__name__", "") == "__get__":
+            return func(*args, **kwargs)
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation."""
+        tensors = tensors_of(*args, *kwargs.values())
+        if any(isinstance(tensor, StandIn) for tensor in tensors):
+            # It comes again, with the parameters in their stand-ins' places.
+            return func(*args, **kwargs)
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if func in _DIFFERENTIATING and not is_transformed:
+            return self._differentiate(func, args, kwargs)
+        target = self._target(func, args, kwargs, tensors)
+        args, kwargs, originals = self._brought(args, kwargs, tensors, target)
+        if is_transformed:
+            return func(*args, **kwargs)
+        # Those that were moved are the lane's own.
+        used = [tensor for tensor in tensors if self._transfers.home(tensor) == target]
+        with self._transfers.devices[target].selected():
+            self._lane.use(used, target, _changed(func, args, kwargs))
+            versions = [version_of(tensor) for tensor in used]
+            result = func(*args, **kwargs)
+        views = {storage_of(tensor) for tensor in used}
+        made = [tensor for tensor in tensors_of(result) if storage_of(tensor) not in views]
+        # What changes its operands does not always look like it.
+        self._lane.made([*changed_since(used, versions), *made])
+        for copied, tensor, version in originals.values():
+            if version_of(copied) != version:
+                self._write_back(tensor, copied)
+        # What returns its operand as it is, such as `to`, is no use of it: each use brings its own gradient back.
+        return originals[id(result)][1] if id(result) in originals else result
+
+    def _write_back(self, tensor: Tensor, copied: Tensor) -> None:
+        """An operation has changed the copy of an operand that is elsewhere: let that be changed, too."""
+        home = self._transfers.home(tensor)
+        assert home is not None
+        back = self._lane.moved(copied, home)
+        with self._transfers.devices[home].selected():
+            self._lane.use([tensor], home, [tensor])
+            tensor.copy_(back)
+        self._lane.made([tensor])
+
+    def _target(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> int:
+        """The number of the device that an operation runs on."""
+        # What a transform such as torch.vmap has wrapped stays where it is.
+        wrapped = [unwrapped(tensor) for tensor in tensors if is_functorch_wrapped_tensor(tensor)]
+        # A layer's operations are where its recompute will be, for the sake of what they save.
+        for deciding in (wrapped, *(() if self._at is not None else (_changed(func, args, kwargs), tensors))):
+            homes = [
+                (tensor.numel(), home) for tensor in deciding if (home := self._transfers.home(tensor)) is not None
+            ]
+            if homes:
+                return max(homes, key=itemgetter(0))[1]
+        return self._at or 0
+
+    def _brought(
+        self, args: Any, kwargs: Any, tensors: Sequence[Tensor], target: int
+    ) -> tuple[Any, Any, Mapping[int, tuple[Tensor, Tensor, int]]]:
+        """The operands on a device; by the identities of copies among them, each with what it is of, and its version."""
+        originals: dict[int, tuple[Tensor, Tensor, int]] = {}
+
+        def is_away(tensor: Tensor) -> bool:
+            return not is_functorch_wrapped_tensor(tensor) and self._transfers.home(tensor) not in (None, target)
+
+        def brought(tensor: Tensor) -> Tensor:
+            if not is_away(tensor):
+                return tensor
+            # Out of sight of transforms: it is a constant to them.
+            with temporarily_clear_interpreter_stack():
+                moved = self._lane.moved(tensor, target)
+            originals[id(moved)] = moved, tensor, version_of(moved)
+            return moved
+
+        if any(is_away(tensor) for tensor in tensors):
+            args, kwargs = tree_map_only(Tensor, brought, (args, kwargs))
+        return args, kwargs, originals
+
+    def _differentiate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a backward of the user's: from gradients that are where its outputs are, and with this mode on for its glue."""
+        name = _DIFFERENTIATING[func]
+        outputs, gradients = _listed(args[0]), kwargs.pop(name, None)
+        moved = [
+            self._moved_gradient(output, gradient)
+            for output, gradient in zip(
+                outputs, [None] * len(outputs) if gradients is None else _listed(gradients), strict=True
+            )
+        ]
+        # Torch leaves a mode while it handles a function of tensors, but not for one of edges.
+        starts = [_edge(output) for output in outputs]
+        if func is torch.autograd.grad:
+            return self._gradients(starts, moved, _listed(args[1]), **kwargs)
+        self._backward(starts, moved, **kwargs)
+        return None
+
+    def _backward(
+        self,
+        starts: Sequence[GradientEdge],
+        gradients: Sequence[Tensor | None],
+        *,
+        inputs: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        ends = [] if inputs is None else _listed(inputs)
+        for end in ends:
+            if isinstance(end, Tensor) and not end.is_leaf:
+                end.retain_grad()
+        edges = None if inputs is None else [_edge(end) for end in ends]
+        with self:
+            torch.autograd.backward(starts, gradients, inputs=edges, **kwargs)
+
+    def _gradients(
+        self,
+        starts: Sequence[GradientEdge],
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Any],
+        *,
+        materialize_grads: bool = False,
+        allow_unused: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor | None, ...]:
+        ends = [_edge(end) for end in inputs]
+        with self:
+            found = torch.autograd.grad(
+                starts, ends, gradients, allow_unused=materialize_grads or allow_unused, **kwargs
+            )
+        if materialize_grads:
+            # Torch knows no shapes of edges.
+            return tuple(
+                torch.zeros_like(end) if each is None else each for each, end in zip(found, inputs, strict=True)
+            )
+        return found
+
+    def _moved_gradient(self, output: Any, gradient: Tensor | None) -> Tensor | None:
+        if not isinstance(output, Tensor):
+            return gradient
+        if gradient is None:
+            return torch.ones_like(output) if output.numel() == 1 else None
+        home = self._transfers.home(output)
+        return gradient if home is None else self._lane.moved(gradient, home)
+
+
+# With the name of the gradients that they begin with, as torch passes them on to modes.
+_DIFFERENTIATING = {
+    torch.autograd.grad: "grad_outputs",
+    torch.autograd.backward: "grad_tensors",
+    Tensor.backward: "gradient",
+}
+
+
+def _listed(value: Any) -> list[Any]:
+    """One tensor or edge, or several."""
+    return [value] if isinstance(value, Tensor | GradientEdge) else list(value)
+
+
+def _edge(end: Any) -> GradientEdge:
+    return get_gradient_edge(end) if isinstance(end, Tensor) else end
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The operands that an operation changes, by its name."""
+    operands = args[:1] if changes_first(getattr(func, "__name__", "")) else ()
+    return tensors_of(*operands, kwargs.get("out"))

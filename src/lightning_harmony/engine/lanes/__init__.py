@@ -1,0 +1,1 @@
+"""Lanes: microbatches that take turns, and what each of them must find again as it left it."""

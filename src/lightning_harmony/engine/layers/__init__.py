@@ -1,0 +1,1 @@
+"""Layers: what makes a module's call one that swaps."""

@@ -1,0 +1,152 @@
+"""What a layer is called with: tensors of the caller's, or others in their places, and the same again for a recompute."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_harmony.engine.glue.glue import StandIn
+from lightning_harmony.engine.memory.guise import Guise
+from lightning_harmony.engine.memory.opaque import is_opaque
+from lightning_harmony.engine.structures.tree import Arguments
+
+
+class CallArguments:
+    """The arguments of one call.
+
+    The layer gets the caller's own objects, so that what it does to them is done. Only tensors that have to be cast, or that
+    are on another device, are exchanged, in the caller's lists and dicts too, until `give_back`.
+
+    Args:
+        args: the positional ones, as the caller has them.
+        kwargs: the others.
+        dtype: floating tensors are cast to it; None to leave them as they are.
+
+    Attributes:
+        structure: equal for calls that have it in common.
+        leaves: what the arguments consist of.
+        tensors: the tensors among the leaves, each once.
+        numbers: of each leaf, which of the tensors it is; None for one that is no tensor.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None = None) -> None:
+        self._given = args, kwargs
+        self.leaves, self._arguments = Arguments.flatten(args, kwargs)
+        self.structure = self._arguments.structure
+        # The same tensor in two places stays one tensor: layers ask `query is key`, and sums keep their order.
+        unique = {id(leaf): leaf for leaf in self.leaves if isinstance(leaf, Tensor)}
+        numbers = {key: number for number, key in enumerate(unique)}
+        self.numbers = [numbers.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in self.leaves]
+        self._originals = list(unique.values())
+        self.tensors = [_prepared(tensor, dtype) for tensor in self._originals]
+        self._exchanged: _Exchanged | None = None
+
+    @property
+    def have_objects(self) -> bool:
+        """Whether tensors may hide among the arguments: in objects, or in attributes of tensors."""
+        return any(map(is_opaque, self.leaves)) or any(tensor.__dict__ for tensor in self.tensors)
+
+    def brought(self, bring: Callable[[Tensor], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for the layer.
+
+        Args:
+            bring: returns the tensor that takes a tensor's place, or the tensor itself.
+        """
+        self.tensors = [_dressed(bring(tensor), tensor) for tensor in self.tensors]
+        pairs = zip(self._originals, self.tensors, strict=True)
+        others = {id(original): tensor for original, tensor in pairs if tensor is not original}
+        if not others:
+            return self._given
+        self.leaves = [
+            leaf if n is None else self.tensors[n] for n, leaf in zip(self.numbers, self.leaves, strict=True)
+        ]
+        self._exchanged = _Exchanged(others)
+        args, kwargs = self._given
+        return tuple(map(self._exchanged.of, args)), {name: self._exchanged.of(value) for name, value in kwargs.items()}
+
+    def give_back(self) -> None:
+        """The call is over: the caller's tensors are in its lists and dicts again. Nothing of the caller's is kept."""
+        if self._exchanged is not None:
+            self._exchanged.give_back({id(t): old for t, old in zip(self.tensors, self._originals, strict=True)})
+        self._exchanged, self._originals, self._given, self.tensors = None, [], ((), {}), []
+        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+
+    def again(self, tensors: Sequence[Tensor], leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments as the call's were when it began.
+
+        Args:
+            tensors: as many as there were, each once.
+            leaves: all else, in its places.
+        """
+        return self._arguments.of(
+            [leaf if n is None else tensors[n] for n, leaf in zip(self.numbers, leaves, strict=True)]
+        )
+
+
+def _prepared(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A tensor as layers compute with it."""
+    if isinstance(tensor, StandIn):
+        tensor = tensor.use()
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    return _dressed(tensor.to(dtype), tensor)
+
+
+def _dressed(tensor: Tensor, original: Tensor) -> Tensor:
+    """A tensor that takes another one's place. What the layer sets on it, the caller finds on its own."""
+    if tensor is not original and (guise := Guise.of(original)) is not None:
+        tensor = guise.on(tensor)
+        tensor.__dict__ = original.__dict__
+    return tensor
+
+
+class _Exchanged:
+    """Puts other tensors in the places of some: in lists and dicts themselves, in copies of tuples.
+
+    Args:
+        others: by the identities of those whose places they take.
+    """
+
+    def __init__(self, others: Mapping[int, Any]) -> None:
+        self._others = others
+        self._containers: list[Any] = []
+        self._tuples: list[tuple[Any, Any]] = []
+
+    def of(self, value: Any) -> Any:
+        """A value with the others in it."""
+        if isinstance(value, Tensor):
+            return self._others.get(id(value), value)
+        if isinstance(value, list | deque | dict):
+            self._containers.append(value)
+            _exchange(value, self.of)
+            return value
+        if isinstance(value, tuple):
+            items = [self.of(item) for item in value]
+            if all(map(_is, items, value)):
+                return value
+            exchanged = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            self._tuples.append((exchanged, value))
+            return exchanged
+        return tree_map_only(Tensor, self.of, value)
+
+    def give_back(self, originals: Mapping[int, Any]) -> None:
+        """Put the first ones back."""
+        first = {**originals, **{id(exchanged): value for exchanged, value in self._tuples}}
+        for container in self._containers:
+            _exchange(container, lambda item: first.get(id(item), item))
+
+
+def _exchange(container: Any, other: Callable[[Any], Any]) -> None:
+    for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
+        exchanged = other(item)
+        if exchanged is not item:
+            container[key] = exchanged
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other

@@ -1,0 +1,60 @@
+"""What a call hands out and that will outlive its visit: what lies in the weights' memory is copied out of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_harmony.engine.memory.guise import Guise
+from lightning_harmony.engine.memory.opaque import with_tensors
+from lightning_harmony.engine.model.attributes import Attributes
+from lightning_harmony.engine.model.host_store import lies_in
+from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.structures.tree import flatten
+
+
+class HandedOut:
+    """Takes what a call of a layer returns and keeps. Copies are differentiated to what they are copies of.
+
+    Args:
+        residency: the layer's weights.
+    """
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+
+    def value(self, value: Any) -> Any:
+        """What the call returns."""
+        if type(value) is Tensor and not value.__dict__:
+            return self._tensor(value)
+        leaves, unflatten = flatten(value)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and Guise.of(leaf) is not None:
+                leaf.__dict__.update({name: self._leaf(inner) for name, inner in leaf.__dict__.items()})
+        owned = list(map(self._leaf, leaves))
+        is_owned = all(one is other for one, other in zip(leaves, owned, strict=True))
+        return value if is_owned else unflatten(iter(owned))
+
+    def attributes(self, left: Attributes) -> None:
+        """What the call has left on the layer's modules."""
+        copies = self._copies(list(left.tensors().values()))
+        if copies:
+            left.exchange(copies)
+
+    def _leaf(self, leaf: Any) -> Any:
+        return self._tensor(leaf) if isinstance(leaf, Tensor) else self._object(leaf)
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if not lies_in(tensor, self._residency.weights):
+            return tensor
+        # Not in the lane's own work: what takes the weights' place waits for what the last lane did, and for what computed.
+        with self._residency.device.computing():
+            return Tensor.clone(tensor)
+
+    def _object(self, value: Any) -> Any:
+        return with_tensors(value, self._tensor)
+
+    def _copies(self, tensors: list[Tensor]) -> dict[int, Tensor]:
+        """What takes the places of some, by their identity."""
+        return {id(tensor): self._tensor(tensor) for tensor in tensors if lies_in(tensor, self._residency.weights)}

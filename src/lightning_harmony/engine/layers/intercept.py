@@ -1,0 +1,103 @@
+"""Interception: what takes the place of a layer's forward, and makes each call of it one that swaps."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.lanes.lane import current_lane
+from lightning_harmony.engine.layers.layer_call import LayerCall, OwnForward, Runtime
+from lightning_harmony.engine.model.compiled import compiled_whole, is_compiled
+from lightning_harmony.engine.model.derived import derives_weights
+from lightning_harmony.engine.model.layer import SwappedLayer, layer_of_caller
+from lightning_harmony.engine.updates.asked import anchored
+from lightning_harmony.errors import UnsupportedModelError
+
+
+class InterceptedForward:
+    """Takes the place of a layer's ``forward``. Copies of the module get the original back.
+
+    Where ``module.compile()`` compiled the call of the module, it takes the place of that.
+
+    Args:
+        layer: the layer, with a module.
+        runtime: the engine.
+        compile_options: of `torch.compile`, with which to compile the layer unless the user did; None to leave it as it is.
+    """
+
+    def __init__(self, layer: SwappedLayer, runtime: Runtime, compile_options: Mapping[str, Any] | None = None) -> None:
+        module = layer.module
+        assert module is not None
+        self._module = module
+        derives = derives_weights(module) and not compiled_whole(module)
+        self._attribute = "_compiled_call_impl" if compiled_whole(module) or derives else "forward"
+        # Compiled or patched modules carry a forward of their own.
+        self._own: Callable[..., Any] | None = vars(module).get(self._attribute)
+        # A hook that computes weights from parameters has to find those: it runs within.
+        original: Callable[..., Any] = module._call_impl if derives else getattr(module, self._attribute)
+        if compile_options is None or is_compiled(module):
+            self.original = OwnForward(layer, original, is_compiled(module))
+        else:
+            self.original = OwnForward(layer, torch.compile(original, **compile_options), is_compiled=True)
+        self.layer = layer
+        self._runtime = runtime
+        # Its gradient is never used: it makes weights part of the graph of a call.
+        self._anchor = torch.zeros((), device="cpu", requires_grad=True)
+        setattr(module, self._attribute, self)
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        if self._own is None:
+            delattr(self._module, self._attribute)
+        else:
+            setattr(self._module, self._attribute, self._own)
+
+    # A container around layers may be compiled: not what comes in between.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer, swapped in.
+
+        Raises:
+            UnsupportedModelError: within `torch.func` transformations, or if the layer does what would be lost.
+        """
+        if torch._C._are_functorch_transforms_active():
+            raise UnsupportedModelError(
+                f"layer {self.layer.name!r} is called within a transformation of torch.func (vmap, grad, jvp), which cannot "
+                "see through the swapping: make the module that does so a layer with HarmonyStrategy(layers=...)"
+            )
+        caller = layer_of_caller()
+        if caller is self.layer:
+            # It calls itself, and has its weights.
+            return self.original.run(*args, **kwargs)
+        if caller is not None:
+            raise UnsupportedModelError(
+                f"layer {caller.name!r} calls layer {self.layer.name!r}, which is not a part of it and is swapped by itself: "
+                "call that outside and pass on what it returns, or make a layer of what has both with "
+                "HarmonyStrategy(layers=...)"
+            )
+        in_lane = current_lane() is not None
+        if torch._C._is_tracing() and not in_lane:
+            # A logger that draws the model, or an export: between steps weights are the model's own.
+            return self.original.run(*args, **kwargs)
+        # In a lane, user's code sees stand-ins for parameters.
+        anchor = self._anchor if in_lane else anchored(self._anchor, self.layer.parameters)
+        return self._run(anchor, args, kwargs)
+
+    def _run(self, anchor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return LayerCall(self.original, self._runtime, anchor).run(args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _bound_forward(memo[id(self._module)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._own is not None:
+            raise TypeError(f"layer {self.layer.name} cannot be pickled while it trains")
+        return _bound_forward, (self._module,)
+
+
+def _bound_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)

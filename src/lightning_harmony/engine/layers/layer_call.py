@@ -1,0 +1,645 @@
+"""The call of a layer: its own code runs in the caller's graph, swapped in, and again when a backward comes to it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunction
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
+
+from lightning_harmony.engine.lanes.ambient import AmbientState
+from lightning_harmony.engine.lanes.rng import RandomState
+from lightning_harmony.engine.layers.call_arguments import CallArguments
+from lightning_harmony.engine.layers.call_buffers import CallBuffers
+from lightning_harmony.engine.layers.handed_out import HandedOut
+from lightning_harmony.engine.layers.narrow import CastWatch
+from lightning_harmony.engine.layers.saved_tensors import SavedTensor, Saves
+from lightning_harmony.engine.memory.guise import Guise, parameter_like
+from lightning_harmony.engine.memory.opaque import StashedObject
+from lightning_harmony.engine.memory.stash import Stashed
+from lightning_harmony.engine.model.host_store import begins_in, lies_in
+from lightning_harmony.engine.model.layer import (
+    DataAssignedError,
+    SwappedLayer,
+    changes_data,
+    make_resident,
+    own_code_of,
+)
+from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.structures.tree import flatten
+from lightning_harmony.engine.updates.asked import asked_for
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.plan.values.task import Phase
+
+
+class Runtime(Protocol):
+    """What an intercepted call asks of the engine.
+
+    Attributes:
+        open_call: the call that a backward is in.
+    """
+
+    open_call: OpenCall
+
+    def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
+        """Wait for the turn of a layer; it resides on the device within the context."""
+
+    def stash(self, tensor: Tensor) -> Stashed:
+        """Keep a tensor for the backward, on the host or as an alias."""
+
+    def brought(self, tensor: Tensor, residency: Residency, *, at_once: bool) -> Tensor:
+        """A tensor for a layer: one on its device, or one that needs a gradient where it is, with a copy for the layer."""
+
+    def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
+        """A tensor on a layer's device, without its graph."""
+
+    def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
+        """What a layer made goes to its caller."""
+
+    def calling(self) -> AbstractContextManager[None]:
+        """The context of a layer's call."""
+
+    def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
+        """A layer's own code has set some of the attributes of a module."""
+
+    def reaching(
+        self, layer: SwappedLayer, residency: Residency, away: Sequence[Tensor], *, takes_objects: bool
+    ) -> AbstractContextManager[None]:
+        """The context of a layer's forward: it may use tensors of its own wherever they are."""
+
+    def running(
+        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
+    ) -> AbstractContextManager[None]:
+        """The context of a layer's own code."""
+
+    def differentiating(self, residency: Residency) -> AbstractContextManager[None]:
+        """The context in which a backward runs through a layer, from node to node."""
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """The context of a compiled layer."""
+
+    def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
+        """What a layer does with its weights, if that isn't known yet: the watch, to be active during its call."""
+
+    def expect_backward(self, layer: SwappedLayer) -> int:
+        """Announce a backward of a layer; return which use of the layer in its microbatch this is."""
+
+    def end_backward(self, layer: SwappedLayer) -> None:
+        """An announced backward is over."""
+
+    def keep_graph(self, layer: SwappedLayer, call: LayerCall) -> bool:
+        """Whether a call may keep its graph, for its backward comes at once. It is told to `forget` if it doesn't."""
+
+    def measuring_graph(self, layer: SwappedLayer) -> AbstractContextManager[None]:
+        """The context in which a layer's inputs are loaded and its saved tensors are made again."""
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """The context of a layer's own code when it runs again."""
+
+    def is_last_backward(self) -> bool:
+        """Whether no other backward of the current microbatch will follow."""
+
+    def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Take the gradients of one announced backward."""
+
+
+class OwnForward(NamedTuple):
+    """What a layer runs when it is called.
+
+    Attributes:
+        layer: the layer.
+        run: its own code.
+        is_compiled: whether that is compiled.
+    """
+
+    layer: SwappedLayer
+    run: Callable[..., Any]
+    is_compiled: bool
+
+
+class LayerCall:
+    """One call of a layer: what it takes to run it, and to run it again when a backward comes to it.
+
+    Autograd runs the nodes that it has made last first, and so those of one call behind each other. The first one that asks
+    for a saved tensor opens the call: the lane waits for its turn in the pack, and a recompute brings all saved tensors. The
+    node of the weights was made first: when their gradients have come, the backward leaves the call.
+
+    Attributes:
+        layer: what is called.
+        runtime: the engine.
+        use: which call of the layer in its microbatch this is.
+    """
+
+    residency: Residency
+    use = 0
+
+    def __init__(self, original: OwnForward, runtime: Runtime, anchor: Tensor) -> None:
+        self.layer, self._original, self._is_compiled = original
+        self.runtime = runtime
+        self._anchor = anchor
+        self._saves = Saves()
+        self._inputs: list[_Input] = []
+        self._objects: list[Any] | None = None
+        self._with_graph = torch.is_grad_enabled()
+        # In the graph, too: with it the node of the weights lives where no other node is behind that.
+        self._end: Tensor | None = None
+        self._keeps = self._is_running = self._is_announced = self._is_over = False
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer."""
+        runtime, layer = self.runtime, self.layer
+        self._arguments = arguments = CallArguments(args, kwargs, layer.compute_dtype)
+        with runtime.calling(), runtime.visit(layer, Phase.FORWARD) as residency:
+            self.residency = residency
+            try:
+                # The compiler knows nothing of several devices.
+                bring = partial(runtime.brought, residency=residency, at_once=self._is_compiled)
+                args, kwargs = arguments.brought(bring)
+                self._takes_objects = arguments.have_objects
+                tensors = arguments.tensors
+                self._away = [each for each in tensors if runtime.at_layer(each, residency) is not each]
+                with runtime.running(layer, residency, takes_objects=self._takes_objects or bool(self._away)):
+                    result = self._run_in_graph(args, kwargs)
+                tensors = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+                runtime.hand_out(tensors, residency)
+                return result
+            finally:
+                arguments.give_back()
+                del self.residency, self._away
+
+    # ---- forward -------------------------------------------------------------------------------------------------------
+
+    def _run_in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layer, residency, with_graph = self.layer, self.residency, self._with_graph
+        watch = self.runtime.watch(layer, residency)
+        self._attributes = layer.attributes.read()
+        if with_graph:
+            self._prepare_backward()
+        if with_graph or watch is not None:
+            self._random, self._ambient = self._capture_random(), AmbientState.capture()
+        inputs = _Unchanged(self._arguments.tensors)
+        self._buffers = CallBuffers(layer, residency, copies=with_graph)
+        version, gathered = residency.weights._version, self._storages_of_gathered()
+        self._is_running = True
+        with self._saving() if with_graph else nullcontext():
+            bound = self._weights() if with_graph else residency.leaves
+            with layer.bound(bound, self._buffers.bound) as left, self._watching(watch):
+                result = self._run(*args, **kwargs)
+        self._is_running = False
+        if gathered == self._storages_of_gathered() and residency.weights._version != version:
+            raise UnsupportedModelError(
+                f"layer {layer.name!r} modifies a parameter in place in its forward, or its data, which swapping would lose; "
+                "do that in a hook such as on_train_batch_start"
+            )
+        if with_graph:
+            self._note_inputs(inputs)
+        changed = self._buffers.take_over(residency, left)
+        if watch is not None and (self._objects is not None or not (changed or inputs.have_changed())):
+            self._try_narrow(watch, flatten(result)[0])
+        return self._owned(result)
+
+    def _prepare_backward(self) -> None:
+        """Keep what a recompute needs."""
+        layer, runtime = self.layer, self.runtime
+        leaves = self.residency.leaves
+        self._storages = {leaves[parameter].untyped_storage()._cdata for parameter in layer.parameters}
+        if parametrize._cache_enabled and layer.is_parametrized:
+            raise UnsupportedModelError(
+                f"layer {layer.name!r} is called within torch.nn.utils.parametrize.cached(), which would keep its "
+                "weight for other calls, and with it the graph of this one: call it outside of that, or make a layer of the "
+                "module that does so with HarmonyStrategy(layers=...)"
+            )
+        tensors = self._arguments.tensors
+        if self._trained() or any(tensor.requires_grad for tensor in tensors):
+            self._keep_inputs()
+        if self._trained():
+            self.use, self._is_announced = runtime.expect_backward(layer), True
+
+    def _keep_inputs(self) -> None:
+        arguments, layer, runtime = self._arguments, self.layer, self.runtime
+        self._keeps = runtime.keep_graph(layer, self)
+        self._inputs = [
+            _Input(runtime.stash(runtime.at_layer(tensor, self.residency)), tensor) for tensor in arguments.tensors
+        ]
+        if layer.changes_inputs is not False:
+            for each in self._inputs:
+                each.stashed.settle()
+        self._objects = [StashedObject.of(leaf, runtime.stash) for leaf in arguments.leaves]
+
+    def _note_inputs(self, inputs: _Unchanged) -> None:
+        """See whether the layer has changed inputs in place, which its recompute must find as they were."""
+        layer, has_changed = self.layer, inputs.have_changed()
+        if has_changed and layer.changes_inputs is False and self._inputs:
+            raise UnsupportedModelError(
+                f"layer {layer.name!r} modifies one of its inputs in place, or frees it, for the first time when it has been "
+                "called before without: its backward could not run it again; make that operation out of place (for example "
+                "nn.ReLU(inplace=False))"
+            )
+        layer.changes_inputs = bool(layer.changes_inputs) or has_changed
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.layer.parameters if parameter.requires_grad]
+
+    def _weights(self) -> Mapping[nn.Parameter, Tensor]:
+        """The weights for the layer's code, in the caller's graph: their gradients go to the pack's sum."""
+        trained, leaves = self._trained(), self.residency.leaves
+        if not trained:
+            return leaves
+        self._gradients = WeightGradients(self, trained)
+        weights = [leaves[parameter].detach() for parameter in trained]
+        with saved_tensors_hooks(self._gradients.save, self._gradients.load):
+            *taps, self._end = _Weights.apply(self._anchor, self._gradients, weights)
+        return self._as_found(trained, taps)
+
+    def _weights_again(self) -> Mapping[nn.Parameter, Tensor]:
+        """The same weights, in the same graph: code that runs in the backward may differentiate to them."""
+        if self._end is None or not self._with_graph:
+            return self.residency.leaves
+        node: Any = self._end.grad_fn
+        return self._as_found(self._gradients.parameters, node.saved_tensors)
+
+    def _as_found(self, parameters: Sequence[nn.Parameter], taps: Sequence[Tensor]) -> Mapping[nn.Parameter, Tensor]:
+        """The weights, some of them in a graph: of the classes that the layer's code finds, and with the same attributes."""
+        leaves = self.residency.leaves
+        for parameter, tap in zip(parameters, taps, strict=True):
+            # The compiler knows no classes of ours.
+            kind = type(parameter) if self._is_compiled else type(leaves[parameter])
+            if kind is not nn.Parameter:
+                tap.__class__ = kind
+            vars(tap).update(vars(leaves[parameter]))
+        return {**leaves, **dict(zip(parameters, taps, strict=True))}
+
+    def _saving(self) -> AbstractContextManager[Any]:
+        """The context of the call in which its graph saves tensors."""
+        save, load = self._save, _unpack
+        if self._is_compiled:
+            # What happens to saved tensors is not to be traced.
+            save, load = torch.compiler.disable(save), torch.compiler.disable(load)
+        return saved_tensors_hooks(save, load)
+
+    def _save(self, tensor: Tensor) -> SavedTensor | SavedWeight:
+        """Keep what finds a tensor again that autograd saves."""
+        if self._objects is None:
+            # It comes from a tensor that is no argument.
+            self._keep_inputs()
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._storages:
+            for parameter in self.layer.parameters:
+                leaf = self.residency.leaves[parameter]
+                if leaf.dtype == tensor.dtype and lies_in(tensor, leaf) and begins_in(tensor, leaf):
+                    self._saves.add(None)
+                    return SavedWeight(self, parameter, leaf, tensor)
+        # Modes that are active in the layer are not to see this.
+        with DisableTorchFunction():
+            saved = SavedTensor(tensor, f"layer {self.layer.name!r}", self.open, keep=self._keeps)
+        self._saves.add(saved)
+        return saved
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        away = self._away if self._is_running else []
+        reaching = self.runtime.reaching(self.layer, self.residency, away, takes_objects=self._takes_objects)
+        try:
+            with reaching, own_code_of(self.layer):
+                if not self._is_compiled:
+                    return self._original(*args, **kwargs)
+                with self.runtime.compiling():
+                    return self.residency.device.run_compiled(self._original, args, kwargs)
+        except DataAssignedError as error:
+            raise UnsupportedModelError(changes_data(self.layer)) from error
+
+    def _owned(self, result: Any) -> Any:
+        """What the call returns and leaves on modules, without what lies in the weights' memory."""
+        handed_out = HandedOut(self.residency)
+        left = self.layer.attributes.after_call(self._attributes)
+        if left is not None:
+            if left is not self._attributes:
+                for attributes, names in left.changes_since(self._attributes):
+                    self.runtime.note_set(attributes, names)
+            handed_out.attributes(left)
+        return handed_out.value(result)
+
+    def _storages_of_gathered(self) -> list[int]:
+        """Where the weights are that cuDNN gathers: to do so counts as a change of them in inference mode."""
+        leaves = self.residency.leaves
+        return [leaves[parameter].untyped_storage()._cdata for parameter in self.layer.gathered]
+
+    # ---- narrow weights ------------------------------------------------------------------------------------------------
+
+    def _watching(self, watch: CastWatch | None) -> AbstractContextManager[Any]:
+        """Watch the call itself, unless it runs compiled."""
+        return watch if watch is not None and not self._is_compiled else nullcontext()
+
+    def _try_narrow(self, watch: CastWatch, outputs: Sequence[Any]) -> None:
+        """Run the layer once more with narrow weights: only if it returns the same bits will it get them from now on."""
+        dtype, leaves = watch.dtype, self.residency.leaves
+        again: list[Any] = []
+        try:
+            with saved_tensors_hooks(_drop, _unpack):
+                if self._is_compiled:
+                    with torch.compiler.set_stance("force_eager"), watch, self._bound(leaves):
+                        self._recompute(self._original)
+                casts = watch.narrow()
+                if not casts:
+                    return
+                with torch.no_grad():
+                    narrow = {p: make_resident(parameter_like(p, leaves[p].detach().to(dtype))) for p in casts}
+                self.residency.leaves = {**leaves, **narrow}
+                trained = self._trained() if self._with_graph else []
+                # Leaves of no graph, and else what the layer found.
+                weights = [self.residency.leaves[parameter].detach().requires_grad_() for parameter in trained]
+                with self._bound(self._as_found(trained, weights)):
+                    again = flatten(self._recompute(self._run))[0]
+        except torch.OutOfMemoryError:
+            # No room to try in: they stay as they are.
+            return
+        finally:
+            self.residency.leaves = leaves
+        if all(_same(one, other) for one, other in zip(outputs, again, strict=True)):
+            self.layer.narrow = dict.fromkeys(casts, dtype)
+
+    # ---- backward ------------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Let the graph go: the backward will recompute."""
+        self._keeps = False
+        self._saves.clear()
+
+    def open(self, saved: SavedTensor | None = None) -> None:
+        """A backward has come to the call, and asks for a saved tensor."""
+        if self._is_running:
+            raise UnsupportedModelError(
+                f"a backward starts inside a layer's forward, that of {self.layer.name!r}, whose saved tensors are not kept: "
+                "compute that gradient in the training_step instead"
+            )
+        in_function = isinstance(torch._C._current_autograd_node(), torch._C._FunctionBase)
+        if torch.is_grad_enabled() and not in_function:
+            raise _double_backward(self.layer)
+        with self.runtime.calling():
+            self.runtime.open_call.enter(self)
+            if saved is not None:
+                if saved.content is None:
+                    self._refill()
+                assert saved.content is not None
+                self._use([saved.content])
+
+    def _use(self, tensors: Sequence[Tensor]) -> None:
+        """Nodes of the layer read these: where lanes have streams of their own, it is not theirs on which these were made."""
+        self.residency.device.hand_out([tensor for tensor in tensors if tensor.layout is torch.strided])
+
+    def is_through(self) -> bool:
+        """Whether no backward can ask for a saved tensor any more: each node lets go of what it saved when it has run."""
+        return not self._saves.alive()
+
+    def enter(self, residency: Residency, stack: ExitStack) -> None:
+        """The backward enters the call, and leaves it with the stack.
+
+        Args:
+            residency: of its pack.
+            stack: takes contexts that last until the backward leaves the call.
+        """
+        self.residency = residency
+        stack.callback(self._leave)
+        stack.enter_context(self.runtime.differentiating(residency))
+        # For as long as the backward is here: a checkpoint within the layer runs a part of it again.
+        stack.enter_context(self._bound(self._weights_again()))
+
+    def _leave(self) -> None:
+        del self.residency
+        self._saves.clear()
+        if self.runtime.is_last_backward():
+            if self._is_announced:
+                self.runtime.end_backward(self.layer)
+            self._is_announced = False
+            if self.is_through():
+                # The nodes live as long as their graph; what the call kept need not.
+                self._inputs, self._objects, self._is_over = [], [], True
+
+    def _bound(self, weights: Mapping[nn.Parameter, Tensor]) -> AbstractContextManager[Any]:
+        """The context of the layer's code when it runs again."""
+        return self.layer.bound(weights, self._buffers.as_they_were(self.residency))
+
+    def _refill(self) -> None:
+        if self._is_over:
+            raise UnsupportedModelError(
+                f"a second backward comes to one call of layer {self.layer.name!r}: losses of two microbatches come of it, "
+                "as of a tensor that one of them left where the other found it, in a closure or an object; use "
+                "num_microbatches=1"
+            )
+        running = self.runtime.running(self.layer, self.residency, takes_objects=self._takes_objects)
+        with running, self.runtime.measuring_graph(self.layer), torch.enable_grad():
+            if not self._saves.fill(lambda: self._recompute(self._run)):
+                raise UnsupportedModelError(
+                    f"layer {self.layer.name!r} saves other tensors for its backward when it runs again than it saved in its "
+                    "forward: it depends on something beside its arguments, parameters, buffers, attributes and random "
+                    "numbers, such as a global variable or a tensor that was changed in place; pass that as an argument, or "
+                    "make a larger module the layer with HarmonyStrategy(layers=...)"
+                )
+
+    def _recompute(self, run: Callable[..., Any]) -> Any:
+        """Run the forward again as it ran, within `_bound`."""
+        if self._objects is None:
+            inputs = [self.runtime.at_layer(tensor, self.residency) for tensor in self._arguments.tensors]
+            leaves = self._arguments.leaves
+        else:
+            inputs = [each.load() for each in self._inputs]
+            self._use(inputs)
+            if self.layer.changes_inputs:
+                # Leaves may not be changed in place, nor what is in the stash.
+                inputs = [tensor.clone() for tensor in inputs]
+            leaves = [leaf.load() if isinstance(leaf, StashedObject) else leaf for leaf in self._objects]
+        args, kwargs = self._arguments.again(inputs, leaves)
+        del inputs, leaves
+        now = self._capture_random()
+        self._random.restore(self._cuda_device(), now)
+        try:
+            attributes = self.layer.attributes.as_they_were(self._attributes)
+            with self._ambient.entered(), self.runtime.recomputing(), attributes:
+                return self._ambient.run(run, *args, **kwargs)
+        finally:
+            now.restore(self._cuda_device())
+
+    def _capture_random(self) -> RandomState:
+        return RandomState.capture(self._cuda_device())
+
+    def _cuda_device(self) -> int | None:
+        return self.residency.device.torch_device.index
+
+
+class OpenCall:
+    """The call that a backward is in: its layer resides on the device, and is bound, until the backward goes on elsewhere."""
+
+    def __init__(self, visit: Callable[[SwappedLayer, Phase], AbstractContextManager[Residency]]) -> None:
+        self._visit = visit
+        self._call: LayerCall | None = None
+        self._leaving = ExitStack()
+        # The backward that leaves the call when it ends, as autograd numbers them.
+        self._backward = -1
+
+    def enter(self, call: LayerCall) -> None:
+        """A backward comes to a call."""
+        if self._call is call:
+            return
+        self.leave()
+        with ExitStack() as stack:
+            residency = stack.enter_context(self._visit(call.layer, Phase.BACKWARD))
+            stack.callback(setattr, self, "_call", None)
+            self._call = call
+            call.enter(residency, stack)
+            self._leaving = stack.pop_all()
+        backward = torch._C._current_graph_task_id()
+        if backward not in (-1, self._backward):
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self.leave)
+
+    def leave(self) -> None:
+        """The backward leaves the call, if it is in one."""
+        if self._call is not None:
+            # What comes next waits for what computed here.
+            with self._call.residency.device.scheduling():
+                self._leaving.close()
+
+
+class SavedWeight:
+    """A view of a weight that autograd saved: where it lies in the weight."""
+
+    __slots__ = ("_call", "_dtype", "_offset", "_parameter", "_size", "_stride")
+
+    def __init__(self, call: LayerCall, parameter: nn.Parameter, leaf: Tensor, tensor: Tensor) -> None:
+        self._call, self._parameter = call, parameter
+        self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
+        self._offset = tensor.storage_offset() - leaf.storage_offset()
+
+    def load(self) -> Tensor:
+        """The same view of the weight, swapped in again."""
+        self._call.open()
+        # It may have come in another type since.
+        leaf = self._call.residency.leaves[self._parameter].detach().to(self._dtype)
+        return leaf.as_strided(self._size, self._stride, leaf.storage_offset() + self._offset)
+
+
+class _Input:
+    """A tensor that a layer was called with, in the stash."""
+
+    def __init__(self, stashed: Stashed, tensor: Tensor) -> None:
+        self.stashed = stashed
+        self._requires_grad = tensor.requires_grad
+        self._guise = Guise.of(tensor)
+
+    def load(self) -> Tensor:
+        """The tensor as it was, without its graph."""
+        tensor = Tensor.detach(self.stashed.load())
+        Tensor.requires_grad_(tensor, self._requires_grad)
+        return tensor if self._guise is None else self._guise.on(tensor)
+
+
+class _Unchanged:
+    """Tells whether tensors are changed in place, or freed as reversible layers do with their inputs."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._states = list(map(_state, tensors))
+
+    def have_changed(self) -> bool:
+        """Whether any was, so far."""
+        return list(map(_state, self._tensors)) != self._states
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    version = 0 if tensor.is_inference() else tensor._version
+    return version, tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
+
+
+class WeightGradients:
+    """The other end of the node that has a layer's weights in the graph of one call: takes their gradients.
+
+    The node holds it, and the call holds the node. So it does not hold the call: nothing would free the three where no
+    backward comes, as where a checkpoint around layers runs them again for the sake of another tensor.
+
+    Args:
+        call: the call.
+        parameters: those that need gradients.
+    """
+
+    def __init__(self, call: LayerCall, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self._layer, self._runtime, self._use = call.layer, call.runtime, call.use
+        self._call = weakref.ref(call)
+        self._unsaved = iter(parameters)
+
+    def save(self, weight: Tensor) -> tuple[nn.Parameter, torch.dtype]:
+        """The node saves the next weight."""
+        return next(self._unsaved), weight.dtype
+
+    def load(self, saved: tuple[nn.Parameter, torch.dtype]) -> Tensor:
+        """The weight for the call, while a backward is in it."""
+        call, (parameter, dtype) = self._call(), saved
+        assert call is not None
+        # It may have come in another type since.
+        return call.residency.leaves[parameter].detach().to(dtype)
+
+    def take(self, gradients: Sequence[Tensor | None], anchor: Any) -> None:
+        """Gradients have come.
+
+        Args:
+            gradients: of each parameter; None for one that the backward has not come to.
+            anchor: the node that knows whose gradients are asked for.
+        """
+        layer, runtime, call = self._layer, self._runtime, self._call()
+        if torch.is_grad_enabled():
+            raise _double_backward(layer)
+        summed = asked_for(anchor, layer.parameters, f"layer {layer.name!r}")
+        pairs = zip(self.parameters, gradients, strict=True)
+        wanted = [(p, gradient) for p, gradient in pairs if gradient is not None and p in summed]
+        with runtime.calling():
+            if call is not None:
+                runtime.open_call.enter(call)
+                runtime.accumulate(layer, self._use, wanted)
+                if call.is_through():
+                    runtime.open_call.leave()
+                return
+            # It saved nothing.
+            with runtime.visit(layer, Phase.BACKWARD):
+                runtime.accumulate(layer, self._use, wanted)
+                if runtime.is_last_backward():
+                    runtime.end_backward(layer)
+
+
+class _Weights(torch.autograd.Function):
+    """The weights of a layer in the graph of one call."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, gradients: WeightGradients, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ctx.gradients = gradients
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*weights)
+        return *weights, torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.gradients.take(gradients[:-1], ctx.next_functions[0][0])
+        return None, None, None
+
+
+def _double_backward(layer: SwappedLayer) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"double backward (create_graph=True) goes through swapped layer {layer.name!r}, which recomputes and "
+        "keeps no graph: use Trainer(strategy='auto'), or penalize a difference of two outputs instead of a gradient"
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    return not isinstance(one, Tensor) or (one.dtype == other.dtype and torch.equal(one, other))
+
+
+def _unpack(saved: SavedTensor | SavedWeight) -> Tensor:
+    return saved.load()
+
+
+def _drop(tensor: Tensor) -> None:
+    return None

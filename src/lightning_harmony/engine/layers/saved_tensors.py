@@ -1,0 +1,163 @@
+"""Saved tensors: what autograd keeps in place of the tensors that a layer's graph saves."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunction
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._mode_utils import no_dispatch
+
+from lightning_harmony.engine.model.layer import version_of
+from lightning_harmony.errors import UnsupportedModelError
+
+_EMPTY = torch.empty(0)
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+
+
+class SavedTensor:
+    """One saved tensor. Absent after the call unless the graph is kept; a recompute brings it.
+
+    Args:
+        tensor: what autograd saves.
+        what: that its version is looked at for, in messages.
+        open: called when a backward asks for it; it has to be there afterwards.
+        keep: whether it stays.
+    """
+
+    __slots__ = ("__weakref__", "_counter", "_layout", "_open", "_shape", "_version", "_what", "content")
+
+    def __init__(self, tensor: Tensor, what: str, open: Callable[[SavedTensor], None], *, keep: bool) -> None:
+        # Without the node that made it, which would hold itself where it saves its result.
+        alias = Tensor.detach(tensor)
+        self.content = alias if keep else None
+        self._layout = _layout_of(tensor)
+        self._shape = tensor.shape
+        self._what, self._open = what, open
+        self._counter = _version_counter(alias.detach() if keep else alias)
+        self._version = 0 if self._counter is None else version_of(tensor)
+
+    def load(self) -> Tensor:
+        """The tensor, for the backward.
+
+        Raises:
+            RuntimeError: if it was changed in place, as plain PyTorch raises.
+        """
+        if self._counter is not None and version_of(self._counter) != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+                f"shape {list(self._shape)}, saved in {self._what}, is at version {version_of(self._counter)}; expected "
+                f"version {self._version} instead. Make the operation that changes it out of place"
+            )
+        self._open(self)
+        assert self.content is not None
+        return self.content
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor of a recompute looks like this one."""
+        return bool(self._layout == _layout_of(tensor))
+
+
+def _layout_of(tensor: Tensor) -> Any:
+    """What tells tensors apart that a graph saves.
+
+    Runs that make other graphs may save tensors of the same shapes in another order: a product of square matrices saves its
+    factors in this order or that, by their strides.
+    """
+    return tensor.shape, tensor.dtype, tensor.stride() if tensor.layout is torch.strided else tensor.layout
+
+
+def _version_counter(alias: Tensor) -> Tensor | None:
+    """An alias without its memory, which counts the same changes; None where there can't be one."""
+    if alias.layout is not torch.strided or type(alias).__torch_dispatch__ is not _NO_DISPATCH:
+        return None
+    with no_dispatch():
+        alias.data = _EMPTY
+    return alias
+
+
+class Filled(BaseException):
+    """All saved tensors are there: the rest of a recompute would only make what the call has returned already."""
+
+
+class Saves:
+    """The places of a call's saved tensors, in the order in which its graph saved them. Its graph alone keeps them."""
+
+    def __init__(self) -> None:
+        self._places: list[weakref.ref[SavedTensor] | None] = []
+
+    def add(self, saved: SavedTensor | None) -> None:
+        """The next one; None for one that no recompute has to bring."""
+        self._places.append(None if saved is None else weakref.ref(saved))
+
+    def alive(self) -> list[SavedTensor]:
+        """Those that a backward may still ask for."""
+        return [saved for place in self._places if place is not None and (saved := place()) is not None]
+
+    def clear(self) -> None:
+        """Let go of what they hold."""
+        for saved in self.alive():
+            saved.content = None
+
+    def fill(self, run: Callable[[], Any]) -> bool:
+        """Bring all by a recompute, which ends with the last one.
+
+        Args:
+            run: the call, once more.
+
+        Returns:
+            Whether it saved what the call had saved.
+        """
+        filling = _Filling([None if place is None else place() for place in self._places])
+        try:
+            with saved_tensors_hooks(filling.take, _refuse):
+                run()
+        # User code may have caught it, or wrapped it in an error of its own.
+        except (Filled, Exception):
+            if not filling.is_over:
+                raise
+        return filling.is_full
+
+
+class _Filling:
+    def __init__(self, places: list[SavedTensor | None]) -> None:
+        while places and places[-1] is None:
+            places.pop()
+        self._remaining = places[::-1]
+        self._is_wrong = False
+
+    @property
+    def is_full(self) -> bool:
+        return not self._remaining and not self._is_wrong
+
+    @property
+    def is_over(self) -> bool:
+        return not self._remaining or self._is_wrong
+
+    def take(self, tensor: Tensor) -> None:
+        """A tensor is saved.
+
+        The graph of the recompute gets nothing: the layer's code may keep it, in an object or in a list that a hook fills, and
+        would keep the layer's weights with it.
+        """
+        if self.is_over:
+            raise Filled
+        with DisableTorchFunction():
+            tensor = Tensor.detach(tensor)
+        place = self._remaining.pop()
+        if place is not None:
+            self._is_wrong = not place.fits(tensor)
+            place.content = tensor
+        if self.is_over:
+            raise Filled
+
+
+def _refuse(saved: None) -> Tensor:
+    raise UnsupportedModelError(
+        "a backward comes to what a layer has computed when it ran again for another backward, whose gradients it would count "
+        "twice: differentiate what the layer has computed in its forward"
+    )

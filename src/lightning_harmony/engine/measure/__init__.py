@@ -1,0 +1,1 @@
+"""Measuring: what steps, copies and layers were seen to take."""

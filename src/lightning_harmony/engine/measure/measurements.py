@@ -1,0 +1,82 @@
+"""Measurements: what steps were seen to take of a machine, from which plans are made and which later fits recall."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.measure.profile import Profiler, UpdateSpeeds
+from lightning_harmony.engine.measure.workspace import WorkSpace
+from lightning_harmony.engine.model.host_store import HostStore
+from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.plan.search.rules import smallest
+from lightning_harmony.plan.values.cost import Cost
+from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.record import Record
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What is measured of training steps.
+
+    Attributes:
+        devices: where they run.
+        store: the host store, from which layers come.
+        profiler: what was timed.
+        work: what was allocated.
+        update_speeds: of updates just in time.
+        passing_bytes: what is on a device, given by its number, between steps, and belongs to one of these.
+    """
+
+    devices: Sequence[Device]
+    store: HostStore
+    profiler: Profiler
+    work: WorkSpace
+    update_speeds: UpdateSpeeds
+    passing_bytes: Callable[[int], int] = lambda number: 0
+
+    def cost(self, layer: SwappedLayer) -> Cost:
+        """What a layer was seen to cost."""
+        return self.profiler.complete(self.work.cost(layer, self.store), layer)
+
+    def machine(self) -> MachineLimits:
+        """The capacity, and the speeds that were seen."""
+        return MachineLimits(
+            smallest(device.capacity_bytes for device in self.devices),
+            swap_in_bytes_per_second=self.profiler.swap_in.bytes_per_second,
+            swap_out_bytes_per_second=self.profiler.swap_out.bytes_per_second,
+            transfer_bytes_per_second=self.profiler.transfer.bytes_per_second,
+            update_bytes_per_second=self.update_speeds.fastest.bytes_per_second,
+            # Between steps, when nothing of a step is there.
+            occupied_bytes=max(
+                device.allocated_bytes() + device.uncounted_bytes - self.passing_bytes(number)
+                for number, device in enumerate(self.devices)
+            ),
+            updates_outlast=self.update_speeds.outlast is not False,
+            state_copies=self.update_speeds.state_copies,
+        )
+
+    def recall(self, record: Record, num_elements: int, layers: Mapping[str, SwappedLayer]) -> None:
+        """Take over what was seen before.
+
+        Args:
+            record: tells it.
+            num_elements: of the largest microbatch.
+            layers: those that it knows, by their names.
+        """
+        num_calls = Counter(record.calls)
+        self.profiler.begin(num_elements)
+        for cost in record.costs_at(num_elements):
+            self.profiler.recall(layers[cost.name], cost)
+            self.work.recall(layers[cost.name], cost, num_calls[cost.name])
+        self.profiler.swap_in.recall(record.machine.swap_in_bytes_per_second)
+        self.profiler.swap_out.recall(record.machine.swap_out_bytes_per_second)
+        self.profiler.transfer.recall(record.machine.transfer_bytes_per_second)
+        self.update_speeds.fastest.recall(record.machine.update_bytes_per_second)
+
+    def forget_layers(self) -> None:
+        """Forget what layers cost: from now on they run otherwise."""
+        self.work.clear()
+        self.profiler.clear()

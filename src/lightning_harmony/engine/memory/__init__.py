@@ -1,0 +1,1 @@
+"""Memory: where weights, gradients and the stash are, and how they move."""

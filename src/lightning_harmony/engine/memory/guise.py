@@ -1,0 +1,68 @@
+"""Subclass and Python attributes of a tensor, reapplied to copies of its elements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.memory.opaque import with_tensors
+
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+
+
+class Guise(NamedTuple):
+    """What a tensor looks like.
+
+    Attributes:
+        kind: its class.
+        attributes: what was set on it.
+    """
+
+    kind: type[Tensor]
+    attributes: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Guise | None:
+        """The guise of a tensor as it is now; None for one that looks like any other."""
+        attributes = _attributes_of(tensor)
+        if attributes is None:
+            return None
+        # What a parameter is to its module, what is computed from it is not.
+        kind = Tensor if isinstance(tensor, nn.Parameter) else type(tensor)
+        return cls(kind, dict(attributes)) if kind is not Tensor or attributes else None
+
+    def on(self, tensor: Tensor) -> Tensor:
+        """A tensor in this guise, which shares its memory and its graph."""
+        if self.kind is not Tensor and type(tensor) is not self.kind:
+            tensor = Tensor.as_subclass(tensor, self.kind)
+        vars(tensor).update(self.attributes)
+        return tensor
+
+
+def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """A parameter with other values, which has the class of another parameter and what was set on that one.
+
+    Tensors among the attributes, also those within objects such as bitsandbytes' `quant_state`, are where the values are.
+    """
+    if type(parameter) is nn.Parameter:
+        copy = nn.Parameter(values, parameter.requires_grad)
+    else:
+        # Constructors of classes of their own may quantize, or take other arguments.
+        copy = Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
+    vars(copy).update({name: _on_device(value, values.device) for name, value in vars(parameter).items()})
+    return copy
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    """A value that was set on a tensor, with its tensors on a device; the value itself if they are there."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return with_tensors(value, lambda tensor: tensor.to(device))
+
+
+def _attributes_of(tensor: Tensor) -> dict[str, Any] | None:
+    """What was set on a tensor; None where its values are elsewhere, which its class has put there."""
+    return vars(tensor) if type(tensor).__torch_dispatch__ is _NO_DISPATCH else None

@@ -1,0 +1,97 @@
+"""Placement: the packs of the plan in use, as they are on each device, and where each of them runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain
+
+from lightning_harmony.engine.lanes.lane import current_lane
+from lightning_harmony.engine.memory.residents import Residents
+from lightning_harmony.engine.model.host_store import HostStore
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
+from lightning_harmony.engine.model.pack import SwappedPack
+from lightning_harmony.plan.simulate.lowering import weight_moves
+from lightning_harmony.plan.simulate.order import owner
+from lightning_harmony.plan.values.plan import Plan
+
+
+class Placement:
+    """Knows in which pack each layer is, and on which device that runs.
+
+    Args:
+        store: the host store.
+        residents: of each device, the root's first.
+
+    Attributes:
+        residents: the same.
+        plan: the one in use.
+        pack_of: the pack of each layer, both by their indices.
+    """
+
+    def __init__(self, store: HostStore, residents: Sequence[Residents]) -> None:
+        self.residents = residents
+        self.plan = Plan((), (), 0)
+        self.pack_of: dict[int, int] = {}
+        self._store = store
+        # The packs that have some of the same buffers, itself included, of each that has any.
+        self._sharing: dict[int, list[int]] = {}
+
+    @property
+    def packs(self) -> list[SwappedPack]:
+        """The packs as they are on the root device; other devices have the same ones."""
+        return self.residents[0].packs
+
+    def use(self, plan: Plan, layers: Sequence[SwappedLayer]) -> None:
+        """Place these layers by a plan from now on."""
+        self.plan = plan
+        by_name = {layer.name: layer for layer in layers}
+        packs = [[by_name[name] for name in pack] for pack in plan.packs]
+        # Anew even where they are the same: their weights may be narrow by now.
+        for residents, moves in zip(self.residents, weight_moves(plan), strict=True):
+            residents.packs = [SwappedPack(index, layers, self._store) for index, layers in enumerate(packs)]
+            residents.plan, residents.moves = plan, moves
+            residents.swapper.updates.forget_stayed()
+        self.pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
+        having: dict[BufferKey, list[int]] = defaultdict(list)
+        for pack in self.packs:
+            for key in pack.buffers:
+                having[key].append(pack.index)
+        self._sharing = {
+            pack.index: list(dict.fromkeys(chain.from_iterable(having[key] for key in pack.buffers)))
+            for pack in self.packs
+            if pack.buffers
+        }
+
+    def add(self, layer: SwappedLayer) -> None:
+        """Make a pack of a layer that the plan does not know."""
+        self.pack_of[layer.index] = len(self.packs)
+        for residents in self.residents:
+            residents.packs.append(SwappedPack(len(residents.packs), [layer], self._store))
+
+    def in_order(self) -> list[SwappedPack]:
+        """The packs as a forward comes to them, and then those that the plan does not know."""
+        return [self.packs[index] for index in dict.fromkeys((*self.plan.visits, *range(len(self.packs))))]
+
+    def copies(self, pack: int) -> list[SwappedPack]:
+        """A pack as it is on each device."""
+        return [residents.packs[pack] for residents in self.residents]
+
+    def others_with_buffers_of(self, pack: SwappedPack) -> list[tuple[Residents, SwappedPack]]:
+        """Where some of a pack's buffers may be, too: the same pack on other devices, and packs whose layers share modules."""
+        indices = self._sharing.get(pack.index, ())
+        found = [(residents, residents.packs[index]) for residents in self.residents for index in indices]
+        return [(residents, other) for residents, other in found if other is not pack]
+
+    def device_of(self, pack: int) -> int:
+        """The number of the device where a pack runs for the current lane; outside of lanes, the root."""
+        lane = current_lane()
+        return 0 if lane is None else self.plan.device_of(pack, lane.microbatch)
+
+    def residents_of(self, pack: int) -> Residents:
+        """Those of the device where a pack runs for the current lane."""
+        return self.residents[self.device_of(pack)]
+
+    def home_of(self, pack: int) -> Residents:
+        """Those of the home of a pack that is spread, where the gradients of all lanes are gathered."""
+        return self.residents[owner(self.plan, pack)]

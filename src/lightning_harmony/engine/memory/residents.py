@@ -1,0 +1,382 @@
+"""Residents: which packs are on the device, who comes next, and who makes way."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.memory.stash import Stash
+from lightning_harmony.engine.memory.swap import Swapper
+from lightning_harmony.engine.model.pack import SwappedPack
+from lightning_harmony.errors import CapacityError
+from lightning_harmony.plan.simulate.lowering import Moves
+from lightning_harmony.plan.values.plan import Plan
+from lightning_harmony.plan.values.task import Errand, Phase
+
+
+class Place(NamedTuple):
+    """Where a lane is: in a pack, in a phase, and where in the plan's order of that phase."""
+
+    pack: SwappedPack
+    phase: Phase
+    position: int
+
+
+@dataclass
+class Visit:
+    """The stay of lanes in a pack, one after the other.
+
+    Attributes:
+        place: where they are.
+        reserved_bytes: what the lane that comes next will allocate.
+        has_prefetched: whether all that is fetched ahead is under way.
+    """
+
+    place: Place
+    reserved_bytes: int
+    has_prefetched: bool = False
+
+
+class HasGraph(Protocol):
+    """A call that keeps its graph, and with it the weights that it was computed with."""
+
+    def forget(self) -> None:
+        """Let the graph go."""
+
+
+class Residents:
+    """Swaps packs in and out within the capacity of one device, as a plan tells, or else as it foresees their use.
+
+    What a device has room for at one moment depends on how fast copies are. So a plan that knows what its layers cost tells
+    what comes and what goes, and room is waited for; other packs make way only where it is wrong.
+
+    Args:
+        device: where they reside.
+        swapper: makes the copies.
+        stash: has tensors on their way out, whose memory can be had by waiting.
+
+        number: of the device in the plan.
+
+    Attributes:
+        plan: what is needed when.
+        moves: what comes and goes before which visit; empty where the plan doesn't tell.
+        packs: those of the plan, by their indices, and those that it doesn't know, as they are on this device.
+        pinned: the packs that lanes behind the running one will come through, wherever that is.
+        visit: where lanes are on this device.
+        waited_seconds: how long the host has waited for copies to leave room.
+        follows_moves: whether a step visits packs as moves were made for: not if microbatches run one after the other.
+    """
+
+    def __init__(self, device: Device, swapper: Swapper, stash: Stash, number: int = 0) -> None:
+        self.plan = Plan((), (), 0)
+        self.moves: Moves = {}
+        self.packs: list[SwappedPack] = []
+        self.pinned: frozenset[int] = frozenset()
+        self.visit: Visit | None = None
+        self.waited_seconds = 0.0
+        self.follows_moves = True
+        self.device = device
+        self.swapper = swapper
+        self.stash = stash
+        self._number = number
+        self._graphs: dict[int, weakref.WeakSet[HasGraph]] = {}
+        # The visits of this step that moves were made for, and the packs that were to come with them, and are not yet there.
+        self._visited: set[tuple[Phase, int]] = set()
+        self._due: dict[int, None] = {}
+
+    def enter(self, place: Place, work_bytes: int, *, alone: bool) -> None:
+        """Bring the pack of a place, with room for its work, and start to fetch what comes after it.
+
+        Args:
+            place: where a lane comes to.
+            work_bytes: what it will allocate there.
+            alone: whether the pack gets all memory there is, since its work isn't known.
+
+        Raises:
+            CapacityError: if there is no room for its weights.
+        """
+        visit = self.visit
+        if visit is not None and visit.place == place and place.pack.residency is not None and self.plan.groups:
+            # A further lane in the same pack: only the room that the last one took may be missing.
+            visit.reserved_bytes = work_bytes
+            if alone:
+                self.await_leaving()
+            else:
+                self.ensure_room(work_bytes, place)
+        else:
+            visit = self.begin_visit(place, work_bytes, alone=alone)
+        if not alone and not visit.has_prefetched:
+            visit.has_prefetched = self.prefetch(place, visit.reserved_bytes)
+
+    def begin_visit(self, place: Place, work_bytes: int, *, alone: bool) -> Visit:
+        """Bring the pack of a place, whatever was visited before."""
+        coming: list[int] = []
+        if alone:
+            self.evict_all_but(place.pack)
+        elif not self.plan.just_in_time:
+            self._take_away()
+        else:
+            coming = self._move(place)
+            self._await_update(place, work_bytes)
+        if isinstance(self.device, VirtualDevice):
+            # First, as what is fetched now may need room already: the one for the pack before could evict this one.
+            self.device.relieve = partial(self.make_room, place)
+        self.bring(place, work_bytes)
+        self._bring_state(coming, place, work_bytes)
+        self.visit = Visit(place, work_bytes)
+        return self.visit
+
+    def _await_update(self, place: Place, work_bytes: int) -> None:
+        """Wait until a pack is updated. Those that follow it may have been updated sooner, and come."""
+        pack = place.pack
+        if pack.residency is None:
+            reserved_bytes = work_bytes + pack.swap_in_bytes
+            self.swapper.await_update(pack, lambda: not self.prefetch(place, reserved_bytes))
+
+    def _await_room_for(self, num_bytes: int, place: Place) -> bool:
+        """Wait for room, for which nothing makes way that is needed again; whether there is."""
+        while not self.device.room_for(num_bytes) and (self._make_room_at_once(place) or self._await_room()):
+            pass
+        return self.device.room_for(num_bytes)
+
+    def admit(self, num_bytes: int) -> None:
+        """Free what isn't needed now for something that comes from another device."""
+        if self.visit is not None and not self.device.room_for(num_bytes):
+            # A lane asks for it, in the middle of its own work: what makes way was computed by others.
+            with self.device.scheduling():
+                self.ensure_room(num_bytes, self.visit.place)
+
+    def reset(self) -> None:
+        """Leave nothing on the device: weights are stale after an update, whoever makes it."""
+        if isinstance(self.device, VirtualDevice):
+            self.device.relieve = lambda: False
+        self.visit = None
+        self._visited.clear()
+        self._due.clear()
+        # The host may be far ahead of the copies that were asked for. What comes next is user's code, which may write weights.
+        self.swapper.finish_reading()
+        self.swapper.updates.end()
+        self.swapper.finish_gathering()
+        self.stash.drain()
+        for pack in self.packs:
+            self.swapper.drop_gradients(pack)
+            self.evict(pack)
+            pack.is_narrow = False
+        self.drain()
+
+    def bring(self, place: Place, work_bytes: int) -> None:
+        """Swap the pack of a place in, with room for its work, and let the caller's computing wait for it.
+
+        Raises:
+            CapacityError: if there is no room for its weights.
+        """
+        pack = place.pack
+        self.ensure_room(work_bytes + (0 if pack.residency is not None else pack.swap_in_bytes), place)
+        if not self.plan.lookahead and pack.residency is None:
+            # The host is ahead of the device: what it asks for now would come while the device still computes.
+            self.device.swap_in.submit_brief(lambda: None, after=[self.device.record()])
+        try:
+            self.swapper.swap_in(pack)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"pack {pack.index} ({pack.name}) does not fit beside what glue keeps, such as the batch and activations "
+                "that several layers read: use smaller microbatches with HarmonyStrategy(num_microbatches=...), or more "
+                f"memory with HarmonyStrategy(device_memory=...). ({error})"
+            ) from error
+        assert pack.residency is not None
+        pack.residency.ready.wait()
+
+    def ensure_room(self, num_bytes: int, place: Place) -> None:
+        """Free what isn't needed now, until there is room or nothing is left to free."""
+        while not self.device.room_for(num_bytes) and self.make_room(place):
+            pass
+
+    def make_room(self, place: Place) -> bool:
+        """Free something that isn't needed now, cheapest first; False if there is nothing left.
+
+        To wait for a copy stops the host, which then has no work ready for the device: what nobody needs any more goes
+        first. But a pack that is needed again would have to come again, which takes longer than to wait.
+        """
+        if self._make_room_at_once(place) or self._await_room():
+            return True
+        others = self._evictable(place)
+        if others or (others := [pack.index for pack in self._others(place.pack)]):
+            self._evict_one_of(others, place)
+            return True
+        summing = [pack for pack in self.packs if pack.accumulators and pack is not place.pack]
+        for pack in summing:
+            self.swapper.park_gradients(pack)
+        return bool(summing) or self.swapper.updates.forget() or self._forget_graphs(place.pack)
+
+    def _make_room_at_once(self, place: Place) -> bool:
+        """Free something that has left, or that nobody needs any more."""
+        if self.device.retire() or self.stash.retire():
+            return True
+        over = [index for index in self._evictable(place) if self.plan.is_over(index, place.phase, place.position)]
+        if over:
+            self._evict_one_of(over, place)
+        return bool(over)
+
+    def await_leaving(self) -> None:
+        """Wait until all has gone that is on its way out, for what may need all memory there is."""
+        while self._await_room():
+            pass
+
+    def _await_room(self) -> bool:
+        """Wait for the oldest copy that leaves room; whether there was one."""
+        start = time.perf_counter()
+        has_waited = self.stash.retire(wait=True) or self.device.retire(wait=True)
+        self.waited_seconds += time.perf_counter() - start
+        return has_waited
+
+    def prefetch(self, place: Place, reserved_bytes: int) -> bool:
+        """Start to swap in the packs that come next, as far as there is room.
+
+        Args:
+            place: where the running lane is.
+            reserved_bytes: what must stay free for its work.
+
+        Returns:
+            Whether all have come, or are on their way.
+        """
+        have_come = True
+        for following in self._following(place):
+            if following.residency is not None:
+                self._due.pop(following.index, None)
+                continue
+            if not self.swapper.is_current(following):
+                # The host has better to do than to wait for its update. Those behind it may have been updated sooner.
+                have_come = False
+                if following is not place.pack:
+                    reserved_bytes += following.swap_in_bytes
+                continue
+            if not self._make_room_ahead(following, following.swap_in_bytes + reserved_bytes, place):
+                return False
+            self._due.pop(following.index, None)
+            self.swapper.swap_in(following)
+        return have_come
+
+    def _make_room_ahead(self, following: SwappedPack, num_bytes: int, place: Place) -> bool:
+        """Whether there is room to fetch a pack ahead. Where no plan tells what goes, what is needed later makes way."""
+        while not self.device.room_for(num_bytes):
+            last = self._needed_last([following.index, *self._evictable(place)], place)
+            if self._has_moves or last == following.index:
+                return False
+            self.evict(self.packs[last])
+        return True
+
+    @property
+    def _has_moves(self) -> bool:
+        return self.follows_moves and bool(self.moves)
+
+    def _move(self, place: Place) -> list[int]:
+        """Evict what the plan tells to evict before a visit, and note what it tells to bring.
+
+        Returns:
+            The packs of which the optimizer's state is to come.
+        """
+        key = place.phase, place.position
+        if key in self._visited or not self.follows_moves:
+            return []
+        self._visited.add(key)
+        coming: list[int] = []
+        for pack, kind, _ in self.moves.get(key, ()):
+            if kind is Errand.SWAP_IN:
+                self._due[pack] = None
+                continue
+            if kind is Errand.STATE_IN:
+                coming.append(pack)
+                continue
+            self._due.pop(pack, None)
+            if self.packs[pack] is not place.pack:
+                self.evict(self.packs[pack])
+        return coming
+
+    def _bring_state(self, packs: Sequence[int], place: Place, work_bytes: int) -> None:
+        """Start to bring what updates on the device need, where that leaves room for what runs meanwhile."""
+        for pack in packs:
+            num_bytes = self.swapper.updates.needed_bytes(self.packs[pack])
+            if num_bytes is None:
+                continue
+            # A plan has room for it, once all has left that it sends away.
+            if self._await_room_for(num_bytes + work_bytes, place):
+                self.swapper.updates.bring(self.packs[pack])
+
+    def keep_graph(self, pack: SwappedPack, call: HasGraph) -> None:
+        """A call of a layer of this pack keeps its graph, until the pack is evicted."""
+        self._graphs.setdefault(pack.index, weakref.WeakSet()).add(call)
+
+    def has_graphs(self, pack: SwappedPack) -> bool:
+        """Whether calls of a pack's layers keep their graphs."""
+        return bool(self._graphs.get(pack.index))
+
+    def evict(self, pack: SwappedPack) -> None:
+        """Take a pack off the device."""
+        self._forget_graphs(pack)
+        self.swapper.evict(pack)
+
+    def _forget_graphs(self, pack: SwappedPack) -> bool:
+        """Let the graphs of a pack's calls go; whether there were any."""
+        calls = list(self._graphs.pop(pack.index, ()))
+        for call in calls:
+            call.forget()
+        return bool(calls)
+
+    def evict_all_but(self, pack: SwappedPack) -> None:
+        """Leave one pack alone on the device, with all memory for its work: the host has updated it."""
+        self.swapper.await_update(pack)
+        for other in self.packs:
+            if other is not pack:
+                self.evict(other)
+                if other.accumulators:
+                    self.swapper.park_gradients(other)
+        self.await_leaving()
+
+    def _take_away(self) -> None:
+        """Leave no weights and no sums on the device."""
+        for pack in self.packs:
+            if pack.residency is not None:
+                self.evict(pack)
+            if pack.accumulators:
+                self.swapper.park_gradients(pack)
+
+    def drain(self) -> None:
+        """Wait until nothing is on its way out."""
+        self.stash.drain()
+        self.device.drain()
+        for pack in self.packs:
+            self.swapper.finish_write_back(pack)
+
+    def _others(self, pack: SwappedPack) -> list[SwappedPack]:
+        return [other for other in self.packs if other.residency is not None and other is not pack]
+
+    def _evictable(self, place: Place) -> list[int]:
+        """The packs on the device besides that of a place that no lane needs soon, as far as the plan tells."""
+        return [pack.index for pack in self._others(place.pack) if pack.index not in self.pinned]
+
+    def _following(self, place: Place) -> list[SwappedPack]:
+        """The packs that are fetched ahead: those that the plan tells to bring, or as many as it looks ahead."""
+        if self._has_moves:
+            return [self.packs[index] for index in self._due] if self.plan.lookahead else []
+        following: list[SwappedPack] = []
+        for index in self.plan.upcoming(place.phase, place.position):
+            if len(following) == self.plan.lookahead:
+                break
+            pack = self.packs[index]
+            if pack is not place.pack and pack not in following and self.plan.runs_on(index, self._number):
+                following.append(pack)
+        return following
+
+    def _evict_one_of(self, packs: Sequence[int], place: Place) -> None:
+        self.evict(self.packs[self._needed_last(packs, place)])
+
+    def _needed_last(self, packs: Sequence[int], place: Place) -> int:
+        return self.plan.needed_last(packs, place.phase, place.position)

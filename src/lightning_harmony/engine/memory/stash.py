@@ -1,0 +1,206 @@
+"""The stash: tensors of the forward that the backward needs, kept on the host in the meantime."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.stream import Event, current_cuda_stream
+from lightning_harmony.engine.measure.report import Traffic
+from lightning_harmony.engine.model.host_store import HostPool
+from lightning_harmony.engine.model.layer import version_of
+from lightning_harmony.engine.structures.strides import compact, copied, restore
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.plan.values.task import Errand
+
+# Below this, a round trip costs more than the memory is worth.
+SMALLEST_BYTES = 16 * 1024
+
+
+class Stashed(ABC):
+    """A tensor that is kept for the backward."""
+
+    @abstractmethod
+    def load(self) -> Tensor:
+        """The tensor on its device, as it was."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """From here on, the tensor may be changed in place, or freed."""
+
+
+class Alias(Stashed):
+    """A tensor that stays where it is.
+
+    Args:
+        tensor: what is kept, with its later changes: those are refused.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._version = version_of(tensor)
+
+    def load(self) -> Tensor:
+        """The tensor itself.
+
+        Raises:
+            UnsupportedModelError: if it was modified in place.
+        """
+        if version_of(self._tensor) != self._version:
+            raise _modified(self._tensor)
+        return self._tensor
+
+    def settle(self) -> None:
+        """Keep a copy."""
+        self._tensor = copied(self._tensor)
+        self._version = version_of(self._tensor)
+
+
+class HostCopy(Stashed):
+    """A tensor in the stash, gone from the device. Its host buffer is free again when the last reference ends."""
+
+    def __init__(self, stash: Stash, tensor: Tensor) -> None:
+        self._stash = stash
+        self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
+        compacted = compact(tensor)
+        self._compact_size, self._compact_stride = compacted.size(), compacted.stride()
+        num_bytes = compacted.numel() * compacted.element_size()
+        self._loaded: Event | None = None
+        device = stash.device
+        with device.on_host():
+            self._buffer, free = stash.pool.take(num_bytes)
+            host = self._buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
+        store, after = partial(_copy, host, compacted), [device.record(), *free]
+        self._stored = device.start_copy(Errand.STASH_OUT, "stash", num_bytes, store, after)
+        stash.traffic.count_out("stash", num_bytes)
+        # The device copy must live until it is copied, and must not change before.
+        stash.pending.append((self._stored, tensor, tensor._version, compacted))
+
+    def load(self) -> Tensor:
+        """A copy on the device with the strides that the tensor had."""
+        device = self._stash.device
+        num_bytes = self._buffer.numel()
+        buffer = device.empty(num_bytes, device.stash_in)
+        load = partial(_copy, buffer, self._buffer)
+        self._loaded = device.start_copy(Errand.STASH_IN, "stash", num_bytes, load, [self._stored])
+        self._stash.traffic.count_in("stash", num_bytes)
+        with device.selected():
+            with device.waiting():
+                self._loaded.wait()
+            _keep_until_computed(buffer, device)
+            compacted = buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
+            return restore(compacted, self._size, self._stride)
+
+    def settle(self) -> None:
+        """Wait until it is in the host buffer."""
+        self._stored.synchronize()
+        self._stash.retire()
+
+    def __del__(self) -> None:
+        # Where there was no room to begin with, there is nothing to give back.
+        if hasattr(self, "_stored"):
+            self._stash.pool.give(self._buffer, self._loaded or self._stored)
+
+
+class Stash:
+    """Swaps tensors of one step out to the host and back in.
+
+    Args:
+        device: where the tensors are.
+        pool: host buffers.
+        traffic: counts the copies.
+    """
+
+    def __init__(self, device: Device, pool: HostPool, traffic: Traffic) -> None:
+        self.device = device
+        self.pool = pool
+        self.traffic = traffic
+        self.pending: deque[tuple[Event, Tensor, int, Tensor]] = deque()
+
+    def put(self, tensor: Tensor) -> HostCopy | None:
+        """Start to swap a tensor out; None for one that is better kept where it is."""
+        # A sparse or jagged one has no strides that a copy could bring back.
+        is_kept = is_small(tensor) or tensor.layout is not torch.strided
+        if is_kept or tensor.device != self.device.torch_device:
+            return None
+        return HostCopy(self, Tensor.detach(tensor))
+
+    def retire(self, *, wait: bool = False) -> bool:
+        """Let go of the device copies whose swap-out is done; with ``wait``, of the oldest in any case.
+
+        Returns:
+            Whether there was one to let go.
+
+        Raises:
+            UnsupportedModelError: if a tensor was modified in place before it was swapped out.
+        """
+        retired = False
+        while self.pending and (wait or self.pending[0][0].done()):
+            event, tensor, version, _ = self.pending.popleft()
+            event.synchronize()
+            wait, retired = False, True
+            if tensor._version != version:
+                raise _modified(tensor)
+        return retired
+
+    def drain(self) -> None:
+        """Let go of all device copies, each once it is swapped out."""
+        while self.retire(wait=True):
+            pass
+
+    def clear(self) -> None:
+        """Forget what is under way after an error."""
+        while self.pending:
+            event, *_ = self.pending.popleft()
+            # The error may be what a copy raised, which raises it whenever it is waited for.
+            with suppress(Exception):
+                event.synchronize()
+
+
+class LaneStash:
+    """The stash as one lane sees it: a tensor that several layers take is swapped out once."""
+
+    def __init__(self, stash: Stash) -> None:
+        self._stash = stash
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[HostCopy]]] = {}
+
+    def put(self, tensor: Tensor) -> HostCopy | None:
+        """Like `Stash.put`."""
+        known = self._known.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] == tensor._version:
+            stashed = known[2]()
+            if stashed is not None:
+                return stashed
+        stashed = self._stash.put(tensor)
+        if stashed is not None:
+            self._known[id(tensor)] = weakref.ref(tensor), tensor._version, weakref.ref(stashed)
+        return stashed
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Whether a tensor takes so little that it stays on its device."""
+    return tensor.numel() * tensor.element_size() < SMALLEST_BYTES
+
+
+def _modified(tensor: Tensor) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"a tensor of shape {tuple(tensor.shape)} that a layer had taken as input, or that the backward needs, was modified "
+        "in place afterwards; make that operation out of place"
+    )
+
+
+def _copy(destination: Tensor, source: Tensor) -> None:
+    destination.copy_(source, non_blocking=True)
+
+
+def _keep_until_computed(buffer: Tensor, device: Device) -> None:
+    """Tell CUDA's allocator that the compute stream uses a buffer that another stream allocated."""
+    if buffer.is_cuda:
+        buffer.record_stream(current_cuda_stream(device.torch_device.index))

@@ -1,0 +1,211 @@
+"""Transfers: copies from device to device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.shared import SharedTensors
+from lightning_harmony.engine.measure.report import Traffic
+from lightning_harmony.engine.model.layer import version_of
+from lightning_harmony.engine.structures.strides import compact, parts_of, restore
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.plan.values.task import Task
+
+
+class Transfers:
+    """Knows where tensors are, and copies them from device to device.
+
+    Attributes:
+        shared: what lanes use together.
+
+    Args:
+        devices: all of them, the root first: where what belongs to none is taken to be.
+        traffic: counts the copies.
+        admit: called with the number of a device and the bytes that are about to arrive there.
+        timing: called with where a copy comes from, where it goes and its bytes: the context of the copy itself.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        traffic: Traffic,
+        admit: Callable[[int, int], None],
+        timing: Callable[[Device, Device, int], AbstractContextManager[None]],
+    ) -> None:
+        self.devices = devices
+        self.shared = SharedTensors(devices)
+        self._traffic = traffic
+        self._admit = admit
+        self._timing = timing
+
+    def home(self, tensor: Tensor) -> int | None:
+        """The number of the device where a tensor is; None for one on a GPU machine's host."""
+        if len(self.devices) > 1:
+            for number, device in enumerate(self.devices):
+                if device.owns(tensor):
+                    return number
+        return 0 if tensor.device.type == self.devices[0].torch_device.type else None
+
+    def copy(self, tensor: Tensor, to: int, task: Task | None = None) -> Tensor:
+        """A copy of a tensor on a device, without its graph; the tensor itself if it is there.
+
+        Args:
+            tensor: the tensor.
+            to: the number of the device.
+            task: what the copy is; None for one that the running lane needs.
+        """
+        home = self.home(tensor)
+        return tensor if home is None or home == to else self.copy_from(home, tensor, to, task)
+
+    def copy_from(self, home: int, tensor: Tensor, to: int, task: Task | None = None) -> Tensor:
+        """A copy on another device of a tensor that is on one."""
+        came_from, target = self.devices[home], self.devices[to]
+        # A weight is no tensor of inference mode, nor is its copy: views of the latter would not tell that it needs gradients.
+        is_inference = torch.is_inference_mode_enabled() and tensor.is_inference()
+        # Not through the mode below: its choice of a device is not the one that is asked for here.
+        with torch._C.DisableTorchFunction(), target.selected(), torch.inference_mode(is_inference), torch.no_grad():
+            has_strides = tensor.layout is torch.strided
+            source = compact(tensor.detach()) if has_strides else tensor.detach()
+            num_bytes = sum(part.nbytes for part in parts_of(source))
+            self._admit(to, num_bytes)
+            if has_strides:
+                copied = torch.empty_strided(
+                    source.size(), source.stride(), dtype=source.dtype, device=target.torch_device
+                )
+            with self._timing(came_from, target, num_bytes), target.receiving(came_from, num_bytes, task):
+                # Torch makes what a sparse or jagged tensor consists of as it copies it.
+                copied = (
+                    copied.copy_(source, non_blocking=True)
+                    if has_strides
+                    else source.to(target.torch_device, copy=True)
+                )
+            self._traffic.transferred += num_bytes
+            return restore(copied, tensor.size(), tensor.stride()) if has_strides else copied
+
+
+class LaneTransfers:
+    """Transfers of one lane: what several layers or operations on a device take is copied there once.
+
+    Args:
+        transfers: makes the copies.
+        lane: the lane's number.
+    """
+
+    def __init__(self, transfers: Transfers, lane: int) -> None:
+        self._transfers = transfers
+        self._lane = lane
+        self._copies: dict[tuple[int, int], tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
+
+    def copy(self, tensor: Tensor, to: int) -> Tensor:
+        """Like `Transfers.copy`. The copy is kept for as long as the tensor lives."""
+        home = self._transfers.home(tensor)
+        if home is None:
+            return tensor
+        self._transfers.shared.reading(self._lane, tensor, home)
+        if home == to:
+            return tensor
+        key = id(tensor), to
+        known = self._copies.get(key)
+        if known is not None:
+            original, version, copied, _ = known
+            if original() is tensor and version == version_of(tensor):
+                _refuse_changed(*known)
+                return copied
+        copied = self._transfers.copy_from(home, tensor, to)
+        forget = weakref.ref(tensor, lambda _: self._copies.pop(key, None))
+        self._copies[key] = forget, version_of(tensor), copied, version_of(copied)
+        return copied
+
+    def within(self, tensors: Iterable[Tensor], to: int) -> LaneTransfers:
+        """The transfers within a layer of the lane: its copies are not for work outside. Those of some tensors are there."""
+        transfers = LaneTransfers(self._transfers, self._lane)
+        for key in [(id(tensor), to) for tensor in tensors]:
+            if key in self._copies:
+                transfers._copies[key] = self._copies[key]
+        return transfers
+
+    def refuse_changed(self) -> None:
+        """Refuse that a layer has changed a copy, and not what it is of.
+
+        Raises:
+            UnsupportedModelError: if it has.
+        """
+        for known in self._copies.values():
+            _refuse_changed(*known)
+
+    def made(self, tensors: Iterable[Tensor]) -> None:
+        """The lane has made these."""
+        for tensor in tensors:
+            self._transfers.shared.made(self._lane, tensor)
+
+    def use(self, tensors: Iterable[Tensor], home: int, changed: Iterable[Tensor]) -> None:
+        """The lane is about to use these on a device, and to change some."""
+        for tensor in tensors:
+            self._transfers.shared.reading(self._lane, tensor, home)
+        for tensor in changed:
+            self._transfers.shared.writing(self._lane, tensor, home)
+
+    @contextmanager
+    def using(self, tensors: Sequence[Tensor], home: int) -> Iterator[None]:
+        """The context of code of the lane's that may use these, and change them."""
+        self.use(tensors, home, ())
+        versions = [version_of(tensor) for tensor in tensors]
+        yield
+        self.made(changed_since(tensors, versions))
+
+    def moved(self, tensor: Tensor, to: int) -> Tensor:
+        """The tensor on a device, differentiable: each use brings its own gradient back, in the order of one device."""
+        return _moved(tensor, self.copy(tensor, to), self._transfers)
+
+
+def _refuse_changed(original: weakref.ref[Tensor], version: int, copied: Tensor, copied_version: int) -> None:
+    tensor = original()
+    if tensor is not None and version_of(tensor) == version and version_of(copied) != copied_version:
+        raise UnsupportedModelError(
+            f"a layer changes a view of one of its inputs in place, a tensor of shape {tuple(tensor.shape)} that is on "
+            "another device: make that operation out of place, or use Trainer(devices=1)"
+        )
+
+
+def changed_since(tensors: Sequence[Tensor], versions: Sequence[int]) -> list[Tensor]:
+    """Those of some tensors that were changed in place since they had these versions."""
+    return [tensor for tensor, version in zip(tensors, versions, strict=True) if version_of(tensor) != version]
+
+
+def _moved(tensor: Tensor, copied: Tensor, transfers: Transfers) -> Tensor:
+    """A copy of a tensor that is differentiated to it, if it needs gradients: also where that is itself a gradient."""
+    if copied is tensor or not tensor.requires_grad:
+        return copied
+    if not torch.is_grad_enabled():
+        # Without a graph, too, kernels choose by whether a weight needs gradients.
+        with torch.inference_mode(copied.is_inference()):
+            return copied.detach().requires_grad_()
+    if tensor.layout is torch.jagged and tensor.is_cuda:
+        raise UnsupportedModelError(
+            "a jagged tensor that needs gradients goes from one GPU to another, where torch's autograd knows no order for its "
+            "gradient: use Trainer(devices=1), or pad it between layers"
+        )
+    moved: Tensor = _Moved.apply(tensor, copied, transfers)
+    return moved
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, copied: Tensor, transfers: Transfers) -> Tensor:
+        ctx.transfers, ctx.home = transfers, transfers.home(tensor)
+        # No view: a layer may change it in place.
+        return copied.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # The next node runs where the tensor was made, and that is not always the lane's own stream: it may be a layer's.
+        with ctx.transfers.devices[ctx.home].computing():
+            copied = ctx.transfers.copy(gradient, ctx.home)
+        return _moved(gradient, copied, ctx.transfers), None, None

@@ -1,0 +1,244 @@
+"""What a layer's code keeps in Python, on its modules: its recompute must find it as the forward did, and leave it alone."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import starmap
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.structures.containers import have_same_content
+from lightning_harmony.engine.structures.strides import copied
+from lightning_harmony.errors import UnsupportedModelError
+
+# What torch itself keeps on every module: hooks, parameters, buffers, submodules.
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+# Those that run around a module's forward.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Longer ones, such as vocabularies, are no place for what a call counts or collects, and take long to compare.
+LONGEST = 4096
+_PLAIN = (bool, int, float, str, type(None))
+_CONTAINERS = (list, dict, OrderedDict, defaultdict, Counter, set, deque)
+# So many first calls of a layer are looked at for what they leave.
+_WATCHED_CALLS = 8
+# Tensors up to this size are copied before each call, for it may change them in place, as metrics do.
+_SMALL_BYTES = 16 * 1024
+
+
+class Attributes:
+    """The attributes of some modules at one moment, with lists, dicts, sets and deques among them to any depth, and hooks.
+
+    Also the state of generators of random numbers that are attributes. Parameters and buffers are not looked at, nor what
+    hangs on other objects.
+
+    Args:
+        modules: those of a layer.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._contents: list[tuple[Any, Any]] = []
+        self._tensors: dict[int, _Kept] = {}
+        self._generators: list[Callable[[], None]] = []
+        seen: set[int] = set()
+        for module in modules:
+            attributes = vars(module)
+            self._modules.append((attributes, attributes.copy()))
+            self._contents += [(attributes[name], attributes[name].copy()) for name in HOOKS]
+            for name, value in attributes.items():
+                if name not in OF_TORCH and type(value) not in _PLAIN:
+                    self._look_at(name, value, seen)
+
+    def are_current(self) -> bool:
+        """Whether nothing has changed since, as far as that can be told."""
+        if self._generators or any(kept.has_changed() for kept in self._tensors.values()):
+            return False
+        return all(starmap(have_same_content, self._modules)) and all(starmap(have_same_content, self._contents))
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether no tensors are among them, and no generators."""
+        return not self._tensors and not self._generators
+
+    def needing_gradients(self) -> list[Tensor]:
+        """The tensors among them that need gradients."""
+        return [kept.tensor for kept in self._tensors.values() if kept.tensor.requires_grad]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors among them, by the names of the attributes that hold them."""
+        return {kept.name: kept.tensor for kept in self._tensors.values()}
+
+    def changes_since(self, before: Attributes) -> Iterator[tuple[dict[str, Any], set[str]]]:
+        """The attributes of each module that have other values than before, by their names."""
+        for (attributes, now), (_, then) in zip(self._modules, before._modules, strict=True):
+            names = {name for name in {**then, **now} if now.get(name, self) is not then.get(name, self)}
+            if names:
+                yield attributes, names
+
+    def restore(self) -> None:
+        """Make everything what it was, tensors that were changed in place by copies that take their places.
+
+        Raises:
+            UnsupportedModelError: if a large tensor was changed in place.
+        """
+        self.exchange({key: kept.again() for key, kept in self._tensors.items() if kept.has_changed()})
+        for restore in self._generators:
+            restore()
+
+    def exchange(self, others: Mapping[int, Tensor]) -> None:
+        """Make everything but generators what it was, with other tensors in the places of some.
+
+        Args:
+            others: by the identity of the tensor that each takes the place of.
+        """
+        for attributes, all_before in self._modules:
+            if others or not have_same_content(attributes, all_before):
+                before = {name: value for name, value in all_before.items() if name not in OF_TORCH}
+                for name in attributes.keys() - all_before.keys():
+                    del attributes[name]
+                attributes.update(_with(others, before))
+        for content, before in self._contents:
+            if others or not have_same_content(content, before):
+                content.clear()
+                (content.extend if isinstance(content, list | deque) else content.update)(_with(others, before))
+
+    def _look_at(self, name: str, value: Any, seen: set[int]) -> None:
+        if id(value) in seen:
+            return
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter):
+                self._tensors[id(value)] = _Kept(name, value)
+        elif isinstance(value, tuple):
+            for inner in value:
+                self._look_at(name, inner, seen)
+        elif type(value) in _CONTAINERS:
+            if len(value) <= LONGEST:
+                # Referred to from here, so that no other gets its id.
+                self._contents.append((value, value.copy()))
+                seen.add(id(value))
+                for inner in value.values() if isinstance(value, dict) else value:
+                    self._look_at(name, inner, seen)
+        else:
+            restore = restore_of_generator(value)
+            if restore is not None:
+                self._generators.append(restore)
+
+
+class AttributesOfLayer:
+    """Reads the attributes of a layer's modules, and reads none twice that are as they were.
+
+    Attributes:
+        may_hold_tensors: whether tensors were ever among them, as far as is known.
+
+    Args:
+        modules: those of the layer.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.may_hold_tensors = True
+        self._num_calls = 0
+        self._has_read = False
+        self._modules = modules
+        self._newest: Attributes | None = None
+
+    def read(self) -> Attributes:
+        """The attributes as they are."""
+        newest = self._newest
+        if newest is None or not newest.are_current():
+            newest = Attributes(self._modules)
+            self.may_hold_tensors = (self._has_read and self.may_hold_tensors) or not newest.are_plain
+            self._has_read = True
+            # Tensors are not kept for longer than a call needs them.
+            self._newest = newest if newest.are_plain else None
+        return newest
+
+    def after_call(self, before: Attributes) -> Attributes | None:
+        """The attributes as a call has left them, to be looked at; None where calls have left no tensors so far.
+
+        Args:
+            before: as it found them.
+        """
+        if self._num_calls >= _WATCHED_CALLS and not self.may_hold_tensors:
+            return None
+        self._num_calls += 1
+        return before if before.are_current() else self.read()
+
+    @contextmanager
+    def as_they_were(self, before: Attributes) -> Iterator[None]:
+        """Within the context they are what they were; what is done to them there is taken back."""
+        now = self.read()
+        if now is not before:
+            before.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+
+class _Kept:
+    """A tensor, and what it takes to have it again."""
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self.name = name
+        self.tensor = tensor
+        # Inference tensors count no versions, and are written to in inference mode alone.
+        self._version = None if tensor.is_inference() else tensor._version
+        small = self._version is not None and tensor.numel() * tensor.element_size() <= _SMALL_BYTES
+        self._copy = copied(tensor.detach()) if small else None
+
+    def has_changed(self) -> bool:
+        return self._version is not None and self.tensor._version != self._version
+
+    def again(self) -> Tensor:
+        if self._copy is None:
+            raise UnsupportedModelError(
+                f"the tensor in the attribute {self.name!r} of a layer was changed in place after the layer was called, so "
+                "that its backward cannot run the call again: register it with register_buffer, or assign a new tensor"
+            )
+        return copied(self._copy).requires_grad_(self.tensor.requires_grad)
+
+
+def _with(others: Mapping[int, Tensor], before: Any) -> Any:
+    """What was in a list, dict or set, with other tensors in the places of some, also within tuples."""
+
+    def exchanged(value: Any) -> Any:
+        return tuple(map(exchanged, value)) if type(value) is tuple else others.get(id(value), value)
+
+    if isinstance(before, dict):
+        return {name: exchanged(value) for name, value in before.items()}
+    return [exchanged(value) for value in before]
+
+
+class GeneratorAccess(NamedTuple):
+    """How the state of a generator of random numbers is read and set."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+    @classmethod
+    def of(cls, value: Any) -> GeneratorAccess | None:
+        """For one of PyTorch's, Python's or NumPy's; None of anything else."""
+        if isinstance(value, torch.Generator):
+            return cls(value.get_state, value.set_state)
+        if isinstance(value, random.Random):
+            return cls(value.getstate, value.setstate)
+        numpy: Any = sys.modules.get("numpy.random")
+        if numpy is not None and isinstance(value, numpy.RandomState):
+            return cls(partial(value.get_state, legacy=False), value.set_state)
+        if numpy is not None and isinstance(value, numpy.Generator):
+            bits = value.bit_generator
+            return cls(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+        return None
+
+
+def restore_of_generator(value: Any) -> Callable[[], None] | None:
+    """What makes a generator of random numbers draw again what it would draw now; None of anything else."""
+    access = GeneratorAccess.of(value)
+    return None if access is None else partial(access.set, access.get())

@@ -1,0 +1,363 @@
+"""The host store: all parameters in one arena, and pooled host buffers for gradients and the stash."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.devices.cores import run_anywhere
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.stream import Event
+from lightning_harmony.engine.devices.touched_memory import SharedMemory
+from lightning_harmony.engine.structures.strides import is_dense
+from lightning_harmony.errors import CapacityError
+from lightning_harmony.plan.values.memory_size import format_bytes
+
+# CUDA's allocator aligns to 512 bytes and kernels are chosen by alignment: a swapped parameter keeps what it had.
+ALIGNMENT = 512
+
+
+def num_users(tensor: Tensor) -> int:
+    """How many tensors have the memory of a tensor, give or take a constant."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+_ALONE = num_users(torch.empty(1))
+
+
+def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
+    """Whether a tensor has the memory of a buffer."""
+    if tensor.layout is not torch.strided or tensor.device != buffer.device:
+        return False
+    # By identity: tensors without data have no address.
+    return bool(tensor.untyped_storage()._cdata == buffer.untyped_storage()._cdata)
+
+
+def begins_in(tensor: Tensor, whole: Tensor) -> bool:
+    """Whether a tensor begins with an element of a dense one, or one within it. They have their storage in common."""
+    begin = whole.storage_offset() * whole.element_size()
+    return begin <= tensor.storage_offset() * tensor.element_size() < begin + max(whole.nbytes, 1)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in a flat buffer."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The tensor in a flat uint8 buffer."""
+        return self.flat(buffer).as_strided(self.shape, self.stride)
+
+    def flat(self, buffer: Tensor) -> Tensor:
+        """Its elements in the order in which they lie in the buffer."""
+        return buffer[self.offset : self.offset + self.num_bytes].view(self.dtype)
+
+
+def lay_out(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None) -> tuple[list[Slot], int]:
+    """Slots one behind the other, and the bytes of the whole buffer. Dense strides are kept, others made contiguous.
+
+    Args:
+        tensors: what is laid out.
+        dtypes: the types in which they are, where those aren't their own.
+    """
+    slots, offset = [], 0
+    for tensor, dtype in zip(tensors, dtypes or [tensor.dtype for tensor in tensors], strict=True):
+        stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+        slot = Slot(offset, tensor.shape, stride, dtype)
+        slots.append(slot)
+        offset += -(-slot.num_bytes // ALIGNMENT) * ALIGNMENT
+    return slots, offset
+
+
+class HostStore:
+    """Moves parameters into one host arena and keeps the user's Parameter objects as views of it.
+
+    Each parameter's storage covers its own bytes only, so that saving one doesn't save the arena. The arena is shared
+    memory: after a data loader forks, writing to it copies no page that a device reads from.
+
+    Args:
+        parameters: in execution order, as far as it is known; each once.
+        device: the device that will copy from the arena.
+        progress: told after each parameter how many bytes are there.
+
+    Attributes:
+        elsewhere: the parameters whose data lies outside of the arena for now.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], device: Device, progress: Callable[[int], None] = lambda done: None
+    ) -> None:
+        self._slots: dict[nn.Parameter, Slot] = {}
+        # Of the memory that each parameter has here, who uses it.
+        self._storages: dict[nn.Parameter, weakref.ref[torch.UntypedStorage]] = {}
+        self.elsewhere: set[nn.Parameter] = set()
+        slots, self.num_bytes = lay_out(parameters)
+        memory = SharedMemory(self.num_bytes)
+        self._map = memory.mapping
+        self.arena = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._address = self.arena.data_ptr()
+        done = 0
+        with ThreadPoolExecutor(1, initializer=run_anywhere) as pool:
+            freed: Future[None] | None = None
+            for parameter, slot in zip(parameters, slots, strict=True):
+                self._slots[parameter] = slot
+                memory.reach(slot.offset + slot.num_bytes)
+                before = [parameter.data]
+                self._adopt(parameter)
+                if freed is not None:
+                    # No second copy of the model comes to be.
+                    freed.result()
+                # The system takes longer to free memory than it takes to copy the next parameter meanwhile.
+                freed = pool.submit(before.clear)
+                done += slot.num_bytes
+                progress(done)
+        self._unregister = device.register_host(self.arena)
+
+    def _adopt(self, parameter: nn.Parameter) -> None:
+        slot = self._slots[parameter]
+        if slot.num_bytes == 0:
+            return
+        # Parameters outlive an evaluation in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            flat = torch.frombuffer(self._map, dtype=slot.dtype, count=slot.shape.numel(), offset=slot.offset)
+            view = flat.as_strided(slot.shape, slot.stride)
+            view.copy_(parameter)
+            parameter.data = view
+        self._storages[parameter] = weakref.ref(view.untyped_storage())
+
+    def follow(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """See where parameters are now: code that averages or restores weights assigns to their ``data``.
+
+        What was assigned goes into the arena, unless somebody keeps that, or what was there before, such as a backup: then
+        the parameter is `elsewhere`, and whoever shares its memory sees it trained.
+
+        Args:
+            parameters: those to look at.
+
+        Returns:
+            Those that have another type or shape than they had.
+        """
+        misfits = []
+        for parameter in parameters:
+            slot = self._slots[parameter]
+            if parameter.dtype is not slot.dtype or parameter.shape != slot.shape:
+                misfits.append(parameter)
+            elif self._lies_in_slot(parameter, slot):
+                self.elsewhere.discard(parameter)
+            elif self._storages[parameter]() is None and num_users(parameter) <= _ALONE:
+                self._adopt(parameter)
+                self.elsewhere.discard(parameter)
+            else:
+                self.elsewhere.add(parameter)
+        return misfits
+
+    def _lies_in_slot(self, parameter: nn.Parameter, slot: Slot) -> bool:
+        return slot.num_bytes == 0 or (
+            parameter.data_ptr() == self._address + slot.offset and parameter.stride() == slot.stride
+        )
+
+    def slot(self, parameter: nn.Parameter) -> Slot:
+        """Where a parameter lies in the arena."""
+        return self._slots[parameter]
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._slots
+
+    def reopened(self, device: Device) -> HostStore:
+        """Itself, after `close`, with another device that will copy from it."""
+        self._unregister = device.register_host(self.arena)
+        return self
+
+    def close(self) -> None:
+        """Unregister the arena. Parameters stay views of it, ordinary host tensors."""
+        self._unregister()
+
+
+# A buffer that no training step took for so long is given back: another plan has packs of other sizes. Of a size that had to
+# be made again, buffers stay twice as long: evaluations and other steps that come now and then must not make them each time.
+KEPT_STEPS = 4
+
+
+@dataclass(eq=False)
+class _Free:
+    """A buffer that nobody uses.
+
+    Attributes:
+        buffer: the buffer.
+        last_use: the event of the last copy that reads it.
+        age: the training steps since.
+    """
+
+    buffer: Tensor
+    last_use: Event | None
+    age: int = 0
+
+
+class _Existing:
+    """What the buffers of a pool take that exist, whoever has them.
+
+    Its buffers' ends are told to this, and not to the pool: what waits for the end of a buffer must not be what keeps it.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.peak_bytes = 0
+        # Storages end in whatever thread drops the last reference.
+        self._lock = threading.RLock()
+
+    def count(self, num_bytes: int) -> None:
+        """So many more; or fewer, of what has ended."""
+        with self._lock:
+            self.num_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+
+class HostPool:
+    """Host buffers that are used again, each of the exact size asked for, and given back to the system when they are not.
+
+    Any thread may call it: updates give buffers back while a step takes others.
+
+    Args:
+        allocate: makes a flat uint8 buffer of a size.
+
+    Attributes:
+        making_seconds: how long it has taken to make buffers.
+        limit: the most bytes that all buffers may take; None for no limit.
+    """
+
+    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+        self.making_seconds = 0.0
+        self.limit: int | None = None
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._free: dict[int, list[_Free]] = defaultdict(list)
+        self._existing = _Existing()
+        self._missed: Counter[int] = Counter()
+        # For how many steps unused buffers of a size stay, and which sizes have lost one.
+        self._kept_steps: dict[int, int] = {}
+        self._trimmed: set[int] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """What all buffers take that exist, whoever has them."""
+        return self._existing.num_bytes
+
+    def take_peak_bytes(self) -> int:
+        """The most that buffers took together since this was last asked."""
+        peak, self._existing.peak_bytes = self._existing.peak_bytes, self._existing.num_bytes
+        return peak
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes can be taken, if need be in place of buffers that nobody uses."""
+        with self._lock:
+            unused = sum(size * len(several) for size, several in self._free.items())
+        return self.limit is None or self.num_bytes - unused + num_bytes <= self.limit
+
+    def take(self, num_bytes: int) -> tuple[Tensor, list[Event]]:
+        """A buffer, and the events after which it may be written.
+
+        Raises:
+            CapacityError: if it would exceed the limit.
+        """
+        with self._lock:
+            if self._free[num_bytes]:
+                # The newest: what many steps do not need shows in the age of the others.
+                free = self._free[num_bytes].pop()
+                return free.buffer, [] if free.last_use is None else [free.last_use]
+            self._missed[num_bytes] += 1
+        if self._excess(num_bytes) > 0:
+            # Those of other sizes, which another plan needed.
+            self.release()
+            if self._excess(num_bytes) > 0:
+                raise self.shortage(num_bytes)
+        return self._make(num_bytes), []
+
+    def shortage(self, num_bytes: int) -> CapacityError:
+        """What to raise where so many bytes would exceed the limit."""
+        return CapacityError(
+            f"the host is at least {format_bytes(max(self._excess(num_bytes), 0))} short: gradients and the stash may take "
+            f"{format_bytes(self.limit or 0)} there, beside weights and optimizer state. Add host memory, use smaller "
+            'batches, train fewer parameters, choose an optimizer with less state, or Trainer(precision="bf16-true")'
+        )
+
+    def _excess(self, num_bytes: int) -> int:
+        """By how much a new buffer would exceed the limit."""
+        return 0 if self.limit is None else self.num_bytes + num_bytes - self.limit
+
+    def take_missed(self) -> Counter[int]:
+        """How many buffers of each size had to be made for who took them, since this was last asked."""
+        with self._lock:
+            missed, self._missed = self._missed, Counter()
+        return missed
+
+    def provide(self, num_bytes: int, number: int = 1) -> None:
+        """Make buffers of a size until so many are free, within the limit: who takes them need not wait for that."""
+        while len(self._free[num_bytes]) < number and self._excess(num_bytes) <= 0:
+            self.give(self._make(num_bytes), None)
+
+    def _make(self, num_bytes: int) -> Tensor:
+        start = time.perf_counter()
+        # Without the lock: to page-lock a large buffer takes a tenth of a second.
+        buffer = self._allocate(num_bytes)
+        with self._lock:
+            self.making_seconds += time.perf_counter() - start
+            if num_bytes in self._trimmed:
+                self._trimmed.discard(num_bytes)
+                self._kept_steps[num_bytes] = 2 * self._kept_steps.get(num_bytes, KEPT_STEPS)
+        self._existing.count(num_bytes)
+        weakref.finalize(buffer.untyped_storage(), self._existing.count, -num_bytes)
+        return buffer
+
+    def give(self, buffer: Tensor, last_use: Event | None) -> None:
+        """Return a buffer, with the event of the last copy that reads it."""
+        with self._lock:
+            self._free[buffer.numel()].append(_Free(buffer, last_use))
+
+    def release(self) -> None:
+        """Let all buffers go that nobody uses."""
+        with self._lock:
+            free, self._free = self._free, defaultdict(list)
+        for several in free.values():
+            for each in several:
+                if each.last_use is not None:
+                    each.last_use.synchronize()
+        # Without the lock: to unregister memory takes long.
+        free.clear()
+
+    def trim(self) -> None:
+        """After a training step: let buffers go that the last ones did not take."""
+        unused: list[_Free] = []
+        with self._lock:
+            for num_bytes, several in self._free.items():
+                most = self._kept_steps.get(num_bytes, KEPT_STEPS)
+                for free in several:
+                    free.age += 1
+                old = [free for free in several if free.age > most and _is_over(free.last_use)]
+                if old:
+                    self._trimmed.add(num_bytes)
+                    self._free[num_bytes] = [free for free in several if free not in old]
+                    unused += old
+        # Without the lock: to unregister memory takes long.
+        unused.clear()
+
+
+def _is_over(event: Event | None) -> bool:
+    return event is None or event.done()

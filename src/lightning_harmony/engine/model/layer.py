@@ -1,0 +1,320 @@
+"""A layer's tensors, and the places where its code finds them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from types import new_class
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from lightning_harmony.engine.model.attributes import AttributesOfLayer
+from lightning_harmony.engine.model.derived import derived_weights
+from lightning_harmony.errors import UnsupportedModelError
+
+BufferKey = tuple[nn.Module, str]
+# So many calls of a layer are looked at for changes that no version tells.
+COMPARED_CALLS = 8
+
+
+def changes_data(layer: SwappedLayer) -> str:
+    """Why a layer is refused that changes the data of its weights."""
+    return (
+        f"layer {layer.name!r} changes the data of a parameter in its forward, which swapping would lose; "
+        "do that in a hook such as on_train_batch_start"
+    )
+
+
+class DataAssignedError(Exception):
+    """Code assigns to the data of a weight on a device."""
+
+
+def make_resident(weight: nn.Parameter) -> nn.Parameter:
+    """Let what is done to the data of a weight on a device count as a change of it, which swapping would lose."""
+    weight.__class__ = _resident(type(weight))
+    return weight
+
+
+@cache
+def _resident(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    def assign(weight: Tensor, value: Tensor) -> None:
+        raise DataAssignedError
+
+    # A detached tensor counts its changes together with the weight.
+    content = {
+        "data": property(Tensor.detach, assign),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
+    return new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(content))
+
+
+@dataclass(frozen=True)
+class Place:
+    """An entry of a dict or list that holds a parameter: `module._parameters`, or a list like `nn.LSTM._flat_weights`."""
+
+    container: Any
+    key: Any
+    parameter: nn.Parameter
+
+
+def is_replaced(place: Place) -> bool:
+    """Whether a place holds its parameter no longer."""
+    entries = place.container if isinstance(place.container, dict) else dict(enumerate(place.container))
+    return entries.get(place.key) is not place.parameter
+
+
+def bytes_of(keys: Iterable[BufferKey]) -> int:
+    """Bytes of buffers."""
+    buffers = [owner._buffers[name] for owner, name in keys]
+    return sum(buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None)
+
+
+class SwappedLayer:
+    """What is scheduled: a module whose calls are intercepted, or a parameter that glue uses on its own.
+
+    Attributes:
+        index: its number among all layers.
+        name: qualified name in the model.
+        module: the module, None for a parameter of the glue.
+        parameters: its parameters, each once.
+        buffers: owner and name of each of its buffers.
+        compute_dtype: the type in which its floating parameters and inputs are on the device; None for their own.
+        attributes: what its code keeps on its modules beside.
+        buffer_writes: how often each of the host's buffers was written by what layers changed on a device: one counter for all
+            layers, which may share modules.
+        is_training: whether a training step runs, in which nobody else may change its buffers.
+        num_compared_calls: how many of its calls were looked at for changes that no version tells.
+        changed_buffers: those that layers have changed in this step: one set for all layers, which may share modules.
+        host_buffers: in a training step, the host's buffers as they should be, and their versions: one dict for all layers.
+        changes_inputs: whether its code changes inputs in place; None before the first call.
+        unversioned_buffers: those that its code changes through `.data`, of which no version tells.
+        gathered: parameters of recurrent modules, which cuDNN copies to one memory and leaves there.
+        is_parametrized: whether modules of it compute weights with `torch.nn.utils.parametrize`.
+        narrow: the parameters that are narrower on the device: with a compute type all that it narrows, else those that
+            the layer reads through a cast alone. And to which type.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        module: nn.Module | None,
+        parameters: Sequence[nn.Parameter],
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.module = module
+        self.parameters = list(dict.fromkeys(parameters))
+        self.gathered = _of_recurrent_modules(module) if module is not None else frozenset()
+        self.buffers = buffers_of(module) if module is not None else []
+        self._own_buffers = frozenset(self.buffers)
+        self.attributes = AttributesOfLayer(list(module.modules()) if module is not None else [])
+        self.buffer_writes: Counter[BufferKey] = Counter()
+        self.unversioned_buffers: set[BufferKey] = set()
+        self.num_compared_calls = 0
+        self.changes_inputs: bool | None = None
+        self.is_training = False
+        self.changed_buffers: set[BufferKey] = set()
+        self.host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
+        self.compute_dtype = compute_dtype
+        types = {parameter: dtype_on_device(parameter, compute_dtype) for parameter in self.parameters}
+        self.narrow = {parameter: dtype for parameter, dtype in types.items() if dtype != parameter.dtype}
+        self._places = places_of(module, self.parameters) if module is not None else []
+        self._containers = containers_of(module, self._places) if module is not None else []
+        self._derived = derived_weights(module) if module is not None else []
+        self.is_parametrized = module is not None and any(map(parametrize.is_parametrized, module.modules()))
+
+    def is_outdated(self) -> bool:
+        """Whether its parameters are no longer where they were when it was made."""
+        return any(is_replaced(place) for place in self._places)
+
+    def derive(self) -> None:
+        """Compute the weights that its hooks make of parameters, where nothing is swapped."""
+        for weight in self._derived:
+            weight.compute()
+
+    def has_unknown_buffers(self) -> bool:
+        """Whether its calls are still looked at for buffers that are changed through `.data`."""
+        return bool(self.buffers) and self.num_compared_calls < COMPARED_CALLS
+
+    def note_calls(self, before: Mapping[BufferKey, Tensor], after: Mapping[BufferKey, Tensor | None]) -> None:
+        """Compare its buffers before and after a call."""
+        self.num_compared_calls += 1
+        for key, tensor in after.items():
+            old = before.get(key)
+            if tensor is not None and old is not None and (tensor.shape != old.shape or not torch.equal(tensor, old)):
+                self.unversioned_buffers.add(key)
+
+    def note_host_buffers(self, keys: Iterable[BufferKey]) -> None:
+        """These buffers of the host are as they should be for the rest of the step."""
+        for key in keys if self.is_training else ():
+            if key in self._own_buffers and (buffer := key[0]._buffers[key[1]]) is not None:
+                self.host_buffers[key] = buffer, version_of(buffer)
+
+    def note_written_buffers(self, keys: Collection[BufferKey]) -> None:
+        """These buffers of the host were made what the layer, or one that shares them, made of them on a device."""
+        self.buffer_writes.update(key for key in keys if key in self._own_buffers)
+        self.note_host_buffers(keys)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of its buffers."""
+        return bytes_of(self.buffers)
+
+    @property
+    def num_buffer_writes(self) -> int:
+        """How often its buffers were written so."""
+        return sum(self.buffer_writes[key] for key in self.buffers)
+
+    def refuse_changed_buffers(self) -> None:
+        """Refuse a step in which others than the layer change its buffers.
+
+        Raises:
+            UnsupportedModelError: naming the buffer.
+        """
+        for key in self.buffers if self.host_buffers else ():
+            owner, name = key
+            buffer, version = self.host_buffers.get(key) or (None, 0)
+            if buffer is not None and (owner._buffers.get(name) is not buffer or version_of(buffer) != version):
+                raise UnsupportedModelError(
+                    f"buffer {name!r} of layer {self.name!r} is changed within a step, outside of the layer's call, but the "
+                    "layer is called again for other microbatches and in the backward: change it in the layer's forward, or "
+                    "in a hook such as on_train_batch_end"
+                )
+
+    @contextmanager
+    def bound(
+        self, parameters: Mapping[nn.Parameter, Tensor], buffers: Mapping[BufferKey, Tensor]
+    ) -> Iterator[dict[BufferKey, Tensor | None]]:
+        """Let the layer's code find these tensors.
+
+        Yields:
+            A dict that holds, once the context is left, the buffers as the code left them.
+        """
+        outside = [(place, place.container[place.key]) for place in self._places]
+        if any(_is_foreign(value, place.parameter) for place, value in outside):
+            raise UnsupportedModelError(
+                f"layer {self.name!r} is called with tensors in place of its parameters (torch.func.functional_call), but it "
+                "is swapped with its own: compute with the functions of torch.nn.functional instead, or train with "
+                "Trainer(strategy='auto')"
+            )
+        outside_buffers = {(owner, name): owner._buffers[name] for owner, name in buffers}
+        containers = [(attributes, name, attributes[name]) for attributes, name in self._containers]
+        derived = [(weight, weight.get()) for weight in self._derived]
+        left: dict[BufferKey, Tensor | None] = {}
+        for place in self._places:
+            place.container[place.key] = parameters[place.parameter]
+        for (owner, name), tensor in buffers.items():
+            owner._buffers[name] = tensor
+        try:
+            yield left
+        finally:
+            for place, value in outside:
+                place.container[place.key] = value
+            # What the code made of the weights would keep them on the device.
+            for attributes, name, container in containers:
+                attributes[name] = container
+            for weight, value in derived:
+                weight.set(value)
+            for (owner, name), value in outside_buffers.items():
+                left[owner, name] = owner._buffers[name]
+                owner._buffers[name] = value
+
+
+@contextmanager
+def own_code_of(layer: SwappedLayer) -> Iterator[None]:
+    """The context of a layer's own code, which finds its own parameters and must use no others.
+
+    Their gradients would not leave the layer, and a lane that waited for them would wait with the layer's weights bound.
+    """
+    before = layer_of_caller()
+    _within.layer = layer
+    try:
+        yield
+    finally:
+        _within.layer = before
+
+
+def layer_of_caller() -> SwappedLayer | None:
+    """The layer whose own code the calling thread is in, if it is in one's."""
+    return getattr(_within, "layer", None)
+
+
+# Of each lane.
+_within = threading.local()
+
+
+def _is_foreign(value: Any, parameter: nn.Parameter) -> bool:
+    """Whether what is in a parameter's place neither is it nor stands in for it."""
+    return value is not parameter and getattr(value, "_parameter", None) is not parameter
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; those of inference mode count no versions."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def dtype_on_device(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> torch.dtype:
+    """The type of a parameter where it is computed with: the one to compute in, if that is narrower than its own."""
+    if compute_dtype is None or not parameter.is_floating_point() or parameter.element_size() <= compute_dtype.itemsize:
+        return parameter.dtype
+    return compute_dtype
+
+
+def _of_recurrent_modules(module: nn.Module) -> frozenset[nn.Parameter]:
+    return frozenset(p for each in module.modules() if isinstance(each, nn.RNNBase) for p in each.parameters())
+
+
+def buffers_of(module: nn.Module) -> list[BufferKey]:
+    """Owner and name of every buffer below a module, as far as it holds a tensor."""
+    return [
+        (owner, name) for owner in module.modules() for name, buffer in owner._buffers.items() if buffer is not None
+    ]
+
+
+def move_buffers(keys: Sequence[BufferKey], device: torch.device) -> None:
+    """Move buffers to a device, as far as they are still there."""
+    for owner, name in keys:
+        buffer = owner._buffers.get(name)
+        if buffer is not None:
+            owner._buffers[name] = buffer.to(device)
+
+
+def places_of(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Place]:
+    """Every place below a module that holds one of ``parameters``: registered, or referred to by an attribute."""
+    wanted = {id(parameter) for parameter in parameters}
+    return [place for owner in module.modules() for place in _places_in(owner) if id(place.parameter) in wanted]
+
+
+def containers_of(module: nn.Module, places: Sequence[Place]) -> list[tuple[dict[str, Any], str]]:
+    """The attributes below a module that are the dicts or lists of these places. `nn.LSTM` makes its list anew."""
+    wanted = {id(place.container) for place in places}
+    return [
+        (vars(owner), name) for owner in module.modules() for name, value in vars(owner).items() if id(value) in wanted
+    ]
+
+
+def _places_in(owner: nn.Module) -> Iterator[Place]:
+    for name, parameter in owner._parameters.items():
+        if parameter is not None:
+            yield Place(owner._parameters, name, parameter)
+    for name, value in vars(owner).items():
+        if name not in ("_parameters", "_modules", "_buffers"):
+            yield from _places_of_value(vars(owner), name, value)
+
+
+def _places_of_value(container: Any, key: Any, value: Any) -> Iterator[Place]:
+    if isinstance(value, nn.Parameter):
+        yield Place(container, key, value)
+    elif isinstance(value, list | dict):
+        items = enumerate(value) if isinstance(value, list) else value.items()
+        yield from (Place(value, inner, item) for inner, item in items if isinstance(item, nn.Parameter))

@@ -1,0 +1,288 @@
+"""Packs: the layers that are swapped together, and what there is of them on a device and on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.stream import Event
+from lightning_harmony.engine.model.host_store import HostStore, Slot, lay_out
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, bytes_of
+
+
+@dataclass(frozen=True)
+class Run:
+    """A range of the arena that is copied at once."""
+
+    arena_offset: int
+    device_offset: int
+    num_bytes: int
+
+
+# A layer that is used twice sums the gradients of each use apart, and so do layers that share a parameter: the sums are
+# then added in an order that no plan changes.
+GradientKey = tuple[SwappedLayer, nn.Parameter]
+
+
+@dataclass
+class HostGradients:
+    """Gradients of one use of a pack's layers on their way to the host, or there.
+
+    Attributes:
+        use: which call of its layer they belong to, counted within a microbatch.
+        buffer: host buffer that holds all of them.
+        event: the end of the copy.
+        sums: the gradients, as views of the buffer.
+        includes_earlier: the parameters whose earlier `grad` is part of the sum.
+        norms: of the gradients, computed on their device, where somebody will ask for them.
+    """
+
+    use: int
+    buffer: Tensor
+    event: Event
+    sums: dict[GradientKey, Tensor]
+    includes_earlier: set[nn.Parameter]
+    norms: dict[GradientKey, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Page-locked memory that a pack's buffers pass through.
+
+    To copy them from or to the user's own tensors would stop the host until the device has come there.
+
+    Attributes:
+        memory: all of it.
+        buffers: each of them, as a view of it.
+        on_device: the memory that they come to.
+    """
+
+    memory: Tensor
+    buffers: dict[BufferKey, Tensor]
+    on_device: Tensor
+
+
+@dataclass(frozen=True)
+class LeavingBuffers:
+    """Buffers that layers changed, on their way to the host.
+
+    Attributes:
+        staging: where they come to.
+        changed: which ones.
+        event: the end of the copies.
+    """
+
+    staging: Staging
+    changed: list[BufferKey]
+    event: Event
+
+
+@dataclass
+class Residency:
+    """The weights and buffers of a pack on a device.
+
+    Attributes:
+        device: which one.
+        weights: the buffer that holds all weights.
+        ready: the end of the copies that bring them.
+        leaves: each parameter, as a view of the buffer.
+        buffers: the layers' buffers.
+        staging: what they pass through on the host; None where there are none.
+        last_use: the end of the last work that used them, if it is known. What is evicted makes way for the next pack, which
+            would otherwise wait for all that was launched since.
+        dirty_buffers: those that layers changed.
+        as_of: how often the host's buffers had been written when these were copied.
+    """
+
+    device: Device
+    weights: Tensor
+    ready: Event
+    leaves: dict[nn.Parameter, nn.Parameter]
+    buffers: dict[BufferKey, Tensor]
+    staging: Staging | None = None
+    as_of: int = 0
+    last_use: Event | None = None
+    dirty_buffers: set[BufferKey] = field(default_factory=set)
+
+
+@dataclass
+class Accumulator:
+    """The gradients of one use of a pack's layers on a device, summed over microbatches.
+
+    Attributes:
+        buffer: device buffer that holds all of them.
+        sums: a place for each, as views of the buffer.
+        touched: those that exist.
+        includes_earlier: the parameters whose earlier `grad` is part of the sum.
+        gathered: the end of the last addition that was made beside what computes; None if there was none.
+    """
+
+    buffer: Tensor
+    sums: dict[GradientKey, Tensor]
+    touched: set[GradientKey] = field(default_factory=set)
+    includes_earlier: set[nn.Parameter] = field(default_factory=set)
+    gathered: Event | None = None
+
+    def adding(self, layer: SwappedLayer, gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> Callable[[], None]:
+        """Note that gradients of a layer are added. What adds them."""
+        sums, touched = self.sums, self.touched
+        first = [(sums[layer, p], gradient) for p, gradient in gradients if (layer, p) not in touched]
+        further = [(sums[layer, p], gradient) for p, gradient in gradients if (layer, p) in touched]
+        touched.update((layer, p) for p, _ in gradients)
+
+        def add() -> None:
+            if first:
+                # Copied, not added to zeros: nothing to clear, and the sign of a zero survives.
+                torch._foreach_copy_([total for total, _ in first], [gradient for _, gradient in first])
+            if further:
+                torch._foreach_add_([total for total, _ in further], [gradient for _, gradient in further])
+
+        return add
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a pack's weights lie on a device.
+
+    Attributes:
+        slots: where each parameter lies.
+        num_bytes: of all of them.
+        runs: the ranges of the arena that are copied as they are.
+        casts: the parameters that are cast to a narrower type on their way.
+        staging_bytes: what is needed on the device besides while they come.
+        copied_bytes: what crosses from the host: more than lies there where they are cast, or where one copy takes what is
+            between them along.
+    """
+
+    slots: dict[nn.Parameter, Slot]
+    num_bytes: int
+    runs: list[Run]
+    casts: list[nn.Parameter]
+    staging_bytes: int
+    copied_bytes: int
+
+
+class SwappedPack:
+    """Consecutive layers that are swapped together.
+
+    Attributes:
+        index: number in the plan.
+        layers: in execution order.
+        parameters: of all its layers, each once.
+        is_narrow: whether it is swapped in narrow, as far as its layers allow.
+        leaving: buffers of its last stay that the host doesn't have yet.
+    """
+
+    def __init__(self, index: int, layers: Sequence[SwappedLayer], store: HostStore) -> None:
+        self.index = index
+        self.layers = list(layers)
+        self.parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters))
+        # Layers may share modules.
+        self.buffers = list(dict.fromkeys(key for layer in layers for key in layer.buffers))
+        self.is_narrow = False
+        self._store = store
+        self._layouts: dict[bool, Layout] = {}
+        self.residency: Residency | None = None
+        self.leaving: LeavingBuffers | None = None
+        self.accumulators: dict[int, Accumulator] = {}
+        self.parked: dict[int, HostGradients] = {}
+        self._gradient_layouts: dict[tuple[bool, ...], tuple[dict[GradientKey, Slot], int]] = {}
+
+    @property
+    def name(self) -> str:
+        """Its first and last layer."""
+        first, last = self.layers[0].name, self.layers[-1].name
+        return first if first == last else f"{first} … {last}"
+
+    @property
+    def layout(self) -> Layout:
+        """How its weights lie on the device when it is swapped in."""
+        # With a type to compute in, at all times.
+        is_narrow = self.is_narrow or self.layers[0].compute_dtype is not None
+        if is_narrow not in self._layouts:
+            narrow = self.narrow_parameters() if is_narrow else {}
+            self._layouts[is_narrow] = _layout(self.parameters, narrow, self._store)
+        return self._layouts[is_narrow]
+
+    def narrow_parameters(self) -> dict[nn.Parameter, torch.dtype]:
+        """The parameters that all of its layers may have narrow, and how narrow."""
+        owners: dict[nn.Parameter, list[SwappedLayer]] = {}
+        for layer in self.layers:
+            for parameter in layer.parameters:
+                owners.setdefault(parameter, []).append(layer)
+        return {p: layers[0].narrow[p] for p, layers in owners.items() if all(p in layer.narrow for layer in layers)}
+
+    def widen(self) -> None:
+        """From now on, swap all of its parameters in as they are."""
+        for layer in self.layers:
+            layer.narrow = {}
+        self._layouts.pop(True, None)
+
+    @property
+    def swap_in_bytes(self) -> int:
+        """What swapping it in takes on the device: weights, buffers, and for a moment the staging of casts."""
+        return self.layout.num_bytes + self.buffer_bytes + self.layout.staging_bytes
+
+    @property
+    def has_changed_buffers(self) -> bool:
+        """Whether its layers changed buffers on the device that the host doesn't have yet."""
+        return self.leaving is not None or (self.residency is not None and bool(self.residency.dirty_buffers))
+
+    @property
+    def num_buffer_writes(self) -> int:
+        """How often the host's buffers were written by what layers changed on a device."""
+        return sum(layer.num_buffer_writes for layer in self.layers)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of its layers' buffers."""
+        return bytes_of(self.buffers)
+
+    def buffer_layout(self) -> tuple[dict[BufferKey, Slot], int]:
+        """A slot for each of its layers' buffers, and the bytes of the whole."""
+        slots, num_bytes = lay_out([buffer_of(key) for key in self.buffers])
+        return dict(zip(self.buffers, slots, strict=True)), num_bytes
+
+    def gradient_layout(self) -> tuple[dict[GradientKey, Slot], int]:
+        """A slot for the gradient of each trainable parameter of each layer, and the bytes of the whole."""
+        trainable = tuple(parameter.requires_grad for parameter in self.parameters)
+        known = self._gradient_layouts.get(trainable)
+        if known is None:
+            keys = [(layer, p) for layer in self.layers for p in layer.parameters if p.requires_grad]
+            slots, num_bytes = lay_out([parameter for _, parameter in keys])
+            known = self._gradient_layouts[trainable] = dict(zip(keys, slots, strict=True)), num_bytes
+        return known
+
+
+# A parameter that is cast on its way comes in pieces of this size.
+STAGING_BYTES = 64 * 1024 * 1024
+
+
+def _layout(parameters: Iterable[nn.Parameter], narrow: Mapping[nn.Parameter, torch.dtype], store: HostStore) -> Layout:
+    ordered = sorted(parameters, key=lambda parameter: store.slot(parameter).offset)
+    placed, num_bytes = lay_out(ordered, [narrow.get(parameter, parameter.dtype) for parameter in ordered])
+    runs: list[Run] = []
+    for parameter, slot in zip(ordered, placed, strict=True):
+        if parameter in narrow:
+            continue
+        offset, size = store.slot(parameter).offset, slot.num_bytes
+        last = runs[-1] if runs else None
+        if last is not None and offset - last.arena_offset == slot.offset - last.device_offset:
+            runs[-1] = Run(last.arena_offset, last.device_offset, slot.offset + size - last.device_offset)
+        else:
+            runs.append(Run(offset, slot.offset, size))
+    casts = [parameter for parameter in ordered if parameter in narrow]
+    staging = max((min(store.slot(parameter).num_bytes, STAGING_BYTES) for parameter in casts), default=0)
+    copied = sum(run.num_bytes for run in runs) + sum(store.slot(parameter).num_bytes for parameter in casts)
+    return Layout(dict(zip(ordered, placed, strict=True)), num_bytes, runs, casts, staging, copied)
+
+
+def buffer_of(key: BufferKey) -> Tensor:
+    """The user's own buffer."""
+    buffer = key[0]._buffers[key[1]]
+    assert buffer is not None
+    return buffer

@@ -1,0 +1,1 @@
+"""The rehearsal: a step on fake tensors, which tells what it would take."""

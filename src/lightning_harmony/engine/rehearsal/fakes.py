@@ -1,0 +1,125 @@
+"""Fakes: what stands in for a device, for the host store and for weights where nothing is to be taken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_harmony.engine.devices.stream import Event, Happened, HostMoment
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.layers.narrow import CastWatch
+from lightning_harmony.engine.model.host_store import HostStore, Slot, lay_out
+from lightning_harmony.engine.model.pack import Residency
+
+
+def fake(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A fake tensor on the CPU of the shape of another; within a fake mode."""
+    if tensor.layout is not torch.strided:
+        return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="cpu")
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
+
+
+class NoCopies:
+    """A stream that does nothing: fake tensors hold nothing to copy."""
+
+    def submit(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Happened:
+        """Leave it."""
+        return Happened()
+
+    def submit_brief(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Happened:
+        """Leave it, too."""
+        return Happened()
+
+    def moment(self) -> HostMoment:
+        """Now."""
+        return HostMoment()
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
+class FakeDevice(VirtualDevice):
+    """Counts the storages of fake tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.swap_in = self.swap_out = self.stash_in = NoCopies()
+        self._is_counting = True
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """All operations are seen anyway."""
+        yield
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Count nothing."""
+        before, self._is_counting = self._is_counting, False
+        try:
+            yield
+        finally:
+            self._is_counting = before
+
+    def run_compiled(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """In sight of what counts it runs uncompiled: fake tensors have nothing to compile for."""
+        return function(*args, **kwargs)
+
+    def count_results(self, result: Any) -> None:
+        """Count the tensors that an operation returned."""
+        if self._is_counting:
+            super().count_results(result)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is allocated within the context does not count for the peak that is watched."""
+        watched = self._watched_bytes
+        yield
+        self._watched_bytes = watched
+
+
+class FakeStore(HostStore):
+    """Where parameters would lie in the arena."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        slots, self.num_bytes = lay_out(parameters)
+        self._slots: dict[nn.Parameter, Slot] = dict(zip(parameters, slots, strict=True))
+
+
+class FakeWatch(CastWatch):
+    """Watches fake weights, which have no addresses, and lets nobody try them."""
+
+    def __init__(self, residency: Residency, dtype: torch.dtype) -> None:
+        TorchDispatchMode.__init__(self)
+        self.dtype = dtype
+        self._owners = {
+            leaf.untyped_storage()._cdata: parameter
+            for parameter, leaf in residency.leaves.items()
+            if leaf.is_floating_point() and leaf.element_size() > dtype.itemsize and leaf.numel() > 0
+        }
+        self._num_casts = Counter()
+        self._used = set()
+
+    def narrow(self) -> set[nn.Parameter]:
+        """None to be tried: on fake tensors, nothing could come of it."""
+        return set()
+
+    def found(self) -> set[nn.Parameter]:
+        """The parameters that would be tried."""
+        return super().narrow()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Fake tensors are even asked for their device in this way.
+        if func is torch.ops.prim.device.default:
+            return func(*args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _parameter(self, tensor: Tensor) -> nn.Parameter | None:
+        if tensor.layout is not torch.strided:
+            return None
+        return self._owners.get(tensor.untyped_storage()._cdata)

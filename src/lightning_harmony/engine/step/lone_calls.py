@@ -1,0 +1,85 @@
+"""Lone calls: those of layers outside of any step, or in manual optimization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lightning_harmony.engine.measure.step_recorder import StepRecorder
+from lightning_harmony.engine.memory.placement import Placement
+from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.step.gradient_sums import GradientSums
+from lightning_harmony.engine.step.shortage import exceeded
+from lightning_harmony.engine.step.swapped_model import SwappedModel
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.plan.values.task import Phase, Task
+
+
+class LoneCalls:
+    """Swaps a pack in for one call, on the root device: between two calls anyone may change weights.
+
+    Args:
+        model: follows its parameters.
+        placement: of its packs.
+        sums: of the gradients that come of such calls.
+        recorder: notes tasks.
+        discard_record: discards the record that foresaw something else than what happens; returns a word on it.
+    """
+
+    def __init__(
+        self,
+        model: SwappedModel,
+        placement: Placement,
+        sums: GradientSums,
+        recorder: StepRecorder,
+        discard_record: Callable[[], str],
+    ) -> None:
+        self._model = model
+        self._placement = placement
+        self._sums = sums
+        self._recorder = recorder
+        self._discard_record = discard_record
+        # The backward that will flush its gradients, as autograd numbers them.
+        self._flushing: int | None = None
+
+    @contextmanager
+    def visit(self, index: int, phase: Phase) -> Iterator[Residency]:
+        """The pack resides on the device within the context."""
+        residents = self._placement.residents[0]
+        pack = residents.packs[index]
+        for layer in pack.layers:
+            if layer.is_outdated():
+                raise UnsupportedModelError(
+                    f"layer {layer.name!r} is called outside of a step, after its parameters were replaced, as pruning does, "
+                    "and before the next step: call it in a later hook"
+                )
+            layer.derive()
+        self._model.follow(pack.parameters)
+        try:
+            # Nothing else may take room: what devices have updated leaves.
+            residents.swapper.await_update(pack)
+            while residents.device.retire(wait=True):
+                pass
+            residents.swapper.swap_in(pack)
+            assert pack.residency is not None
+            pack.residency.ready.wait()
+            self._recorder.enter(0, Task(index, phase, 0), pack)
+            yield pack.residency
+        except torch.OutOfMemoryError as error:
+            what = f"layer {pack.name!r}, called outside of a step or in manual optimization,"
+            raise exceeded(what, residents.device, error, self._discard_record(), smaller="batches") from error
+        finally:
+            self._recorder.leave()
+            residents.swapper.finish_reading()
+            residents.swapper.park_gradients(pack)
+            residents.evict(pack)
+            residents.drain()
+
+    def flush_after_this_backward(self) -> None:
+        """Whoever calls a backward here finds its gradients as soon as it returns."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._flushing:
+            self._flushing = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._sums.flush)

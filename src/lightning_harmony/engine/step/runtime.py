@@ -1,0 +1,342 @@
+"""The runtime: what calls of layers and glue ask for, in a lane or outside of any step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.glue.one_device import OneDevice
+from lightning_harmony.engine.layers.layer_call import LayerCall, OpenCall
+from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
+from lightning_harmony.engine.measure.step_recorder import StepRecorder
+from lightning_harmony.engine.memory.placement import Placement
+from lightning_harmony.engine.memory.stash import Alias, Stashed, is_small
+from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers
+from lightning_harmony.engine.model.host_store import begins_in, lies_in
+from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.step.gradient_sums import GradientSums
+from lightning_harmony.engine.step.lone_calls import LoneCalls
+from lightning_harmony.engine.step.observer import Observer
+from lightning_harmony.engine.step.step import Step
+from lightning_harmony.engine.step.swapped_model import SwappedModel
+from lightning_harmony.engine.step.visits import Visits
+from lightning_harmony.engine.structures.strides import copied
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.plan.values.task import Phase
+
+
+class Runtime:
+    """Serves calls of layers and glue, each in the lane that asks.
+
+    Args:
+        model: whose layers and parameters they are.
+        step: the step that runs.
+        placement: of its packs.
+        visits: of lanes.
+        lone_calls: all others.
+        sums: of gradients.
+        transfers: between devices.
+        observer: of what is not known yet.
+        recorder: notes when layers compute.
+        note_set: called with the attributes of a module, and the names of those that a layer's own code has set.
+
+    Attributes:
+        recomputing: the context of a layer's own code when it runs again, and has been heard before.
+    """
+
+    recomputing: Callable[[], AbstractContextManager[None]]
+
+    def __init__(
+        self,
+        model: SwappedModel,
+        step: Step,
+        placement: Placement,
+        visits: Visits,
+        lone_calls: LoneCalls,
+        sums: GradientSums,
+        transfers: Transfers,
+        observer: Observer,
+        recorder: StepRecorder,
+        note_set: Callable[[dict[str, Any], set[str]], None],
+    ) -> None:
+        self._model = model
+        self._step = step
+        self._placement = placement
+        self._visits = visits
+        self._lone_calls = lone_calls
+        self._sums = sums
+        self._transfers = transfers
+        self._observer = observer
+        self._recorder = recorder
+        self.note_set = note_set
+        self._devices = transfers.devices
+        self.open_call = OpenCall(self.visit)
+        self.recomputing = nullcontext
+
+    def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
+        """Wait for a layer's turn; within the context it resides on the device."""
+        self.open_call.leave()
+        progress = self._step.current()
+        if progress is None:
+            return self._lone_calls.visit(self._placement.pack_of[layer.index], phase)
+        return self._visits.visit(progress, layer, phase)
+
+    # ---- devices -------------------------------------------------------------------------------------------------------
+
+    def home(self, tensor: Tensor) -> int | None:
+        """The number of the device where a tensor is."""
+        return self._transfers.home(tensor)
+
+    def brought(self, tensor: Tensor, residency: Residency, *, at_once: bool) -> Tensor:
+        """A tensor for a layer: one on its device, or one that needs a gradient where it is, with a copy for the layer."""
+        progress = self._step.current()
+        if progress is None and self.home(tensor) is None:
+            # Who calls a layer outside of a step may have made its inputs beside the parameters, on the host.
+            return tensor.to(residency.device.torch_device)
+        if len(self._devices) == 1:
+            return tensor
+        number = self._devices.index(residency.device)
+        transfers = LaneTransfers(self._transfers, 0) if progress is None else progress.transfers
+        if at_once or progress is None or not (tensor.requires_grad and torch.is_grad_enabled()):
+            return transfers.moved(tensor, number)
+        transfers.copy(tensor, number)
+        return tensor
+
+    def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
+        """A tensor on a layer's device, without its graph."""
+        progress = self._step.current()
+        if len(self._devices) == 1 or progress is None:
+            return tensor
+        return progress.transfers.copy(tensor, self._devices.index(residency.device))
+
+    def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
+        """What a layer made goes to the lane."""
+        residency.device.hand_out(tensors)
+        progress = self._step.current()
+        if len(self._devices) > 1 and progress is not None:
+            progress.transfers.made(tensors)
+
+    def sent(self, tensor: Tensor, home: int | None) -> Tensor:
+        """The tensor at another one's home."""
+        if home is None:
+            return tensor.cpu()
+        return tensor if len(self._devices) == 1 else self._transfers.copy(tensor, home)
+
+    def calling(self) -> AbstractContextManager[None]:
+        """The context of a layer's call."""
+        glue = self._current_glue()
+        return nullcontext() if glue is None else glue.off()
+
+    def running(
+        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
+    ) -> AbstractContextManager[None]:
+        """The context of a layer's own code."""
+        if self._step.current() is None:
+            return residency.device.computing()
+        if len(self._devices) == 1:
+            return nullcontext()
+        number = self._devices.index(residency.device)
+        if takes_objects or layer.attributes.may_hold_tensors:
+            return self._running_on_all_devices(number)
+        return self._recorder.computing(residency.device)
+
+    def differentiating(self, residency: Residency) -> AbstractContextManager[None]:
+        """The context in which a backward runs through a layer, from node to node."""
+        if self._step.current() is None or len(self._devices) == 1:
+            # Modes that one node enters, torch leaves before the next.
+            return nullcontext()
+        return self._recorder.differentiating(residency.device)
+
+    @contextmanager
+    def _running_on_all_devices(self, number: int) -> Iterator[None]:
+        """What a layer does to tensors on other devices is in the order of their computing."""
+        with ExitStack() as stack:
+            for device in [*self._devices[:number], *self._devices[number + 1 :]]:
+                stack.enter_context(device.computing())
+            stack.enter_context(self._recorder.computing(self._devices[number]))
+            yield
+
+    def reaching(
+        self, layer: SwappedLayer, residency: Residency, away: Sequence[Tensor], *, takes_objects: bool
+    ) -> AbstractContextManager[None]:
+        """The context of a layer's forward: it may use tensors of its own wherever they are."""
+        progress = self._step.current()
+        may_reach = takes_objects or away or layer.attributes.may_hold_tensors
+        if len(self._devices) == 1 or progress is None or not may_reach:
+            return nullcontext()
+        number = self._devices.index(residency.device)
+        if takes_objects or away:
+            # What is in objects is not looked at: a layer may put more there.
+            return self._mixing(progress.transfers.within(away, number), number)
+        tensors = list(layer.attributes.read().tensors().values())
+        if not tensors:
+            return nullcontext()
+        if all(self.home(tensor) in (None, number) for tensor in tensors):
+            return progress.transfers.using(tensors, number)
+        return self._mixing(progress.transfers.within((), number), number)
+
+    @contextmanager
+    def _mixing(self, transfers: LaneTransfers, number: int) -> Iterator[None]:
+        """A layer's operations find tensors of all devices, as those of the glue do."""
+        with OneDevice(transfers, self._transfers, number):
+            yield
+        transfers.refuse_changed()
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """The context of a compiled layer, whatever becomes of compiled code around it."""
+        return torch.compiler.set_stance("default") if len(self._devices) > 1 else nullcontext()
+
+    def _current_glue(self) -> OneDevice | None:
+        if len(self._devices) == 1:
+            return None
+        progress = self._step.current()
+        return None if progress is None else progress.glue
+
+    def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operation of the glue whose operands may be on several devices."""
+        glue = self._current_glue()
+        return func(*args, **kwargs) if glue is None else glue.run(func, args, kwargs)
+
+    def device_of(self, layer: SwappedLayer) -> torch.device:
+        """Where a layer runs for the current lane."""
+        return self._devices[self._placement.device_of(self._placement.pack_of[layer.index])].torch_device
+
+    # ---- parameters that glue uses -------------------------------------------------------------------------------------
+
+    def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
+        """The layer that a parameter is when glue uses it; made when it is first used."""
+        layer = self._model.glue_layers.get(parameter) or self._model.add_glue_layer(parameter)
+        # A plan does not know one that came up since its layers were seen, as in the check of the split, in evaluation mode.
+        if layer.index not in self._placement.pack_of:
+            self._placement.add(layer)
+            self._sums.expect(layer)
+        return layer
+
+    def find_glue_layer(self, name: str) -> SwappedLayer | None:
+        """The layer that a parameter with a name is when glue uses it."""
+        return next((self.glue_layer(parameter) for parameter, own in self._model.names.items() if own == name), None)
+
+    def token(self, parameter: nn.Parameter) -> Tensor | None:
+        """The token of a parameter in the current microbatch."""
+        return self._tokens().get(parameter)
+
+    def keep_token(self, parameter: nn.Parameter, token: Tensor) -> None:
+        """Use a token for the rest of the microbatch's forward."""
+        self._tokens()[parameter] = token
+
+    def _tokens(self) -> dict[nn.Parameter, Tensor]:
+        progress = self._step.current()
+        assert progress is not None
+        return progress.tokens
+
+    def give(self, parameter: nn.Parameter) -> None:
+        """An autograd function of the user's own is given a parameter."""
+        progress = self._step.current()
+        if progress is not None:
+            progress.given.add(parameter)
+
+    def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
+        """The glue layer, and its parameter on the device, of which a tensor is a view."""
+        for parameter, layer in self._model.glue_layers.items():
+            if layer.index not in self._placement.pack_of:
+                continue
+            for pack in self._placement.copies(self._placement.pack_of[layer.index]):
+                # All weights of a pack are views of one buffer.
+                if pack.residency is not None and lies_in(tensor, pack.residency.weights):
+                    leaf = pack.residency.leaves[parameter]
+                    if begins_in(tensor, leaf):
+                        return layer, leaf
+        return None
+
+    # ---- what a forward keeps ------------------------------------------------------------------------------------------
+
+    def stash(self, tensor: Tensor) -> Stashed:
+        """Keep what a layer takes for the backward: on the host, unless it is small or needed again at once."""
+        if is_small(tensor):
+            # Counters and the like, which code between layers may change afterwards.
+            tensor = copied(Tensor.detach(tensor))
+        return self.stash_unchanged(tensor)
+
+    def stash_unchanged(self, tensor: Tensor) -> Stashed:
+        """Keep a tensor that nobody may change, such as those that autograd saves."""
+        progress = self._step.current()
+        number = self.home(tensor) or 0
+        if progress is None:
+            return self._placement.residents[number].stash.put(tensor) or Alias(tensor)
+        if self._visits.keeps_graphs_in(progress.task):
+            return Alias(tensor)
+        return progress.stashes[number].put(tensor) or Alias(tensor)
+
+    def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
+        """What a layer does with its weights, if that isn't known yet: the watch, to be active during its call."""
+        dtype = autocast_dtype(self._devices[0].torch_device)
+        if dtype is None or not self._observer.start_watching(layer):
+            return None
+        return CastWatch(residency, dtype)
+
+    def keep_graph(self, layer: SwappedLayer, call: LayerCall) -> bool:
+        """Whether a call may keep its graph, where there is room, and while its pack stays."""
+        index = self._placement.pack_of[layer.index]
+        if not self._visits.keeps_graphs_in((Phase.FORWARD, index)):
+            return False
+        residents, work = self._placement.residents_of(index), self._observer.work
+        if not residents.device.room_for(work.graph_bytes([layer]) + work.bytes([layer], Phase.FORWARD)):
+            return False
+        residents.keep_graph(residents.packs[index], call)
+        return True
+
+    def measuring_graph(self, layer: SwappedLayer) -> AbstractContextManager[None]:
+        """The context in which a layer's graph is made again."""
+        device = self._placement.residents_of(self._placement.pack_of[layer.index]).device
+        return self._observer.measuring_graph(layer, device)
+
+    # ---- backward ------------------------------------------------------------------------------------------------------
+
+    def expect_backward(self, layer: SwappedLayer) -> int:
+        """Announce a backward of a layer."""
+        progress = self._step.current()
+        if progress is None:
+            return 0
+        if progress.differentiating:
+            if layer.module is not None and not progress.given.isdisjoint(layer.parameters):
+                raise UnsupportedModelError(
+                    f"an autograd function between layers is given parameters of layer {layer.name!r}, and calls the layer in "
+                    "its backward, where their gradients come to p.grad alone: make a layer of a module that calls the "
+                    "function with HarmonyStrategy(layers=...)"
+                )
+            self._sums.refuse_late_call(layer)
+        progress.pending[self._placement.pack_of[layer.index]] += 1
+        use = progress.uses[layer.index]
+        progress.uses[layer.index] += 1
+        return use
+
+    def is_last_backward(self) -> bool:
+        """Whether the current lane differentiates its loss."""
+        progress = self._step.current()
+        return progress is not None and progress.differentiating
+
+    def end_backward(self, layer: SwappedLayer) -> None:
+        """An announced backward is over."""
+        progress = self._step.current()
+        if progress is not None:
+            progress.pending[self._placement.pack_of[layer.index]] -= 1
+
+    def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Take the gradients of one announced backward."""
+        progress = self._step.current()
+        if progress is not None:
+            if gradients and not progress.differentiating:
+                raise UnsupportedModelError(
+                    "the step runs a backward of its own, whose gradients of parameters must not add to those of the batch's "
+                    "loss: ask for the gradients of inputs alone with torch.autograd.grad(loss, inputs), or optimize manually "
+                    "(self.automatic_optimization = False)"
+                )
+        elif gradients:
+            self._lone_calls.flush_after_this_backward()
+        if gradients:
+            self._sums.add(layer, use, gradients)

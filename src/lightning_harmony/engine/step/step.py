@@ -1,0 +1,97 @@
+"""The step that runs: its lanes, and what all that they ask for depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightning_harmony.engine.lanes.lane import AnyLane, current_lane
+from lightning_harmony.engine.model.pack import SwappedPack
+from lightning_harmony.engine.step.turns import LaneProgress, Turns
+from lightning_harmony.plan.values.plan import Plan
+from lightning_harmony.plan.values.task import Phase
+
+
+class StepWatch(Protocol):
+    """Watches microbatches that run one after the other."""
+
+    def begin(self, microbatch: int) -> None:
+        """A microbatch begins."""
+
+    def at_call(self, layer: str) -> None:
+        """It calls a layer."""
+
+    def end(self) -> None:
+        """It has ended."""
+
+
+@dataclass
+class Grant:
+    """A lane's turn.
+
+    Attributes:
+        progress: whose it is.
+        device: the number of the device where it runs.
+        phase: the phase of the pack.
+        pack: the one that it runs; None for the code before the first layer.
+    """
+
+    progress: LaneProgress
+    device: int
+    phase: Phase
+    pack: SwappedPack | None
+
+
+class Step:
+    """The step that runs, or the last one, of which no lane runs any more.
+
+    Attributes:
+        turns: gives its lanes their turns.
+        predicted: the gradient of its loss, if that was known before: the backward of each microbatch then follows its loss.
+        fuses: whether a lane that comes to the fused packs goes through them to its loss and back.
+        is_sequential: whether one microbatch runs after the other, in the caller's own thread.
+        watch: watches its microbatches while one runs after the other.
+        in_backward: whether the gradient of its loss has come.
+        granted: the turn that a lane has.
+    """
+
+    turns: Turns
+
+    def __init__(self) -> None:
+        self.predicted: float | None = None
+        self.fuses = False
+        self.is_sequential = False
+        self.watch: StepWatch | None = None
+        self.in_backward = False
+        self.granted: Grant | None = None
+        self._progress: dict[AnyLane | None, LaneProgress] = {}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has lanes."""
+        return bool(self._progress)
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether each microbatch runs forward and backward before the next one begins."""
+        return self.is_sequential and self.predicted is not None
+
+    def start(self, running: Sequence[LaneProgress], plan: Plan, having_buffers: Collection[int]) -> None:
+        """These lanes run from now on.
+
+        Args:
+            running: the lanes, in the order of microbatches.
+            plan: what runs where.
+            having_buffers: the packs whose layers have buffers, which they may change.
+        """
+        self._progress = {progress.lane: progress for progress in running}
+        self.turns = Turns(running, plan, having_buffers, fuses=self.fuses)
+
+    def of(self, lane: AnyLane | None) -> LaneProgress | None:
+        """How far a lane has come; None if it has no part in the step."""
+        return self._progress.get(lane)
+
+    def current(self) -> LaneProgress | None:
+        """How far the calling lane has come; None outside of lanes."""
+        return self._progress.get(current_lane())

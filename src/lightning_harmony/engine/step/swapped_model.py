@@ -1,0 +1,162 @@
+"""The model as it is swapped: its layers, and what of it no layer owns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.model.derived import DerivedWeight, derived_weights
+from lightning_harmony.engine.model.host_store import HostStore
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffers_of, move_buffers
+from lightning_harmony.engine.updates.postponed import PostponedUpdate
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.plan.values.plan import visits_of
+
+
+class SwappedModel:
+    """A model whose layers are swapped.
+
+    Args:
+        module: the model. Buffers that no layer owns are on the root device from now until `close`.
+        layers: those of its modules that are scheduled.
+        store: where its parameters live.
+        postponed: the update of the step before.
+        root: the device where its own code runs.
+        compute_dtype: the type in which layers compute; None for those of their parameters.
+
+    Attributes:
+        layers: the same layers, and those that parameters are when glue uses them.
+        glue_layers: the latter, by their parameters.
+        names: of its parameters.
+        derived: the weights that hooks of layers compute, by their qualified names.
+        compute_dtype: the type in which layers compute.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[SwappedLayer],
+        store: HostStore,
+        postponed: PostponedUpdate,
+        root: torch.device,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.layers = list(layers)
+        self.compute_dtype = compute_dtype
+        self.glue_layers: dict[nn.Parameter, SwappedLayer] = {}
+        self.names = {parameter: name for name, parameter in module.named_parameters()}
+        self._module = module
+        self._store = store
+        self._postponed = postponed
+        writes: Counter[BufferKey] = Counter()
+        self._changed_buffers: set[BufferKey] = set()
+        for layer in self.layers:
+            layer.buffer_writes, layer.changed_buffers = writes, self._changed_buffers
+        self._num_owners = Counter(p for layer in layers for p in layer.parameters)
+        # They stay on the device throughout.
+        self._glue_buffers = self._unowned_buffers()
+        move_buffers(self._glue_buffers, root)
+        self.derived = self._derived_weights()
+
+    def _unowned_buffers(self) -> list[BufferKey]:
+        owned = {key for layer in self.layers for key in layer.buffers}
+        return [key for key in buffers_of(self._module) if key not in owned]
+
+    def _derived_weights(self) -> dict[str, DerivedWeight]:
+        names = {id(owner): name for name, owner in self._module.named_modules()}
+        modules = [layer.module for layer in self.layers if layer.module is not None]
+        weights = [weight for module in modules for weight in derived_weights(module)]
+        return {f"{names[id(weight.owner)]}.{weight.name}": weight for weight in weights}
+
+    def is_shared(self, parameter: nn.Parameter) -> bool:
+        """Whether several layers own a parameter."""
+        return self._num_owners[parameter] > 1
+
+    def add_glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
+        """Make a layer of a parameter that glue uses."""
+        layer = SwappedLayer(len(self.layers), self.names[parameter], None, [parameter], self.compute_dtype)
+        self.glue_layers[parameter] = layer
+        self.layers.append(layer)
+        self._num_owners[parameter] += 1
+        return layer
+
+    def has_other_parameters(self) -> bool:
+        """Whether the model has parameters that it had not when it was set up."""
+        return any(parameter not in self._store for parameter in self._module.parameters())
+
+    def catch_up(self) -> None:
+        """Before a step, see to what was done to parameters since the last one.
+
+        Raises:
+            UnsupportedModelError: if one has another type or shape.
+        """
+        self.follow(self.names)
+        for parameter, name in self.names.items():
+            if parameter._post_accumulate_grad_hooks:
+                raise UnsupportedModelError(
+                    f"parameter {name!r} has a hook that waits for its gradient (register_post_accumulate_grad_hook), but "
+                    "gradients are summed elsewhere: use on_after_backward, or leave the update just in time to the strategy"
+                )
+        if self.derived:
+            self._postponed.finish()
+            for weight in self.derived.values():
+                weight.compute()
+
+    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See where parameters are now.
+
+        Raises:
+            UnsupportedModelError: if one has another type or shape.
+        """
+        misfits = self._store.follow(parameters)
+        if misfits:
+            raise UnsupportedModelError(
+                f"parameter {self.names[misfits[0]]!r} was given another type or shape during the fit, but layers are "
+                "swapped as they were at its start; do that before the fit"
+            )
+
+    def begin_step(self, *, is_training: bool) -> None:
+        """Lanes run from now on: nobody but the layers may change their buffers in a training step."""
+        host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
+        self._changed_buffers.clear()
+        for layer in self.layers:
+            layer.is_training, layer.host_buffers = is_training, host_buffers
+
+    def end_step(self) -> None:
+        """No lane runs any more."""
+        for layer in self.layers:
+            layer.is_training, layer.host_buffers = False, {}
+
+    def refuse_changed_buffers(self) -> None:
+        """Refuse a step in which others than the layers change their buffers.
+
+        Raises:
+            UnsupportedModelError: naming the buffer.
+        """
+        for layer in self.layers:
+            layer.refuse_changed_buffers()
+
+    def buffer_of_several_visits(self, calls: Sequence[int]) -> str | None:
+        """A buffer that layers change in one visit of a microbatch and find in another; None if there is none.
+
+        Of microbatches that take turns, each would find there what the others have left.
+
+        Args:
+            calls: of a microbatch, the layers by their indices.
+        """
+        found: set[BufferKey] = set()
+        for index in visits_of(calls) if self._changed_buffers else ():
+            layer = self.layers[index]
+            own = [key for key in layer.buffers if key in self._changed_buffers]
+            for key in own:
+                if key in found:
+                    return f"buffer {key[1]!r} of layer {layer.name!r}"
+            found.update(own)
+        return None
+
+    def close(self) -> None:
+        """Bring back the buffers that were moved."""
+        move_buffers(self._glue_buffers, torch.device("cpu"))

@@ -1,0 +1,257 @@
+"""Visits: what a lane that comes to a pack finds ready there, and the room that it will need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch.utils._mode_utils import no_dispatch
+
+from lightning_harmony.engine.layers.narrow import autocast_dtype
+from lightning_harmony.engine.measure.profile import Profiler
+from lightning_harmony.engine.measure.report import Traffic
+from lightning_harmony.engine.measure.step_recorder import StepRecorder
+from lightning_harmony.engine.memory.placement import Placement
+from lightning_harmony.engine.memory.residents import Place, Residents
+from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.model.pack import Residency, SwappedPack
+from lightning_harmony.engine.step.observer import Observer
+from lightning_harmony.engine.step.step import Step
+from lightning_harmony.engine.step.turns import LaneProgress, Request
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.plan.values.task import Phase, Task
+
+_NONE: frozenset[int] = frozenset()
+
+
+class Visits:
+    """Brings packs to the lanes that visit them.
+
+    Args:
+        step: the step that runs.
+        placement: of its packs.
+        observer: knows what layers allocate.
+        profiler: times copies.
+        traffic: counts what is stashed.
+        recorder: notes tasks.
+        compute_dtype: the type in which layers compute, whatever autocast does; None to go by autocast.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        placement: Placement,
+        observer: Observer,
+        profiler: Profiler,
+        traffic: Traffic,
+        recorder: StepRecorder,
+        compute_dtype: torch.dtype | None,
+    ) -> None:
+        self._step = step
+        self._placement = placement
+        self._observer = observer
+        self._profiler = profiler
+        self._traffic = traffic
+        self._recorder = recorder
+        self._compute_dtype = compute_dtype
+        self._root = placement.residents[0].device.torch_device
+
+    def _refuse_forward_mode(self, layer: SwappedLayer) -> None:
+        """The tangents of forward-mode derivatives are the process's: who ends a level ends it for all microbatches."""
+        if torch.autograd.forward_ad._current_level >= 0 and not self._step.is_sequential:
+            raise UnsupportedModelError(
+                f"{layer.name!r} is swapped in within a forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad), "
+                "whose state all microbatches share: take a copy of the parameter before, parameter.clone(), or use "
+                "num_microbatches=1"
+            )
+
+    @contextmanager
+    def visit(self, progress: LaneProgress, layer: SwappedLayer, phase: Phase) -> Iterator[Residency]:
+        """Wait for a layer's turn; within the context it resides on the device."""
+        placement = self._placement
+        index = placement.pack_of[layer.index]
+        number = placement.device_of(index)
+        residents = placement.residents[number]
+        pack = residents.packs[index]
+        if phase is Phase.FORWARD:
+            progress.calls.append(layer.index)
+            if self._step.watch is not None and not progress.differentiating:
+                self._step.watch.at_call(layer.name)
+        if progress.task != (phase, index) or pack.residency is None:
+            position = placement.plan.position(phase, index, progress.position[phase])
+            request = Request(phase, index, position)
+            if self._may_go_on(progress, request):
+                with torch.no_grad(), no_dispatch(), residents.device.scheduling():
+                    self._recorder.leave()
+                    self.enter(progress, Place(pack, phase, position))
+                    self.note_task(number, progress, phase, pack)
+                    self._observer.go_on(residents.device, phase, pack)
+                if self._step.granted is not None:
+                    self._step.granted = replace(self._step.granted, pack=pack, phase=phase)
+            else:
+                self._refuse_forward_mode(layer)
+                progress.lane.park(request)
+        else:
+            # Between the layers of a pack, what the last one left to be swapped out may still be there.
+            place = Place(pack, phase, progress.position[phase])
+            with residents.device.scheduling():
+                residents.ensure_room(self._needed_bytes(residents, pack, phase, [layer]), place)
+        if phase is Phase.FORWARD and pack.layout.casts and not self._casts_as_known(pack):
+            self._widen(residents, Place(pack, phase, progress.position[phase]))
+        residency = pack.residency
+        assert residency is not None
+        # Not known while it lasts. Nor afterwards, where an error ended it, or where glue uses its parameters later on.
+        residency.last_use = None
+        if layer.module is None:
+            # Glue reads its parameters in the lane's own work, which has only heard of the layers it came through.
+            with residents.device.selected():
+                residency.ready.wait()
+        stashed = self._traffic.swapped_out["stash"]
+        yield residency
+        if self._observer.is_profiling and phase is Phase.FORWARD:
+            # The code behind the layer stashes, too.
+            self._profiler.note_input(layer, self._traffic.swapped_out["stash"] - stashed)
+        if layer.module is not None:
+            residency.last_use = residents.device.record()
+
+    def _may_go_on(self, progress: LaneProgress, request: Request) -> bool:
+        """Whether a lane enters a pack without parking: in one turn of the forward, or within the fused packs."""
+        step, plan, pack, task = self._step, self._placement.plan, request.pack, progress.task
+        if pack is None or task is None:
+            return False
+        if request.phase is Phase.FORWARD and request.position in plan.joined:
+            # Where work space isn't known, a lane goes from pack to pack.
+            return (
+                not (self._observer.is_measuring or progress.differentiating)
+                and task == (Phase.FORWARD, plan.visits[request.position - 1])
+                and not step.turns.would_overtake(progress, request)
+            )
+        if not step.fuses or step.in_backward or pack not in plan.fused or task[1] not in plan.fused:
+            return False
+        if request.phase is Phase.FORWARD:
+            return not progress.differentiating
+        return not step.turns.is_overtaking(progress, pack)
+
+    def _casts_as_known(self, pack: SwappedPack) -> bool:
+        """Whether autocast does now what it did when the pack's layers were watched."""
+        if self._compute_dtype is not None:
+            return True
+        dtype = autocast_dtype(self._root)
+        return all(narrow == dtype for narrow in pack.narrow_parameters().values())
+
+    def _widen(self, residents: Residents, place: Place) -> None:
+        """Give a pack its weights as they are."""
+        with torch.no_grad(), no_dispatch(), residents.device.scheduling():
+            residents.evict(place.pack)
+            for pack in self._placement.copies(place.pack.index):
+                pack.widen()
+            work_bytes = self._needed_bytes(residents, place.pack, place.phase)
+            residents.begin_visit(place, work_bytes, alone=self._observer.is_measuring)
+
+    # ---- coming to a pack ----------------------------------------------------------------------------------------------
+
+    def enter(self, progress: LaneProgress, place: Place) -> None:
+        """A lane comes to a pack: make it ready."""
+        progress.position[place.phase] = place.position
+        progress.task = place.phase, place.pack.index
+        placement, is_profiling = self._placement, self._observer.is_profiling
+        residents = placement.residents[placement.plan.device_of(place.pack.index, progress.lane.microbatch)]
+        residents.pinned = self._pinned(place)
+        work_bytes = self._needed_bytes(residents, place.pack, place.phase)
+        sharing = placement.others_with_buffers_of(place.pack)
+        for others, pack in sharing:
+            # A microbatch finds buffers as the one before it left them, wherever that was.
+            if pack.has_changed_buffers:
+                with others.device.scheduling():
+                    others.swapper.write_back(pack)
+        if is_profiling and place.pack.residency is None and len(place.pack.layers) == 1:
+            self._time_swap_in(residents, place, work_bytes)
+            self._observer.note_found(residents, place)
+        else:
+            residents.enter(place, work_bytes, alone=self._observer.is_measuring)
+        if sharing and place.phase is Phase.FORWARD:
+            residents.swapper.read_again(place.pack)
+        if self._observer.is_measuring and place.phase is Phase.BACKWARD:
+            # They count as gradients, and not as what the turn allocates.
+            residents.swapper.unpark_gradients(place.pack)
+
+    def enter_loss(self, progress: LaneProgress) -> None:
+        """A lane comes to the backward of its loss, which counts to the last layer's: make room for it.
+
+        Who goes through the fused packs at once has had room made for that, too.
+        """
+        plan = self._placement.plan
+        if not plan.visits or self._is_fused(plan.visits[-1], Phase.FORWARD):
+            return
+        index = plan.visits[-1]
+        residents = self._placement.residents[plan.device_of(index, progress.lane.microbatch)]
+        with torch.no_grad(), no_dispatch(), residents.device.scheduling():
+            if self._observer.is_measuring:
+                residents.await_leaving()
+                return
+            pack = residents.packs[index]
+            position = plan.position(Phase.BACKWARD, index, progress.position[Phase.BACKWARD])
+            work_bytes = self._observer.work.bytes(pack.layers[-1:], Phase.BACKWARD)
+            residents.ensure_room(work_bytes, Place(pack, Phase.BACKWARD, position))
+
+    def note_task(self, number: int, progress: LaneProgress, phase: Phase, pack: SwappedPack | None) -> None:
+        """Record what a lane does: before the first layer, and from its loss to the last, something to that layer's pack."""
+        if not self._recorder.is_recording:
+            return
+        ends = self._placement.plan.visits or (0,)
+        index = pack.index if pack is not None else ends[0 if phase is Phase.FORWARD else -1]
+        self._recorder.enter(number, Task(index, phase, progress.lane.microbatch), pack)
+
+    def _pinned(self, place: Place) -> frozenset[int]:
+        """The packs that the lanes behind come through: the fused ones, and those of the same turn of the forward."""
+        step, plan = self._step, self._placement.plan
+        fused = plan.fused if step.fuses and not step.turns.have_come_to_their_losses() else _NONE
+        if place.phase is Phase.BACKWARD or not plan.joined:
+            return fused
+        return fused | plan.packs_of_turn(place.position)
+
+    def _time_swap_in(self, residents: Residents, place: Place, work_bytes: int) -> None:
+        """Bring a layer to an empty device, and time its copy."""
+        pack = place.pack
+        # What that waits for, an update of the step before, is no part of the copy.
+        with self._observer.copying():
+            residents.evict_all_but(pack)
+            with self._profiler.swapping_in(pack.layers[0], residents.device):
+                residents.enter(place, work_bytes, alone=True)
+                assert pack.residency is not None
+                pack.residency.ready.synchronize()
+
+    # ---- memory --------------------------------------------------------------------------------------------------------
+
+    def keeps_graphs_in(self, task: tuple[Phase, int] | None) -> bool:
+        """Whether a task keeps graphs on the device, and with them what would go to the stash."""
+        if task is None or task[0] is not Phase.FORWARD or self._observer.is_measuring:
+            return False
+        return task[1] in self._placement.plan.kept or self._is_fused(task[1], Phase.FORWARD)
+
+    def _is_fused(self, pack: int, phase: Phase) -> bool:
+        """Whether a lane that comes to a pack goes on to its loss and comes back through it, all in one turn."""
+        return self._step.fuses and phase is Phase.FORWARD and pack in self._placement.plan.fused
+
+    def _needed_bytes(
+        self, residents: Residents, pack: SwappedPack, phase: Phase, layers: Sequence[SwappedLayer] | None = None
+    ) -> int:
+        """What a pack will allocate in a phase: work, kept graphs, and sums of gradients; of the former, for some layers."""
+        layers, plan, seen = layers or pack.layers, self._placement.plan, self._observer.work
+        fused = self._is_fused(pack.index, phase)
+        work = seen.bytes(layers, phase)
+        if phase is Phase.BACKWARD:
+            sums_here = pack.index not in plan.spread or residents is self._placement.home_of(pack.index)
+            gradients = pack.gradient_layout()[1] if sums_here and not pack.accumulators else 0
+            if residents.has_graphs(pack):
+                # What was measured made each graph anew.
+                work = max(max(seen.bytes([layer], phase) - seen.graph_bytes([layer]), 0) for layer in layers)
+            return gradients + work
+        if fused and pack.index == plan.visits[-1] and layers[-1] is pack.layers[-1]:
+            # The backward of the loss counts to the last layer's. It is a part of this turn, and finds graphs there.
+            work = max(work, seen.bytes(layers[-1:], Phase.BACKWARD))
+        if fused or pack.index in plan.kept:
+            work += seen.graph_bytes(layers)
+        return work

@@ -1,0 +1,1 @@
+"""Structures of Python and tensors: what a value holds, taken apart and put together again."""

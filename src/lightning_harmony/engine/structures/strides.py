@@ -1,0 +1,57 @@
+"""Strides: a tensor's distinct elements as a dense tensor, and back. Kernels are chosen by strides: copies keep them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The strided tensors that a tensor consists of, as far as they can be had."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one range of memory, each place once."""
+    return torch.ops.aten.is_non_overlapping_and_dense(tensor)  # type: ignore[no-any-return]
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """The distinct elements of a tensor as a dense one: expanded dimensions shrink to one element."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor if is_dense(tensor) else tensor.contiguous()
+
+
+def restore(compact: Tensor, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """The tensor of a given size and stride with the elements of its compact form."""
+    if compact.stride() == stride and compact.size() == size:
+        return compact
+    narrowed = torch.Size(1 if step == 0 else extent for extent, step in zip(size, stride, strict=True))
+    if compact.size() == narrowed and _same_places(compact, stride):
+        return compact.as_strided(size, stride)
+    restored = torch.empty_strided(size, stride, dtype=compact.dtype, device=compact.device)
+    restored.as_strided(narrowed, stride).copy_(compact)
+    return restored
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy with the same strides. `Tensor.clone` makes one of its own of what is not dense; a subclass may do anything."""
+    if tensor.layout is not torch.strided:
+        return Tensor.clone(tensor)
+    return restore(Tensor.clone(compact(tensor)), tensor.size(), tensor.stride())
+
+
+def _same_places(compact: Tensor, stride: tuple[int, ...]) -> bool:
+    """Whether elements lie where ``stride`` puts them."""
+    steps = zip(compact.size(), compact.stride(), stride, strict=True)
+    return all(extent == 1 or own == wanted for extent, own, wanted in steps)

@@ -1,0 +1,1 @@
+"""Updates: from gradients to weights."""

@@ -1,0 +1,459 @@
+"""The update: gradients become the parameters' ``grad``, and pack by pack, just in time, an optimizer step."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lightning_harmony.engine.devices.stream import Event, HostEvent, HostStream, wait_for_one
+from lightning_harmony.engine.measure.profile import Speed, UpdateSpeeds
+from lightning_harmony.engine.model.host_store import HostPool, lies_in, num_users
+from lightning_harmony.engine.model.pack import HostGradients
+from lightning_harmony.engine.updates.norms import Norms
+from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
+from lightning_harmony.engine.updates.postponed import Overlap, PostponedUpdate, UpdateHeard, sort_state
+from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
+from lightning_harmony.plan.values.host_need import RING
+
+# Optimizers that update each parameter from its own gradient and state alone, so that a step pack by pack is the same
+# step. (LBFGS is not one: it searches along all parameters together.)
+SEPARABLE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
+        "Rprop", "SGD",
+    )
+    if hasattr(torch.optim, name)
+)  # fmt: skip
+
+
+# What torch puts around the step of a class when the first optimizer of it is made.
+_TORCHS_OWN = Optimizer.profile_hook_step(lambda: None).__code__
+
+
+def _steps_of(kind: type[Optimizer]) -> tuple[Any, Any]:
+    """The step of a class, without what torch itself puts around it, and how it zeroes gradients."""
+    step: Any = kind.step
+    if getattr(step, "__code__", None) is _TORCHS_OWN:
+        step = step.__wrapped__
+    return step, kind.zero_grad
+
+
+# As torch has them, whatever replaces them later.
+_GENUINE = {kind: _steps_of(kind) for kind in SEPARABLE}
+
+
+def why_not_separable(optimizer: Optimizer) -> str | None:
+    """The reason why an optimizer can't step pack by pack; None if it can."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in SEPARABLE:
+        return f"{name} is not known to update each parameter on its own"
+    if _has_other_step(optimizer):
+        return f"{name}.step is replaced by a function of its own"
+    if _zeroes_otherwise(optimizer):
+        return f"{name}.zero_grad is replaced by a function of its own"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{name} has step hooks"
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return "step hooks are registered for all optimizers"
+    return None
+
+
+def _has_other_step(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has another step than torch's: whoever gave it or its class that expects one call a step."""
+    own = type(optimizer).step
+    if _steps_of(type(optimizer))[0] is not _GENUINE[type(optimizer)][0]:
+        return True
+    step = vars(optimizer).get("step")
+    # What only asks for an update, and then makes it, is ours.
+    step = getattr(step, "asks_for", step)
+    function = getattr(step, "__func__", step)
+    if function is None or function is own:
+        return False
+    # A scheduler's. Objects that pass on what they are asked for have its mark, too.
+    is_schedulers = isinstance(function, FunctionType) and hasattr(function, "_wrapped_by_lr_sched")
+    return not (is_schedulers and getattr(function, "__wrapped__", None) is own)
+
+
+def _zeroes_otherwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer may leave gradients to the next step, which are gone when they are used just in time."""
+    zero_grad = vars(optimizer).get("zero_grad", optimizer.zero_grad)
+    return getattr(zero_grad, "__func__", None) is not _GENUINE[type(optimizer)][1]
+
+
+@dataclass
+class _Part:
+    """One contribution to the gradient of a parameter."""
+
+    order: tuple[int, int]
+    gradient: Tensor
+    source: HostGradients
+    norm: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is asked of a step.
+
+    Attributes:
+        optimizer: the one to step just in time; None if gradients are only to be collected.
+        clip: changes gradients before they are used just in time.
+        with_norms: whether to compute the norm of each gradient as it is collected.
+        reuses: whether the buffers of gradients that are used up are for those to come.
+        may_outlast: whether updates just in time may go on when the step has ended.
+        separable: whether each parameter can be updated by itself, so that nobody sees the optimizer do it. Of others, who
+            insists on an update just in time has the optimizer itself step.
+    """
+
+    optimizer: Optimizer | None = None
+    clip: Clip | None = None
+    with_norms: bool = False
+    reuses: bool = True
+    may_outlast: bool = False
+    separable: bool = False
+
+
+class Updater:
+    """Collects the gradients of a step on the host, and has the optimizer step where that may be done just in time.
+
+    Args:
+        pool: where the buffers of gradients return to.
+        streamed: updates parameters that can be updated by themselves.
+        spared_cores: the cores of the processor that updates leave to who launches the devices' work.
+        on_update: told the parameters of each piece of an update, and its beginning and end by `time.perf_counter`.
+
+    Attributes:
+        overlap: of all updates.
+        speeds: of the updates just in time.
+        norms: of the gradients of this step, where they were asked for.
+        postponed: the update of the step before, where it runs under this one's forward.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        streamed: StreamedUpdate,
+        spared_cores: Collection[int] = (),
+        on_update: UpdateHeard = lambda parameters, start, end: None,
+    ) -> None:
+        self.speeds, self._speed_of_step = UpdateSpeeds(), Speed()
+        self._pool = pool
+        self._streamed = streamed
+        # A thread of its own: the update of a pack runs under the backward of the next.
+        self._stream = HostStream("update", spared_cores)
+        self.overlap = Overlap(on_update=on_update)
+        self.norms = Norms(streamed.devices[0].torch_device)
+        self.postponed = PostponedUpdate(self._stream, streamed, self.overlap)
+        self._step = _Step()
+        self._known: frozenset[Tensor] = frozenset()
+        self._held_back: list[tuple[list[nn.Parameter], list[list[_Part]], list[Event]]] | None = None
+        self._places: dict[nn.Parameter, tuple[int, int]] = {}
+        self._ranks: dict[nn.Parameter, int] = {}
+        self._num_owners: dict[nn.Parameter, int] = defaultdict(int)
+        self._parts: dict[nn.Parameter, list[_Part]] = {}
+        self._unused: dict[int, int] = {}
+        self._held: list[tuple[HostGradients, int]] = []
+        self._submitted: list[HostEvent] = []
+        self._on_devices: list[Event] = []
+        self._updated: dict[nn.Parameter, Event] = {}
+
+    def begin(
+        self,
+        optimizer: Optimizer | None,
+        packs: Iterable[Sequence[nn.Parameter]],
+        *,
+        clip: Clip | None = None,
+        with_norms: bool = False,
+        hold_back: bool = False,
+        may_outlast: bool = False,
+    ) -> None:
+        """Begin a step.
+
+        Args:
+            optimizer: the one to step just in time; None if gradients are only to be collected.
+            packs: the parameters of each pack that `deliver` will be called for, those first that a forward needs first:
+                of what has arrived, they are updated first.
+            clip: changes gradients before they are used just in time.
+            with_norms: whether to compute the norm of each gradient as it is collected.
+            hold_back: whether nothing may change before `finish`. Then each buffer goes as it is used: nobody needs them all
+                once more.
+            may_outlast: whether updates just in time may go on when `finish` has returned: whoever needs parameters then
+                asks `postponed` first. The optimizer is one that `why_not_separable` finds nothing against.
+        """
+        # A step that failed never came to its end: what it left must not run into this one.
+        self.drain()
+        self._streamed.open()
+        self._submitted, self._updated = [], {}
+        self._held_back = [] if hold_back else None
+        separable = optimizer is not None and why_not_separable(optimizer) is None
+        self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back, separable)
+        self.speeds.outlast = may_outlast or bool(self.speeds.outlast)
+        self._known = frozenset[Tensor]() if optimizer is None else frozenset(optimizer.state)
+        self.norms.clear()
+        self._parts = defaultdict(list)
+        self._num_owners = defaultdict(int)
+        self._ranks = {}
+        for rank, parameters in enumerate(packs):
+            for parameter in parameters:
+                self._num_owners[parameter] += 1
+                self._ranks.setdefault(parameter, rank)
+        self._places = {} if optimizer is None else _places(optimizer)
+
+    @property
+    def steps_alone(self) -> Optimizer | None:
+        """The optimizer whose step may be made for some parameters by themselves; None if there is none."""
+        return self._step.optimizer if self._step.separable else None
+
+    @property
+    def wants_norms(self) -> bool:
+        """Whether the norm of each gradient is to be computed as it leaves its device."""
+        return self._step.with_norms
+
+    @property
+    def is_just_in_time(self) -> bool:
+        """Whether gradients that are delivered are used up at once."""
+        return self._step.optimizer is not None
+
+    @property
+    def torn(self) -> tuple[int, int] | None:
+        """After a backward that failed: how many parameters were updated within it, and how many were not; None if none was.
+
+        Those count whose gradients have been used. None, too, where all have been: that step is whole.
+        """
+        left = sum(number > 0 for number in self._num_owners.values())
+        return (len(self._updated), left) if self.is_just_in_time and self._updated and left else None
+
+    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
+        """A pack of these parameters has come up since the step began, for which `deliver` will be called, too."""
+        for parameter in parameters:
+            self._num_owners[parameter] += 1
+            self._ranks.setdefault(parameter, len(self._ranks))
+
+    def deliver(self, parameters: Sequence[nn.Parameter], gradients: Sequence[HostGradients]) -> None:
+        """Take the final gradients of a pack; those parameters that no other pack owns are ready."""
+        for source in gradients:
+            self._unused[id(source)] = len(source.sums)
+            for (layer, parameter), gradient in source.sums.items():
+                self._parts[parameter].append(
+                    _Part((layer.index, -source.use), gradient, source, source.norms.get((layer, parameter)))
+                )
+        ready = []
+        for parameter in parameters:
+            self._num_owners[parameter] -= 1
+            if self._num_owners[parameter] == 0 and parameter in self._parts:
+                ready.append(parameter)
+        parts = [self._parts.pop(parameter) for parameter in ready]
+        if not ready:
+            return
+        after = list({id(part.source): part.source.event for several in parts for part in several}.values())
+        if self._held_back is not None:
+            self._held_back.append((ready, parts, after))
+            return
+        event = self._stream.submit(self._work(ready, parts), after, min(self._ranks[p] for p in ready))
+        self._submitted.append(event)
+        self._updated.update(dict.fromkeys(ready, event))
+
+    def _work(self, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]]) -> Callable[[], None]:
+        """What there is to do for some parameters, with the gradients that are there, as the optimizer is now."""
+        return partial(self._take, self._step, self._share(parameters), parameters, parts)
+
+    def note_device_update(self, parameters: Sequence[nn.Parameter], on_host: Event) -> None:
+        """A device has updated a pack of these parameters, for which `deliver` is not called.
+
+        Args:
+            parameters: of the pack.
+            on_host: the end of the copy of what that has changed.
+        """
+        for parameter in parameters:
+            self._num_owners[parameter] -= 1
+        self._on_devices.append(on_host)
+        self._updated.update(dict.fromkeys(parameters, on_host))
+
+    def _share(self, parameters: Sequence[nn.Parameter]) -> Share | None:
+        """What is updated by itself, and not by the optimizer, which somebody may look at meanwhile."""
+        if self._step.optimizer is None or not self._step.separable:
+            return None
+        share = Share(self._step.optimizer, {p: self._places[p][0] for p in parameters if p in self._places})
+        for parameter in parameters:
+            # Lightning's own step must not find it. The share has it.
+            parameter.grad = None
+        return share
+
+    @property
+    def kept_bytes(self) -> int:
+        """What gradients take that parameters, or users, have from earlier steps."""
+        return sum(source.buffer.numel() for source, _ in self._held)
+
+    def await_room(self, num_bytes: int) -> None:
+        """Wait until the gradients of few packs alone wait for an update just in time, and there is room for others.
+
+        Args:
+            num_bytes: what those take.
+        """
+        if self._step.optimizer is None or self._held_back is not None:
+            return
+        while waiting := [event for event in self._submitted if not event.done()]:
+            if len(waiting) < RING and self._pool.has_room(num_bytes):
+                return
+            wait_for_one(waiting)
+
+    def finish(self) -> None:
+        """Wait until every gradient is in place and every update is done, or leave the updates to `postponed`.
+
+        What the first of those that it waits for raised is raised here.
+        """
+        held_back, self._held_back = self._held_back or [], None
+        self._submitted += [self._stream.submit(self._work(ready, parts), after) for ready, parts, after in held_back]
+        held_back.clear()
+        submitted, self._submitted = self._submitted, []
+        updated, self._updated = self._updated, {}
+        optimizer = self._step.optimizer
+        # Before anybody plans with what updates take, some have to be timed.
+        if optimizer is not None and self._step.may_outlast and self.speeds.fastest.bytes_per_second is not None:
+            self.postponed.follow(optimizer, updated, self._known)
+        else:
+            self._wait_for(submitted)
+
+    def _wait_for(self, submitted: Sequence[Event]) -> None:
+        try:
+            self.overlap.wait_for(submitted, self._streamed.devices)
+        finally:
+            self.drain()
+            if self._step.optimizer is not None:
+                sort_state(self._step.optimizer, self._known)
+
+    def drain(self) -> None:
+        """Wait until nothing is under way, on the way out of an error or before the next step."""
+        self._stream.submit(lambda: None).synchronize()
+        on_devices, self._on_devices = self._on_devices, []
+        for event in on_devices:
+            event.synchronize()
+        # Nobody times any more.
+        self.speeds.note(self._speed_of_step)
+        self._speed_of_step = Speed()
+
+    def _take(
+        self, step: _Step, share: Share | None, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]]
+    ) -> None:
+        targets = {parameter: parameter for parameter in parameters} if share is None else share.stand_ins
+        for parameter, contributions in zip(parameters, parts, strict=True):
+            if parameter in targets:
+                is_whole = _set_gradient(targets[parameter], parameter, contributions)
+                if is_whole and step.with_norms and contributions[0].norm is not None:
+                    self.norms.note(parameter, contributions[0].norm)
+        if step.optimizer is not None:
+            self._update(step.optimizer, step, share, parameters)
+        for contributions in parts:
+            for part in contributions:
+                self._use_up(step, part.source)
+        if step.optimizer is None:
+            # Where sums include those of earlier batches, the buffers of these are free.
+            self.reclaim()
+
+    def _update(
+        self, optimizer: Optimizer, step: _Step, share: Share | None, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        start = time.perf_counter()
+        with self.overlap.updating(parameters):
+            if share is not None:
+                self._streamed.update(share, step.clip)
+            else:
+                with _only(optimizer, self._places, parameters):
+                    if step.clip is not None:
+                        step.clip(list(parameters))
+                    optimizer.step()
+                for parameter in parameters:
+                    parameter.grad = None
+        # The first step of all, the one that is held back, also makes the state.
+        if step.reuses:
+            self._speed_of_step.note(sum(p.numel() * p.element_size() for p in parameters), time.perf_counter() - start)
+
+    def _use_up(self, step: _Step, source: HostGradients) -> None:
+        self._unused[id(source)] -= 1
+        if self._unused[id(source)] > 0:
+            return
+        del self._unused[id(source)]
+        if step.optimizer is None:
+            grads = [parameter.grad for _, parameter in source.sums if parameter.grad is not None]
+            num_grads = sum(lies_in(gradient, source.buffer) for gradient in grads)
+            self._held.append((source, num_users(source.buffer) - num_grads))
+        elif step.reuses:
+            self._pool.give(source.buffer, None)
+
+    def reclaim(self) -> None:
+        """Take back the buffers of gradients that nobody has any more, neither a parameter nor the user."""
+        held, self._held = self._held, []
+        for source, our_uses in held:
+            if num_users(source.buffer) > our_uses:
+                self._held.append((source, our_uses))
+            else:
+                self._pool.give(source.buffer, None)
+
+    def close(self) -> None:
+        """Finish what was asked for and join the thread."""
+        self.postponed.drain()
+        self._stream.close()
+        self._streamed.close()
+
+
+def _set_gradient(target: nn.Parameter, parameter: nn.Parameter, parts: list[_Part]) -> bool:
+    """Give a parameter, or what stands in for it, its gradient; whether that has come from the device as it is."""
+    parts.sort(key=lambda part: part.order)
+    total = parts[0].gradient
+    for part in parts[1:]:
+        total.add_(part.gradient)
+    includes_earlier = any(parameter in part.source.includes_earlier for part in parts)
+    if target.grad is not None and not includes_earlier:
+        target.grad.add_(total)
+        return False
+    # A tensor of its own: whoever keeps it is seen to use the buffer.
+    target.grad = total.detach()
+    return len(parts) == 1
+
+
+def _places(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
+    """Group and position of each parameter."""
+    return {
+        parameter: (number, position)
+        for number, group in enumerate(optimizer.param_groups)
+        for position, parameter in enumerate(group["params"])
+    }
+
+
+@contextmanager
+def _only(
+    optimizer: Optimizer, places: dict[nn.Parameter, tuple[int, int]], parameters: Iterable[nn.Parameter]
+) -> Iterator[None]:
+    """Let an optimizer have only these parameters for a moment, in which nobody else may look at it."""
+    groups = optimizer.param_groups
+    full = [group["params"] for group in groups]
+    chosen = _by_group(places, parameters)
+    try:
+        for number, members in chosen.items():
+            groups[number]["params"] = members
+        optimizer.param_groups = [groups[number] for number in sorted(chosen)]
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for group, members in zip(groups, full, strict=True):
+            group["params"] = members
+
+
+def _by_group(
+    places: dict[nn.Parameter, tuple[int, int]], parameters: Iterable[nn.Parameter]
+) -> dict[int, list[nn.Parameter]]:
+    chosen: dict[int, list[nn.Parameter]] = defaultdict(list)
+    for parameter in sorted((p for p in parameters if p in places), key=lambda p: places[p]):
+        chosen[places[parameter][0]].append(parameter)
+    return chosen

@@ -1,0 +1,1 @@
+"""Estimating: what a training will take, before any memory is taken."""

@@ -1,0 +1,1 @@
+"""A fit: how Lightning's steps run, in memory or swapped."""

@@ -1,0 +1,331 @@
+"""Training: a batch runs in microbatches, and their backward when Lightning asks for that of the batch's loss."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.batches.merge import merge_losses, merge_outputs
+from lightning_harmony.engine.lanes.rng import stream_seed
+from lightning_harmony.engine.memory.opaque import without_caches
+from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.engine.step.turns import Microbatch
+from lightning_harmony.engine.updates.asked import anchored, asked_for
+from lightning_harmony.engine.updates.optimizer_twin import by_value
+from lightning_harmony.errors import CapacityError, UnsupportedModelError
+from lightning_harmony.fit.unchanged import UnchangedBatch, UnchangedParameters
+from lightning_harmony.fit.user_steps import TrainingStep, run_without_backward
+from lightning_harmony.microbatches.interleaving import Interleaving
+from lightning_harmony.microbatches.snapshot import Snapshot
+from lightning_harmony.microbatches.split_check import SplitCheck, batch_norms
+from lightning_harmony.reporting.fit_summary import FitSummary
+from lightning_harmony.reporting.step_reports import StepReports
+from lightning_harmony.setup.lightning_tree import LightningTree
+from lightning_harmony.setup.refusals import refuse_several_losses
+from lightning_harmony.setup.settings import Settings
+from lightning_harmony.updating.deferred_update import DeferredUpdate
+from lightning_harmony.updating.host_budget import HostBudget
+
+
+@dataclass
+class Training:
+    """Runs the training_step.
+
+    Attributes:
+        deferred: the update that follows the backward, where none runs within it.
+    """
+
+    tree: LightningTree
+    trainer: Any
+    engine: Executor
+    settings: Settings
+    deferred: DeferredUpdate
+    split_check: SplitCheck
+    reports: StepReports
+    summary: FitSummary
+
+    def __post_init__(self) -> None:
+        self._interleaving = Interleaving(self.tree, self.trainer, self.engine)
+        self._budget = HostBudget(self.engine, self.trainer)
+        # Where nothing says it, the fewest that fit. Of several devices each has one to run, and one to wait for.
+        self._number = 1 if len(self.engine.devices) == 1 else 2 * len(self.engine.devices)
+        self._least_samples = 2 if batch_norms(self._module) else 1
+
+    def start(self) -> None:
+        """Say what is known before the first step.
+
+        Raises:
+            CapacityError: if the host has too little memory.
+        """
+        layers = [self._module.get_submodule(name).parameters() for pack in self.engine.plan.packs for name in pack]
+        is_deferred = self._runs_alone() or self._is_deferred()
+        self._budget.refuse_too_little(layers, is_deferred=is_deferred)
+        self.summary.show_start(runs_alone=self._runs_alone())
+
+    def run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a batch; the backward runs when that of the result does.
+
+        Args:
+            step: runs the user's training_step as it is.
+            args: the batch and its number, and perhaps more.
+            kwargs: more of the same.
+        """
+        self.reports.begin(self.engine)
+        # Again: an optimizer may call the step more than once, and assign to `parameter.data` between.
+        self.engine.catch_up()
+        if self._runs_alone():
+            with self.engine.outside_of_lanes(), self._stepping_by_hand():
+                output = step(*args, **kwargs)
+            does = "fetches its batches" if self._module.automatic_optimization else "steps its optimizers"
+            self._report(1, "deferred", f"the training_step {does} itself")
+            return output
+        number = self._number
+        while True:
+            sizes, parts, steps = self._split(args, kwargs)
+            before = None
+            if self.settings.leaves_number and self.engine.measures(_largest(steps), is_training=True):
+                before = Snapshot(self.trainer, self.engine.devices)
+            try:
+                output = self._run_split(sizes, parts, steps)
+                break
+            except CapacityError:
+                if before is None or not self._split_further(args[0], len(sizes)):
+                    raise
+            # Not within the except clause: the error's frames hold what the attempt has allocated.
+            del parts, steps
+            gc.collect()
+            before.restore()
+            self.engine.start_over()
+        if self._number != number:
+            self.tree.info(
+                f"Harmony: a batch runs in {len(sizes)} microbatches, as it does not fit in fewer. "
+                f"HarmonyStrategy(num_microbatches={len(sizes)}) says so from the start."
+            )
+        return output
+
+    def _split(self, args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any], list[TrainingStep]]:
+        """The samples of each microbatch of a batch, the microbatches, and the steps on them."""
+        (batch, *rest), settings, splitting = args, self.settings, self.split_check.splitting
+        runs_whole = settings.num_microbatches == 1 or (settings.leaves_number and self._number == 1)
+        samples = None if runs_whole else splitting.samples(batch)
+        sizes = (1,) if samples is None else settings.sizes(samples.number, self._at_most(samples.number))
+        parts = splitting.split(batch, samples, sizes)
+        self.split_check.note(batch, samples, sizes, rest, kwargs)
+        step, precision = self._module.training_step, self.trainer.precision_plugin
+        return sizes, parts, [TrainingStep(self.engine, precision, step, (part, *rest), kwargs) for part in parts]
+
+    def _at_most(self, num_samples: int) -> int:
+        """The number of microbatches of so many samples, where nothing else says it."""
+        return min(self._number, max(num_samples // self._least_samples, 1))
+
+    def _split_further(self, batch: Any, number: int) -> bool:
+        """A batch does not fit in so many microbatches: let there be more; whether there can be."""
+        samples = self.split_check.splitting.samples(batch)
+        if samples is None or samples.number // self._least_samples <= number:
+            return False
+        self._number = 2 * number
+        return True
+
+    def _run_split(self, sizes: tuple[int, ...], parts: Sequence[Any], steps: Sequence[TrainingStep]) -> Any:
+        """Run the microbatches of a batch."""
+        weights, shared = self.settings.weights(sizes), UnchangedBatch(parts)
+        with self.split_check.explaining(sizes):
+            self._forward(steps, weights, sizes)
+        shared.check()
+        output = merge_outputs([each.output for each in steps], sizes)
+        losses = [each.loss for each in steps if each.loss is not None]
+        if len(losses) < len(steps):
+            self._abandon()
+            return output
+        refuse_several_losses(losses)
+        loss = merge_losses(losses, weights)
+        # The last epoch of stochastic weight averaging has no backward: what it is for, statistics, must reach the host.
+        if self.trainer.fit_loop._skip_backward or not any(each.requires_grad for each in steps):
+            self._abandon()
+        else:
+            parameters = self._module.parameters() if self._is_backward_own() else ()
+            anchor = anchored(torch.zeros((), requires_grad=True), parameters)
+            unchanged = UnchangedParameters.of(self.tree, self.trainer)
+            loss = DeferredBackward.apply(anchor, loss, partial(self._backward, len(sizes), unchanged))
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def after_backward(self) -> None:
+        """Once, show the plan, and check the loss if that was asked for."""
+        if not self._runs_alone():
+            self.summary.show_plan(self.deferred.policy.choose)
+        self.split_check.after_backward(self._losses_of, self.engine.devices)
+
+    def _runs_alone(self) -> bool:
+        """Whether the training_step runs as it is: each call of a layer brings its weights, its gradients stay for later."""
+        return not self._module.automatic_optimization or self.tree.takes_iterator(self._module.training_step)
+
+    def _losses_of(self, batches: Sequence[Any], like: Any) -> list[Tensor | None]:
+        """Run the training_step on some batches, without a backward."""
+        module, engine = self._module, self.engine
+        steps = [
+            TrainingStep(engine, self.trainer.precision_plugin, module.training_step, (batch, *like.rest), like.kwargs)
+            for batch in batches
+        ]
+        engine.notify()
+        with without_caches(module):
+            microbatches = [Microbatch(step, 1.0, None) for step in steps]
+            run_without_backward(engine, microbatches, _largest(steps))
+        return [step.loss for step in steps]
+
+    def _forward(self, steps: Sequence[TrainingStep], weights: Sequence[float], sizes: Sequence[int]) -> None:
+        batch_number = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        seed = torch.initial_seed()
+        seeds = [stream_seed(seed, batch_number, number) if len(steps) > 1 else None for number in range(len(steps))]
+        microbatches = [Microbatch(*each) for each in zip(steps, weights, seeds, strict=True)]
+        num_elements, predicted = _largest(steps), self._predicted_gradient()
+
+        def forward(interleave: bool) -> None:
+            self.engine.forward(
+                microbatches, num_elements=num_elements, predicted_gradient=predicted, interleave=interleave
+            )
+            if not self.engine.is_sequential:
+                self._budget.check(is_deferred=self._is_deferred())
+
+        self._budget.limit()
+        with without_caches(self._module):
+            self._interleaving.run(forward, sizes)
+
+    def _is_deferred(self) -> bool:
+        return self.deferred.policy.choose()[0] == "deferred"
+
+    def _predicted_gradient(self) -> float | None:
+        """The gradient that Lightning will bring to the batch's loss.
+
+        None where it adds to earlier gradients, where gradients come to tensors that are none of the module's, for Lightning
+        zeroes those when it knows the loss, or where the user's own `backward` may bring any other, or ask for some
+        parameters: to rescale what was computed from a wrong prediction would round otherwise.
+        """
+        batches: int = self.trainer.accumulate_grad_batches
+        # In the first batches there is nothing to add to. A power of two divides without rounding, whatever the loss's type.
+        adds = batches > 1 and (batches & (batches - 1) or any(p.grad is not None for p in self._module.parameters()))
+        if adds or self._is_backward_own() or self._trains_others():
+            return None
+        scaler = self.deferred.policy.scaler
+        return (1.0 if scaler is None else float(scaler.get_scale())) / batches
+
+    def _trains_others(self) -> bool:
+        """Whether an optimizer has parameters that the module has not, such as latents of samples."""
+        own = frozenset(self._module.parameters())
+        groups = (group for optimizer in self.trainer.optimizers for group in optimizer.param_groups)
+        return any(parameter not in own for group in groups for parameter in group["params"])
+
+    def _is_backward_own(self) -> bool:
+        """Whether the user's own code calls the backward."""
+        plugin, base = type(self.trainer.precision_plugin), self.tree.part("plugins.precision").Precision
+        return self.tree.overrides(self._module, "backward") or plugin.backward is not base.backward
+
+    def _backward(self, num_microbatches: int, unchanged: UnchangedParameters, gradient: Tensor, anchor: Any) -> None:
+        """Run the backward of all microbatches, with the gradient of the batch's loss.
+
+        Args:
+            num_microbatches: how many there are.
+            unchanged: the parameters that their forward has used.
+            gradient: of that loss.
+            anchor: the node that knows whose gradients are asked for.
+        """
+        try:
+            unchanged.check()
+            self._backward_and_report(gradient, self._asked_for(anchor), num_microbatches)
+        finally:
+            self._interleaving.finish()
+
+    def _asked_for(self, anchor: Any) -> frozenset[nn.Parameter] | None:
+        """The parameters that the running backward asks for; None for all."""
+        parameters = frozenset(self._module.parameters())
+        asked = asked_for(anchor, parameters, "the module")
+        return None if asked == parameters else asked
+
+    def _backward_and_report(
+        self, gradient: Tensor, asked: frozenset[nn.Parameter] | None, num_microbatches: int
+    ) -> None:
+        policy = self.deferred.policy
+        update, reason = policy.choose()
+        if update == "just-in-time" and not self.deferred.may_wait:
+            if not self.engine.has_succeeded:
+                update, reason = "deferred", "the first step measures, and changes nothing until it has succeeded"
+            limit = self.trainer.gradient_clip_val
+            self.engine.backward(
+                gradient,
+                self.trainer.optimizers[0],
+                asked_for=asked,
+                clip=by_value(limit) if limit else None,
+                may_outlast=policy.why_at_once() is None,
+            )
+        else:
+            self.engine.backward(gradient, None, asked_for=asked, with_norms=policy.needs_norms())
+            if self.deferred.may_wait:
+                waits = policy.why_at_once()
+                reason += f"; before the next batch, as {waits}" if waits else "; under the forward of the next batch"
+        self._report(num_microbatches, update, reason)
+
+    def _abandon(self) -> None:
+        """No backward will come."""
+        self.engine.abandon()
+        self._interleaving.finish()
+
+    def _report(self, num_microbatches: int, update: str, reason: str) -> None:
+        self.reports.write(self.engine, self.trainer.optimizers, num_microbatches, update, reason)
+
+    def _stepping_by_hand(self) -> AbstractContextManager[None]:
+        """The context of a training_step that may step optimizers itself."""
+        is_by_hand = not self._module.automatic_optimization
+        return self.deferred.by_hand(self.trainer.optimizers) if is_by_hand else nullcontext()
+
+    @property
+    def _module(self) -> Any:
+        return self.trainer.lightning_module
+
+
+def _largest(steps: Sequence[TrainingStep]) -> int:
+    """Elements of the largest microbatch."""
+    return max(step.num_elements() for step in steps)
+
+
+class DeferredBackward(torch.autograd.Function):
+    """The loss of a batch: its backward runs those of the microbatches, and tells the anchor's node who asks for it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, run: Callable[[Tensor, Any], None]) -> Tensor:
+        """Return the loss.
+
+        Args:
+            ctx: of autograd.
+            anchor: as `anchored` makes it.
+            loss: of the batch.
+            run: runs the backwards of the microbatches, given the gradient of the loss and the anchor's node.
+        """
+        ctx.run, ctx.has_run = run, False
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        """Run them.
+
+        Raises:
+            UnsupportedModelError: in a second backward, and where the backward is to be differentiated.
+        """
+        if torch.is_grad_enabled():
+            raise UnsupportedModelError(
+                "double backward (create_graph=True) through the loss of several microbatches, or while layers are swapped, "
+                "is not possible: no graph of the backward is kept; use num_microbatches=1 where the model fits"
+            )
+        if ctx.has_run:
+            raise UnsupportedModelError(
+                "the loss of a batch is differentiated a second time, but the graphs of its microbatches are used up: sum the "
+                "losses and call backward once, or optimize manually (self.automatic_optimization = False)"
+            )
+        ctx.has_run = True
+        ctx.run(gradient, ctx.next_functions[0][0])
+        return None, None, None

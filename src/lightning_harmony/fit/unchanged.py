@@ -1,0 +1,84 @@
+"""What must stay as it is: parameters until the backward, in which layers run again; and what all microbatches share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_harmony.engine.batches.split import shared_tensors
+from lightning_harmony.engine.model.layer import version_of
+from lightning_harmony.engine.structures.checksum import checksum
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.setup.lightning_tree import LightningTree
+from lightning_harmony.updating.hooks import between_passes
+
+
+@dataclass(frozen=True)
+class UnchangedParameters:
+    """What parameters were like when a forward had ended.
+
+    Attributes:
+        hooks: those that run before the backward, and could change them.
+    """
+
+    hooks: list[str]
+    _parameters: dict[str, tuple[nn.Parameter, bool, tuple[int, int]]]
+
+    @classmethod
+    def of(cls, tree: LightningTree, trainer: Any) -> UnchangedParameters:
+        """The forward of a batch has ended. All parameters are read, but only where a hook could change them."""
+        hooks = between_passes(tree, trainer)
+        named = trainer.lightning_module.named_parameters() if hooks else ()
+        return cls(hooks, {name: (each, each.requires_grad, _state(each)) for name, each in named})
+
+    def check(self) -> None:
+        """The backward begins.
+
+        Raises:
+            UnsupportedModelError: if a parameter has changed.
+        """
+        for name, (parameter, required_grad, state) in self._parameters.items():
+            if parameter.requires_grad != required_grad:
+                self._refuse("requires_grad", name)
+            if _state(parameter) != state:
+                self._refuse("the data", name)
+
+    def _refuse(self, what: str, name: str) -> None:
+        raise UnsupportedModelError(
+            f"{what} of parameter {name!r} changed between the forward of a batch and its backward, in which its layer runs "
+            f"again ({'; '.join(self.hooks)}): change it in on_train_batch_start or on_train_batch_end"
+        )
+
+
+class UnchangedBatch:
+    """What the microbatches of a batch share, before their steps run.
+
+    Args:
+        parts: the microbatches.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        shared = shared_tensors(parts[0], parts[1]) if len(parts) > 1 else []
+        self._versions = [(tensor, version_of(tensor)) for tensor in shared]
+
+    def check(self) -> None:
+        """The steps have run.
+
+        Raises:
+            UnsupportedModelError: if one changed what others found.
+        """
+        for tensor, version in self._versions:
+            if version_of(tensor) != version:
+                raise UnsupportedModelError(
+                    f"the step changes a tensor of shape {tuple(tensor.shape)} of its batch in place, which has no rows for "
+                    "samples and is the same for all microbatches: change a copy of it, or use "
+                    "HarmonyStrategy(num_microbatches=1)"
+                )
+
+
+def _state(parameter: nn.Parameter) -> tuple[int, int]:
+    """What changes with a parameter: autograd counts changes in place, but not those through `.data`."""
+    return version_of(parameter), int(checksum(parameter))

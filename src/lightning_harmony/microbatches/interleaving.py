@@ -1,0 +1,179 @@
+"""Whether the microbatches of a step may take turns: only after a step ran one after the other, and nothing spoke against it.
+
+Microbatches that take turns share one process. What one keeps while another runs, that one finds, unless lanes switch it:
+the entries of the ambient registry, and attributes that `LaneAttributes` know how to tell apart. So the first step runs one
+microbatch after the other, as plain accumulation does, and is watched.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
+from lightning_harmony.microbatches.lane_attributes import (
+    KnownChanges,
+    LaneAttributes,
+)
+from lightning_harmony.microbatches.logs import MicrobatchLogs
+from lightning_harmony.microbatches.step_undo import Undo, Versions
+from lightning_harmony.microbatches.watch import Watch
+from lightning_harmony.setup.lightning_tree import LightningTree
+
+
+class _Unsafe(Exception):
+    """Ends a step in which microbatches took turns, and may have seen what others keep."""
+
+
+class Interleaving:
+    """Runs the microbatches of steps of one kind, and lets them take turns once that is shown to be safe.
+
+    Args:
+        tree: says what is found.
+        trainer: whose module it is.
+        engine: runs them.
+    """
+
+    def __init__(self, tree: LightningTree, trainer: Any, engine: Executor) -> None:
+        self._tree, self._trainer, self._engine = tree, trainer, engine
+        self._model: nn.Module = trainer.lightning_module
+        self._others = (("the profiler", trainer.profiler),)
+        self._known = KnownChanges()
+        self._attributes = LaneAttributes(self._model, self._known, self._others)
+        self._changing: set[int] = set()
+        self._is_shown = False
+        self.hazard: str | None = None
+
+    @property
+    def is_earned(self) -> bool:
+        """Whether microbatches take turns from now on."""
+        return self._is_shown and self.hazard is None
+
+    def run(self, forward: Callable[[bool], None], sizes: Sequence[int]) -> None:
+        """Run microbatches up to their losses.
+
+        Args:
+            forward: does, given whether they may take turns.
+            sizes: how many samples each has. What they log is logged as one batch's.
+        """
+        engine = self._engine
+        if len(sizes) == 1:
+            engine.notify()
+            forward(False)
+            return
+        if not self.is_earned:
+            self._run_in_sequence(forward, sizes)
+            return
+        undo = Undo(self._model, self._changing)
+        self._attributes.begin()
+        error: BaseException | None = None
+        try:
+            self._run_in_turns(forward, sizes)
+            return
+        except _Unsafe as unsafe:
+            late = str(unsafe)
+        except BaseException as raised:
+            # Where an update has failed, parameters are half updated: to run the step again would hide that.
+            may_repeat = isinstance(raised, Exception) and not isinstance(raised, PlanError)
+            if not may_repeat or engine.updater.overlap.has_failed:
+                self._attributes.finish()
+                raise
+            late = f"it fails where they take turns ({type(raised).__name__}: {raised})"
+            # The frames of the attempt hold what it has allocated.
+            error = CapacityError(str(raised)) if isinstance(raised, CapacityError) else raised
+        gc.collect()
+        engine.abandon()
+        self._attributes.undo()
+        if not undo.restore():
+            raise error or UnsupportedModelError(
+                f"microbatches took turns in a step, while {late}, and what they have changed cannot be taken back: use "
+                "HarmonyStrategy(num_microbatches=1), or pass it to layers as an argument"
+            )
+        self._run_in_sequence(forward, sizes)
+        if isinstance(error, CapacityError):
+            self.end(f"they do not fit together ({error})", len(sizes), "use smaller batches, or more memory")
+        elif error is not None and self.hazard is None:
+            self._refuse_turns(late, len(sizes))
+
+    def finish(self) -> None:
+        """The step is over."""
+        self._attributes.finish()
+
+    def _run_in_turns(self, forward: Callable[[bool], None], sizes: Sequence[int]) -> None:
+        """Let microbatches take turns.
+
+        Raises:
+            _Unsafe: if something is found to speak against that.
+        """
+        engine = self._engine
+        logs = MicrobatchLogs(self._trainer._results, sizes)
+
+        def switch(microbatch: int) -> None:
+            logs.microbatch = microbatch
+            if not engine.is_sequential:
+                self._attributes.switch(microbatch)
+
+        # Larger microbatches than ever before run one after the other.
+        watch = Watch(self._model, self._others)
+        engine.notify(on_switch=switch, on_set=self._attributes.set_by_layer, watch=watch)
+        with logs:
+            forward(True)
+            if not engine.is_sequential:
+                late = self._attributes.late()
+                if late:
+                    raise _Unsafe(f"{late[0]} is changed")
+                buffer = engine.buffer_of_several_visits()
+                if buffer is not None:
+                    raise _Unsafe(f"{buffer} is changed")
+        if engine.is_sequential:
+            self._conclude(watch, len(sizes))
+
+    def _run_in_sequence(self, forward: Callable[[bool], None], sizes: Sequence[int]) -> None:
+        logs = MicrobatchLogs(self._trainer._results, sizes)
+
+        def switch(microbatch: int) -> None:
+            logs.microbatch = microbatch
+
+        # Once there is a hazard, nothing that is seen would let them take turns again.
+        watch = Watch(self._model, self._others) if self.hazard is None else None
+        before = Versions(self._model) if watch is not None else None
+        self._engine.notify(on_switch=switch, watch=watch)
+        with logs:
+            forward(False)
+        if watch is not None and before is not None:
+            self._changing |= before.changed()
+            self._conclude(watch, len(sizes))
+
+    def _conclude(self, watch: Watch, num_microbatches: int) -> None:
+        hazard, buffer = watch.conclude(self._known, num_microbatches), self._engine.buffer_of_several_visits()
+        self._is_shown = True
+        if hazard is not None:
+            self._refuse_turns(hazard, num_microbatches)
+        elif buffer is not None:
+            self._refuse_buffer(buffer, num_microbatches)
+
+    def _refuse_buffer(self, buffer: str, num_microbatches: int) -> None:
+        changed = f"{buffer} is changed in one call, and found so in a later one"
+        self.end(changed, num_microbatches, "give each call a module of its own")
+
+    def _refuse_turns(self, hazard: str, num_microbatches: int) -> None:
+        found = f"{hazard}, where others that took turns would find it so"
+        self.end(found, num_microbatches, "keep that in a local variable, or pass it to layers as an argument")
+
+    def end(self, hazard: str, num_microbatches: int, way_out: str) -> None:
+        """Microbatches take turns no more.
+
+        Args:
+            hazard: what speaks against it.
+            num_microbatches: of a step.
+            way_out: how the user could let them take turns.
+        """
+        self.hazard = hazard
+        self._tree.info(
+            f"microbatches run one after the other: {hazard}. Results are exact, but each layer is swapped in "
+            f"{num_microbatches} times as often. To let them take turns, {way_out}"
+        )

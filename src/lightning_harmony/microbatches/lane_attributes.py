@@ -1,0 +1,270 @@
+"""What microbatches that take turns keep in Python between layer calls: each finds its own again."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_harmony.engine.model.attributes import OF_TORCH
+from lightning_harmony.engine.model.derived import OutOfReach
+from lightning_harmony.engine.structures.containers import copied_content, have_same_content
+from lightning_harmony.microbatches.held_state import Held, Kind, held_by
+
+MISSING = object()
+NUMBERS = (int, float)
+# In place of a name: all of a list, set or dict.
+ALL = object()
+
+
+@dataclass
+class KnownChanges:
+    """What steps were seen to change while one microbatch ran after the other.
+
+    Attributes:
+        places: the names of the places where lanes have something of their own.
+        counters: by place, the numbers that count, and how far a microbatch does.
+        growing: the lists and sets that each microbatch adds to.
+        passed_on: those of them that it adds to between two layer calls alone: the next one finds there what it left.
+        harmless: by place, what may be changed in any order, as nothing is called behind it.
+    """
+
+    places: set[str] = field(default_factory=set)
+    counters: dict[str, dict[Any, int]] = field(default_factory=dict)
+    growing: set[str] = field(default_factory=set)
+    passed_on: set[str] = field(default_factory=set)
+    harmless: dict[str, set[Any]] = field(default_factory=dict)
+
+
+class _Space:
+    """What lanes may change in one place.
+
+    Attributes:
+        held: the place.
+        of_layers: the attributes of a module that the own code of layers sets.
+        harmless, counters, grows, is_passed_on: what `KnownChanges` tell of it.
+        base: a copy of it when the step began.
+        seen: a copy of it when the turn began.
+        own: by microbatch, what it has changed: values by name, or the whole list or set under None.
+    """
+
+    def __init__(self, held: Held, known: KnownChanges, of_layers: set[str]) -> None:
+        self.name, self.content, self.kind = held.name, held.content, held.kind
+        self.of_layers = of_layers
+        self.harmless: Collection[Any] = known.harmless.get(held.name, frozenset())
+        self.counters = known.counters.get(held.name, {}) if isinstance(held.content, dict) else {}
+        self.grows = held.name in known.growing and not isinstance(held.content, dict)
+        self.is_passed_on = self.grows and held.name in known.passed_on
+        self.base = self.seen = copied_content(self.content)
+        self.own: dict[int, dict[Any, Any]] = {}
+
+    def leave(self, microbatch: int) -> None:
+        """Note what a microbatch has changed in its turn, and take back what no other is to find."""
+        if not have_same_content(self.content, self.seen):
+            changed = self._changed()
+            if changed:
+                self.own.setdefault(microbatch, {}).update(changed)
+            self.seen = copied_content(self.content)
+        # In an earlier turn, too: it has found that again in this one.
+        again = {
+            name: self._base_of(name) if self._goes(name, value) else self._newest(name)
+            for name, value in self.own.get(microbatch, {}).items()
+        }
+        if again:
+            self._set(again)
+            self.seen = copied_content(self.content)
+
+    def enter(self, microbatch: int) -> None:
+        """Make everything that a microbatch has changed what it made of it, and counters what they are in its turn."""
+        own = self.own.get(microbatch, {})
+        counted = {
+            name: self._base_of(name) + microbatch * step for name, step in self.counters.items() if name not in own
+        }
+        if own or counted:
+            self._set({**own, **counted})
+            self.seen = copied_content(self.content)
+
+    def finish(self) -> None:
+        """Make everything what the microbatches leave one after the other."""
+        for microbatch in sorted(self.own):
+            self._set(self.own[microbatch])
+        if isinstance(self.content, list | deque) and self.own and not self.is_passed_on:
+            lists = [self.own[microbatch][None] for microbatch in sorted(self.own)]
+            if all(len(each) >= len(self.base) and all(map(operator.is_, each, self.base)) for each in lists):
+                self._set({None: [*self.base, *(item for each in lists for item in each[len(self.base) :])]})
+        elif isinstance(self.content, set) and self.grows and not self.is_passed_on:
+            self.content.update(*(self.own[microbatch][None] for microbatch in self.own))
+
+    def late(self, ran: Collection[int]) -> list[Any]:
+        """The names of what was changed and is not known to be harmless; None for all of a list or set.
+
+        Args:
+            ran: the microbatches, each of which has what is its own.
+        """
+        if ALL in self.harmless or have_same_content(self.content, self.base):
+            return []
+        if not isinstance(self.content, dict):
+            return [] if self.own else [None]
+        return [name for name in {**self.base, **self.content} if self._is_late(name, ran)]
+
+    def _is_late(self, name: Any, ran: Collection[int]) -> bool:
+        before, now = self._base_of(name), self.content.get(name, MISSING)
+        if now is before or name in self.harmless or name in OF_TORCH:
+            return False
+        if name in self.counters:
+            return any(self.own.get(m, {}).get(name) != before + (m + 1) * self.counters[name] for m in ran)
+        return not any(name in own for own in self.own.values())
+
+    def undo(self) -> None:
+        """Make everything what it was when the step began."""
+        if have_same_content(self.content, self.base):
+            return
+        if isinstance(self.content, dict):
+            self._set({name: self.base.get(name, MISSING) for name in {**self.base, **self.content}})
+        else:
+            self._set({None: self.base})
+
+    def _changed(self) -> dict[Any, Any]:
+        if not isinstance(self.content, dict):
+            has_own = self.grows or (self.kind is Kind.CONTAINER and has_tensors([*self.content, *self.seen]))
+            return {None: copied_content(self.content)} if has_own and ALL not in self.harmless else {}
+        values = {name: self.content.get(name, MISSING) for name in {**self.seen, **self.content}}
+        return {name: value for name, value in values.items() if self._is_own(name, value)}
+
+    def _is_own(self, name: Any, value: Any) -> bool:
+        before = self.seen.get(name, MISSING)
+        if value is before or name in self.harmless or ALL in self.harmless:
+            return False
+        return name in self.counters or is_switched(self.kind, name, value, before)
+
+    def _newest(self, name: Any) -> Any:
+        """What the last of the microbatches that have set it has left."""
+        return self.own[max(number for number, own in self.own.items() if name in own)][name]
+
+    def _goes(self, name: Any, value: Any) -> bool:
+        """Whether others find what the step began with."""
+        if self.is_passed_on:
+            return False
+        if self.kind is not Kind.MODULE or name == "training" or name in self.counters:
+            return True
+        # A mean of all so far, or what a layer has begun with in its first call, is for the next one, too.
+        return name not in self.of_layers and not has_tensors([value, self._base_of(name)])
+
+    def _base_of(self, name: Any) -> Any:
+        return self.base.get(name, MISSING) if isinstance(self.base, dict) else self.base
+
+    def _set(self, values: dict[Any, Any]) -> None:
+        for name, value in values.items():
+            if not isinstance(self.content, dict):
+                self.content.clear()
+                (self.content.update if isinstance(self.content, set) else self.content.extend)(value)
+            elif value is MISSING:
+                self.content.pop(name, None)
+            else:
+                self.content[name] = value
+
+
+def is_switched(kind: Kind, name: Any, value: Any, before: Any) -> bool:
+    """Whether lanes have values of their own of an attribute or entry that was changed."""
+    if kind is Kind.MODULE:
+        return (
+            name not in OF_TORCH
+            and type(value) not in NUMBERS
+            and not isinstance(value, OutOfReach)
+            and not isinstance(before, OutOfReach)
+        )
+    return kind is Kind.HOOKS or (kind is Kind.CONTAINER and has_tensors([value, before]))
+
+
+def has_tensors(values: Iterable[Any]) -> bool:
+    """Whether tensors are among these, or in a list, tuple or dict among them."""
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(list(values)))
+
+
+class LaneAttributes:
+    """Lets microbatches that take turns change the same modules, as if each ran alone after the one before.
+
+    An attribute that a microbatch has set, it finds as it left it, whatever others did meanwhile, such as a mask for its
+    layers. What it has not set, it finds as the step began: flags, names, functions and other objects, whether a module is
+    in training, its hooks, and tensors in lists, sets and dicts, where hooks collect features. A tensor that is an attribute
+    is as the newest one left it, since one may leave the next a mean; so is what a layer's own code sets, such as that it has
+    begun. A number that counts is what it would be if all microbatches before had ended. In the end all is what the last
+    microbatch left; lists to which all have only added hold what each added.
+
+    To look at all modules in every turn would take its time: looked at is what is known to change. `late` tells the rest.
+
+    Args:
+        model: its modules, whenever a step begins.
+        known: what steps change.
+        others: what else may be changed, with its names.
+    """
+
+    def __init__(self, model: nn.Module, known: KnownChanges, others: Sequence[tuple[str, Any]] = ()) -> None:
+        self._model, self._known, self._others = model, known, others
+        self._of_layers: dict[str, set[str]] = {}
+        self._spaces: list[_Space] = []
+        self._watched: list[_Space] = []
+        self._current: int | None = None
+        self._ran: set[int] = set()
+
+    def begin(self) -> None:
+        """A step begins; one that did not come to its end is over."""
+        self.finish()
+        self._spaces = [
+            _Space(held, self._known, self._of_layers.setdefault(held.name, set()))
+            for held in held_by(self._model, self._others)
+        ]
+        self._watched = [space for space in self._spaces if space.name in self._known.places]
+
+    def switch(self, microbatch: int) -> None:
+        """From now on a microbatch runs."""
+        if microbatch == self._current:
+            return
+        for space in self._watched:
+            if self._current is not None:
+                space.leave(self._current)
+            space.enter(microbatch)
+        self._current = microbatch
+        self._ran.add(microbatch)
+
+    def set_by_layer(self, attributes: dict[str, Any], names: set[str]) -> None:
+        """The own code of a layer has set these of a module's attributes: one microbatch after the other comes there."""
+        for space in self._spaces:
+            if space.content is attributes:
+                space.of_layers |= names
+
+    def late(self) -> list[str]:
+        """What microbatches that took turns have changed for the first time, where others may have found it."""
+        if self._current is None:
+            return []
+        for space in self._watched:
+            space.leave(self._current)
+            # What the last one leaves, as all that is not switched.
+            for microbatch in sorted(self._ran):
+                space.enter(microbatch)
+        late = [(space.name, name) for space in self._spaces for name in space.late(self._ran)]
+        for space in self._watched:
+            space.enter(self._current)
+        return [place if name is None else f"{place}.{name}" if place else str(name) for place, name in late]
+
+    def undo(self) -> None:
+        """What the step has changed is what it was before."""
+        for space in self._spaces:
+            space.undo()
+        self._forget()
+
+    def finish(self) -> None:
+        """The step is over."""
+        if self._current is not None:
+            for space in self._watched:
+                space.leave(self._current)
+                space.finish()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._spaces, self._watched, self._current, self._ran = [], [], None, set()

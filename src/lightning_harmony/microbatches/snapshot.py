@@ -1,0 +1,187 @@
+"""A snapshot of a module: what a user's step left in it is taken back."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.lanes.rng import RandomState
+from lightning_harmony.engine.model.attributes import restore_of_generator
+from lightning_harmony.engine.structures.containers import have_same_content
+from lightning_harmony.engine.structures.nested import is_ndarray
+
+# Larger arrays are data.
+_LARGEST_COUNTS = 64 * 1024 * 1024
+# Classes and modules change in no step; nor do optimizers and data, which may be large.
+_LEFT_ALONE = (type, ModuleType, Optimizer, Dataset, DataLoader, *weakref.ProxyTypes)
+_OWN_PACKAGE = __name__.partition(".")[0]
+_OF_THREADS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Thread)
+# What a module holds its tensors and submodules in: their entries are looked after one by one, or never change in a step.
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+class Snapshot:
+    """What a module is now, to be made so again.
+
+    Attributes of every submodule, with objects, lists, dicts, sets and deques to any depth, arrays, and tensors but for
+    parameters: buffers, and the state of metrics. Also what Lightning has collected from `self.log`, and the random number
+    generators. Left alone is what is data and not a count, and what other threads may change.
+
+    Args:
+        trainer: the module that it runs is remembered, but its parameters, which no step may change.
+        devices: those whose generators are remembered.
+    """
+
+    def __init__(self, trainer: Any, devices: Sequence[Device]) -> None:
+        self._cuda_devices = [device.torch_device for device in devices if device.torch_device.type == "cuda"]
+        self._random, self._cuda = self._states()
+        self._undo: list[Callable[[], None]] = []
+        self._seen: set[int] = {id(trainer)}
+        results = trainer._results
+        for owner in [] if results is None else [results, *results.values()]:
+            if isinstance(owner, dict):
+                self._remember(owner)
+            self._remember_attributes(owner)
+        for owner in trainer.lightning_module.modules():
+            self._remember_module(owner)
+
+    def has_drawn(self) -> bool:
+        """Whether random numbers were drawn since."""
+        now, cuda = self._states()
+        tensors = [(now.cpu, self._random.cpu), *zip(cuda, self._cuda, strict=True)]
+        same = all(torch.equal(one, other) for one, other in tensors)
+        return not same or (now.python, now.numpy) != (self._random.python, self._random.numpy)
+
+    def restore(self) -> None:
+        """Make everything what it was."""
+        # What is restored here, streams may still be reading.
+        for device in self._cuda_devices:
+            torch.cuda.synchronize(device)
+        with torch.no_grad():
+            for undo in self._undo:
+                undo()
+        self._random.restore(None)
+        for device, state in zip(self._cuda_devices, self._cuda, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    def _states(self) -> tuple[RandomState, list[Tensor]]:
+        return RandomState.capture(None), [torch.cuda.get_rng_state(device) for device in self._cuda_devices]
+
+    def _remember_module(self, module: nn.Module) -> None:
+        self._seen.add(id(module))
+        self._remember_attributes(module)
+        self._remember(module._buffers)
+
+    def _remember_attributes(self, owner: Any) -> None:
+        attributes = vars(owner)
+        self._undo.append(_undo_collection(attributes))
+        for name, value in list(attributes.items()):
+            if name not in _REGISTRIES:
+                self._remember(value)
+
+    def _remember(self, value: Any) -> None:
+        if isinstance(value, tuple):
+            for inner in value:
+                self._remember(inner)
+        elif id(value) in self._seen:
+            return
+        # Such as a metric in a plain dict.
+        elif isinstance(value, nn.Module):
+            for module in value.modules():
+                self._remember_module(module)
+        elif (undo := _undo_of(value)) is not None:
+            # The function that undoes refers to the value, so that no other gets its id.
+            self._seen.add(id(value))
+            self._undo.append(undo)
+            for inner in _contents(value):
+                self._remember(inner)
+        elif _is_countable(value):
+            self._seen.add(id(value))
+            self._remember_attributes(value)
+
+
+def _undo_of(value: Any) -> Callable[[], None] | None:
+    """What takes changes of a value back; None if nothing changes or that is not its own to say."""
+    if isinstance(value, nn.Parameter):
+        return None
+    if isinstance(value, Tensor):
+        return undo_of_tensor(value)
+    if type(value) in (list, deque):
+        return _undo_sequence(value)
+    if is_ndarray(value):
+        return _undo_array(value) if value.nbytes <= _LARGEST_COUNTS else None
+    return _undo_collection(value) if isinstance(value, dict | set) else restore_of_generator(value)
+
+
+def _is_countable(value: Any) -> bool:
+    """Whether an object may hold counts of the user's own, as a meter does, and no other thread changes it."""
+    kind = type(value)
+    # Functions and methods say what they are in a class.
+    if issubclass(kind, _LEFT_ALONE) or hasattr(kind, "__get__") or kind.__module__.startswith(_OWN_PACKAGE):
+        return False
+    attributes = getattr(value, "__dict__", None)
+    return isinstance(attributes, dict) and not any(isinstance(held, _OF_THREADS) for held in attributes.values())
+
+
+def undo_of_tensor(value: Tensor) -> Callable[[], None]:
+    """What makes a tensor, which is no parameter, what it is now. A copy is kept."""
+    before = value.detach().clone()
+    # Inference tensors count no versions, and are written to in inference mode alone.
+    version = None if value.is_inference() else value._version
+
+    def undo() -> None:
+        # The statistics of a normalization change without a new version.
+        if version is None or value._version != version or not torch.equal(value, before):
+            with torch.inference_mode(version is None):
+                value.detach().copy_(before)
+
+    return undo
+
+
+def _undo_array(value: Any) -> Callable[[], None]:
+    before = value.copy()
+
+    def undo() -> None:
+        if value.flags.writeable:
+            value[...] = before
+
+    return undo
+
+
+def _undo_sequence(value: Any) -> Callable[[], None]:
+    before = list(value)
+
+    def undo() -> None:
+        value.clear()
+        value.extend(before)
+
+    return undo
+
+
+def _undo_collection(value: Any) -> Callable[[], None]:
+    before = dict(value) if isinstance(value, dict) else set(value)
+
+    def undo() -> None:
+        # Some refuse to be changed, such as a config that is frozen.
+        if not have_same_content(value, before):
+            value.clear()
+            value.update(before)
+
+    return undo
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list | deque):
+        yield from value

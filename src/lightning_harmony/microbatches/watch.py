@@ -1,0 +1,282 @@
+"""Watching a step that runs one microbatch after the other: what Python and the process hold, and who changes it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_harmony.engine.lanes.ambient import OF_PROCESS
+from lightning_harmony.engine.structures.containers import copied_content, have_same_content
+from lightning_harmony.microbatches.held_state import Held, Kind, held_by, is_held, mark_of, state_of_generator
+from lightning_harmony.microbatches.lane_attributes import (
+    ALL,
+    MISSING,
+    NUMBERS,
+    KnownChanges,
+    has_tensors,
+    is_switched,
+)
+
+# Of a step, watching takes at most this share, beside one microbatch at whose calls everything is looked at.
+_SHARE = 0.01
+
+
+_OWN_PACKAGE = __name__.partition(".")[0]
+
+
+# Settings of the process that no lane switches.
+_OTHER_SETTINGS: dict[str, Callable[[], Any]] = {
+    "os.environ": lambda: dict(os.environ._data),  # type: ignore[attr-defined]
+    "the working directory": os.getcwd,
+    "the level of forward-mode derivatives": lambda: torch.autograd.forward_ad._current_level,
+}
+
+
+class _Watched:
+    """A place, as a microbatch found it when it began."""
+
+    def __init__(self, held: Held) -> None:
+        self.held = held
+        self.begun = copied_content(held.content)
+        values = self.begun.values() if isinstance(self.begun, dict) else self.begun
+        marked = [(value, mark_of(value)) for value in values]
+        self.marks = [(value, mark) for value, mark in marked if mark is not None]
+
+    def changed(self) -> Iterator[Any]:
+        """The names of what is another object now; `ALL` of a list or set that is."""
+        now, before = self.held.content, self.begun
+        # Most are hooks that there are none of.
+        if not (now or before) or have_same_content(now, before):
+            return
+        if not isinstance(now, dict):
+            yield ALL
+            return
+        for name in {**before, **now}:
+            if now.get(name, MISSING) is not before.get(name, MISSING):
+                yield name
+
+
+@dataclass
+class _Seen:
+    """What was seen of the microbatches of one step.
+
+    Attributes:
+        at_calls: by place and name, before the call of which layer it differed from the beginning, and what it was.
+        steps: by place and name, how far a number went in each microbatch; None of what is no whole number.
+        hazard: what speaks against taking turns, and where it was seen first.
+        changed: the places that a microbatch left other than it found them, with what it changed there.
+        shrank: the lists and sets that did not only grow.
+        lengths: of those that did, the lengths that the second microbatch saw.
+        tells_apart: what lanes switch.
+    """
+
+    at_calls: dict[tuple[str, Any], str] = field(default_factory=dict)
+    steps: dict[tuple[str, Any], list[int | None]] = field(default_factory=dict)
+    hazard: str | None = None
+    changed: dict[tuple[str, Any], Held] = field(default_factory=dict)
+    shrank: set[str] = field(default_factory=set)
+    lengths: dict[str, set[int]] = field(default_factory=dict)
+    tells_apart: set[tuple[str, Any]] = field(default_factory=set)
+
+
+class Watch:
+    """Compares what Python and the process hold when a microbatch begins with what they hold when it calls a layer.
+
+    The first microbatch may make what all others find, and is looked at when it ends alone.
+    """
+
+    def __init__(self, model: nn.Module, others: Sequence[tuple[str, Any]]) -> None:
+        self._model, self._others = model, others
+        self.seen = _Seen()
+        self._watched: list[_Watched] = []
+        self._settings: dict[str, Any] = {}
+        self._registered: list[Any] = []
+        self._drawn: dict[int, Any] = {}
+        self._microbatch = -1
+        self._calls = 0
+        self._began = time.perf_counter()
+        self._spent = 0.0
+
+    def begin(self, microbatch: int) -> None:
+        """A microbatch begins."""
+        with self._timed():
+            self._microbatch, self._calls = microbatch, 0
+            self._watched = [_Watched(held) for held in held_by(self._model, self._others)]
+            self._settings = {name: get() for name, get in _OTHER_SETTINGS.items()}
+            self._registered = [kind.get() for kind in OF_PROCESS]
+            self._drawn = {}
+
+    def at_call(self, layer: str) -> None:
+        """The microbatch calls a layer."""
+        is_due = self._microbatch == 1 or self._spent <= _SHARE * (time.perf_counter() - self._began)
+        self._calls += 1
+        if self._microbatch < 1 or not is_due:
+            return
+        with self._timed():
+            for each in self._watched:
+                for name in each.changed():
+                    self._note_change(each, name, layer)
+                for value, mark in each.marks:
+                    self._note_mark(each, value, mark, layer)
+            for name, get in _OTHER_SETTINGS.items():
+                if get() != self._settings[name]:
+                    self._note_hazard(f"{name} is set", layer)
+            if self._microbatch == 1:
+                for lock in _locks_held(sys._getframe(1)):
+                    self._note_hazard(f"a lock is held ({lock})", layer)
+
+    def end(self) -> None:
+        """The microbatch has ended."""
+        with self._timed():
+            for each in self._watched:
+                for name in each.changed():
+                    self._note_end(each, name)
+                for value, mark in each.marks:
+                    first = self._drawn.get(id(value), mark)
+                    if first != mark and mark_of(value) != first:
+                        self._note_drawn(each, "the end of a microbatch")
+            for kind, before in zip(OF_PROCESS, self._registered, strict=True):
+                if self._microbatch > 0 and kind.get() != before:
+                    self._note(f"{kind.name} is set for good", "the end of a microbatch")
+            self._watched = []
+
+    def _note_change(self, each: _Watched, name: Any, layer: str) -> None:
+        held, seen = each.held, self.seen
+        key = held.name, name
+        seen.at_calls.setdefault(key, layer)
+        if name is ALL:
+            if self._note_growth(each):
+                return
+            if not isinstance(held.content, list | set) or not has_tensors([*held.content, *each.begun]):
+                self._note_hazard(f"{_what(held, name)} is changed", layer)
+            return
+        before, now = each.begun.get(name, MISSING), held.content.get(name, MISSING)
+        if is_switched(held.kind, name, now, before):
+            seen.tells_apart.add(key)
+        elif type(now) is not int or type(before) is not int:
+            self._note_hazard(f"{_what(held, name)} is changed", layer)
+
+    def _note_mark(self, each: _Watched, value: Any, mark: Any, layer: str) -> None:
+        now = mark_of(value)
+        if state_of_generator(value) is not None:
+            # Before the first layer, and nowhere else, one microbatch after the other draws.
+            first = self._drawn.setdefault(id(value), now)
+            if now != first:
+                self._note_drawn(each, f"layer {layer!r}")
+        elif now != mark:
+            self._note_hazard(f"a {type(value).__name__} held by {each.held.name!r} is changed in place", layer)
+
+    def _note_drawn(self, each: _Watched, where: str) -> None:
+        self._note(f"a generator of random numbers, held by {each.held.name!r}, is drawn from again", where)
+
+    def _note_end(self, each: _Watched, name: Any) -> None:
+        held = each.held
+        key = held.name, name
+        self.seen.changed[key] = held
+        if name is ALL:
+            self._note_growth(each)
+            return
+        before, now = each.begun.get(name, MISSING), held.content.get(name, MISSING)
+        step = now - before if type(now) is int and type(before) is int else None
+        self.seen.steps.setdefault(key, []).append(step)
+
+    def _note_growth(self, each: _Watched) -> bool:
+        """Note whether a list or set that is changed has only grown, and return that."""
+        held, seen = each.held, self.seen
+        if not _grew(each.begun, held.content):
+            seen.shrank.add(held.name)
+            return False
+        if self._microbatch == 1:
+            seen.lengths.setdefault(held.name, {len(each.begun)}).add(len(held.content))
+        return True
+
+    def _note_hazard(self, what: str, layer: str) -> None:
+        self._note(what, f"layer {layer!r}")
+
+    def _note(self, what: str, before: str) -> None:
+        self.seen.hazard = self.seen.hazard or f"{what} before {before}"
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        before = time.perf_counter()
+        with torch._C.DisableTorchFunction():
+            yield
+        self._spent += time.perf_counter() - before
+
+    def conclude(self, known: KnownChanges, num_microbatches: int) -> str | None:
+        """The step has ended: note what it changes; what speaks against taking turns, if anything does."""
+        seen = self.seen
+        for (place, name), layer in seen.at_calls.items():
+            held = seen.changed.get((place, name))
+            if name is ALL:
+                known.places.add(place)
+                if place not in seen.shrank:
+                    known.growing.add(place)
+                    if len(seen.lengths.get(place, ())) == 2:
+                        known.passed_on.add(place)
+            elif (place, name) in seen.tells_apart:
+                known.places.add(place)
+            else:
+                steps = seen.steps.get((place, name), [])
+                if len(steps) != num_microbatches or len(set(steps)) != 1 or steps[0] is None:
+                    what = f"{name!r} of {place!r}" if held is None else _what(held, name)
+                    self._note_hazard(f"{what} is changed", layer)
+                else:
+                    known.places.add(place)
+                    known.counters.setdefault(place, {})[name] = steps[0]
+        self._conclude_ends(known)
+        return seen.hazard
+
+    def _conclude_ends(self, known: KnownChanges) -> None:
+        """Note what is changed behind the last call of a layer alone."""
+        seen = self.seen
+        for (place, name), held in seen.changed.items():
+            # No layer is called behind it, and microbatches come there in their order; the first one's changes are all found.
+            if (place, name) not in seen.at_calls:
+                is_plain = held.kind is Kind.MODULE or held.kind is Kind.HOOKS
+                known.harmless.setdefault(place, set()).add(name if is_plain or name is ALL else ALL)
+        called = {place for place, _ in seen.at_calls}
+        for place, names in known.harmless.items():
+            if place in called:
+                names.discard(ALL)
+
+
+def _what(held: Held, name: Any) -> str:
+    """A place, or something in it, in words."""
+    if name is ALL:
+        return f"{type(held.content).__name__} {held.name!r}"
+    if held.kind is Kind.MODULE:
+        kind = "number" if type(held.content.get(name)) in NUMBERS else "attribute"
+        return f"the {kind} {name!r} of module {held.name!r}" if held.name else f"the {kind} {name!r} of the module"
+    return f"{name!r} in {held.name!r}"
+
+
+def _grew(before: Any, now: Any) -> bool:
+    """Whether a list or set has all that it had before, in its order, and more."""
+    if isinstance(now, set):
+        return now.issuperset(before)
+    return len(now) >= len(before) and all(one is other for one, other in zip(before, now, strict=False))
+
+
+def _locks_held(frame: FrameType | None) -> Iterator[str]:
+    """The locks that code names which waits for a layer's call, and that are held: another microbatch would wait for them."""
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in (_OWN_PACKAGE, "torch"):
+            code = frame.f_code
+            named = {name: frame.f_globals.get(name) for name in code.co_names} | frame.f_locals
+            for name, value in named.items():
+                if is_held(value):
+                    yield f"{name}, in {code.co_name}, file {code.co_filename!r}"
+        elif frame.f_code.co_name == "_run_here":
+            return
+        frame = frame.f_back

@@ -1,0 +1,1 @@
+"""Drawing: recordings of steps, as pages and traces."""

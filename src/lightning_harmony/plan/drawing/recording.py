@@ -1,0 +1,92 @@
+"""A recording: what a training step was seen to do, with the plan that it ran by. It is written to JSON and read back."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.simulate.replay import predict
+from lightning_harmony.plan.values.document import DocumentKind
+from lightning_harmony.plan.values.plan import Plan
+from lightning_harmony.plan.values.prediction import Prediction
+from lightning_harmony.plan.values.streams import STREAM_OF
+from lightning_harmony.plan.values.values import decode, encode
+
+# A reader of one version refuses all others: a step is quickly recorded anew.
+_KIND = DocumentKind(
+    "lightning-harmony recording",
+    2,
+    "recorded step",
+    "recording",
+    origin=". HarmonyMonitor(trace_step=...) writes one",
+    way_out=": record anew",
+)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A step that was recorded.
+
+    Attributes:
+        plan: what it ran by; its packs include the parameters that the code between the layers used.
+        measured: what it did, told as a prediction tells it.
+        update: when parameters were updated, and why. What was deferred ran in the step that followed, or after this one.
+    """
+
+    plan: Plan
+    measured: Prediction
+    update: str
+
+    def predicted(self) -> Prediction | None:
+        """What the plan says that the step does; None if it does not say."""
+        try:
+            return predict(self.plan)
+        except PlanError:
+            return None
+
+    def to_json(self) -> str:
+        """The recording as JSON, which `from_json` reads."""
+        plan, measured = json.loads(self.plan.to_json()), encode(self.measured)
+        return json.dumps({**_KIND.head(), "plan": plan, "measured": measured, "update": self.update})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Recording":
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: if it is something else, or contradicts itself.
+        """
+        data = _KIND.read(text)
+        plan = Plan.from_json(json.dumps(data.get("plan")))
+        update = decode(str, data.get("update"), "update")
+        recording = cls(plan, decode(Prediction, data.get("measured"), "measured"), update)
+        _refuse_contradictions(recording)
+        return recording
+
+
+def read_recording(file: Path) -> Recording:
+    """The recording that a file holds.
+
+    Raises:
+        PlanError: if there is no such file, or it holds something else.
+    """
+    try:
+        return Recording.from_json(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, PlanError) as error:
+        raise PlanError(f"{str(file)!r}: {error}") from error
+
+
+def _refuse_contradictions(recording: Recording) -> None:
+    plan, devices = recording.plan, recording.measured.devices
+    if len(devices) != plan.num_devices:
+        raise PlanError(f"the recording is of {len(devices)} devices, its plan for {plan.num_devices}")
+    for number, device in enumerate(devices):
+        for span in device.spans:
+            if span.task.pack >= len(plan.packs):
+                raise PlanError(f"{span.task} on device {number}: there is no pack {span.task.pack}")
+            if STREAM_OF.get(span.task.kind) != span.stream:
+                raise PlanError(f"{span.task} on device {number} is on stream {span.stream!r}, where it never runs")
+            if not 0 <= span.start_seconds <= span.end_seconds:
+                raise PlanError(
+                    f"{span.task} on device {number} runs from {span.start_seconds} s to {span.end_seconds} s"
+                )

@@ -1,0 +1,1 @@
+"""The outlook: what a step will take, before anything ran."""

@@ -1,0 +1,1 @@
+"""Searching: which plan to run by."""

@@ -1,0 +1,412 @@
+"""The search: which packs, and whose graphs are kept, so that a step is predicted to take the least time.
+
+What is searched, all within the capacity:
+
+- packs of consecutive layers in execution order. Several layers are a pack only where `packing.has_room` for it.
+- the visit from which packs are fused: none, or each of `graphs.fusable_from`. Where each pack has its device, none or the
+  last one.
+- how many of the packs before keep the graphs of all microbatches: the last ones, on each device, as far as there is room.
+- in a pipeline, which layers that are packs are spread: none, or the longest one of the device that computes for longest, and
+  so on while one computes clearly longer than they do on average. Of two plans, the one that spreads more has to be faster by
+  `SPREAD_SHARE`.
+
+Then, for the plan that was found, the packs of its forward: runs of packs that a microbatch goes through in one turn. They
+are of one length, counted from the fused packs: what is left over is the first one, whose way in nothing hides.
+
+A larger capacity only adds to this. So it makes the best no slower, but for one that spreads nothing in the place of one that
+does, and for a rarity of a single plan: with more room a prefetch may come so early that it takes what another task waits for.
+
+Up to `ALL_LAYERS` layers all of it is searched; beyond, the packs of four packers at a ladder of counts, and a ladder of
+numbers of packs that are fused or keep their graphs. Replays judge: the plans are replayed in the order of the least that
+they could take, until no other one could take less than the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, combinations, zip_longest
+from math import inf
+
+from lightning_harmony.errors import CapacityError, PlanError
+from lightning_harmony.plan.search.bound import least_seconds, runs_of, seconds_of_visits
+from lightning_harmony.plan.search.graphs import fusable_from, fused_alone, kept_on_devices
+from lightning_harmony.plan.search.packing import balanced, fill_capacity, filled, filled_from_end, has_room
+from lightning_harmony.plan.simulate.replay import predict, with_prediction
+from lightning_harmony.plan.values.cost import Cost, pack_cost
+from lightning_harmony.plan.values.memory_size import format_bytes
+from lightning_harmony.plan.values.plan import Parallel, Plan, visits_of
+from lightning_harmony.plan.values.profile import MachineLimits, Profile
+
+# 128 ways to cut them.
+ALL_LAYERS = 8
+# Of all replays together: they take about two seconds.
+MOST_TASKS = 80_000
+# What of that is left for packs of the forward.
+FORWARD_SHARE = 0.1
+# A prediction may be wrong by so much, and more by what a lane's turn takes beside what its layers do: that is in what was
+# measured for each layer, but a pack has it once.
+CLEAR_SHARE = 0.1
+TURN_SECONDS = 3.5e-4
+# Packs are spread where that saves so much of a step: its copies take part of the memory, and of the way between devices. What
+# is wrong in a prediction is about the same in both.
+SPREAD_SHARE = 0.05
+# Turns of a shorter step are so short that their times are mostly noise, and there is little to gain.
+SHORT_SECONDS = 0.5
+# A prediction of what is on a device may be wrong by so much.
+SPARE_SHARE = 0.1
+# Sums in another order differ in their last digits.
+_ROUNDING = 1e-9
+
+
+def search(
+    profile: Profile,
+    calls: Sequence[int],
+    num_microbatches: int,
+    *,
+    num_devices: int = 1,
+    parallel: Parallel = "pipeline",
+    most_tasks: float = MOST_TASKS,
+) -> Plan:
+    """The plan with the least predicted seconds.
+
+    With up to `ALL_LAYERS` layers called and ``most_tasks`` infinite, no plan in what is searched (see above) is predicted
+    to take less. Otherwise it is the best of those that were replayed.
+
+    Args:
+        profile: what the layers cost, and the machine.
+        calls: the order in which a microbatch's forward calls the layers, as indices into those of the profile.
+        num_microbatches: of the batch.
+        num_devices: how many devices share the work.
+        parallel: how packs are placed on the devices.
+        most_tasks: how many tasks are replayed in all; one plan always is.
+
+    Raises:
+        CapacityError: if no plan fits the capacity.
+    """
+    space = _Space(profile, calls, num_microbatches, num_devices, parallel)
+    found = space.best(most_tasks)
+    if found is None:
+        raise space.shortage()
+    return found
+
+
+def search_better(
+    plan: Plan, calls: Sequence[int], *, with_its_packs: bool = False, most_tasks: float = MOST_TASKS
+) -> Plan:
+    """A plan that is predicted to be clearly faster than one, or that one if there is none.
+
+    Clearly: by more than `CLEAR_SHARE` of its seconds and `TURN_SECONDS` for each turn of a lane, within the capacity less
+    `SPARE_SHARE`; the same plan with packs spread, by more than `SPREAD_SHARE`. A step of less than `SHORT_SECONDS` is left as
+    it is.
+
+    Args:
+        plan: the plan, with its profile and number of microbatches, and with its prediction. One that breaks a rule has none
+            and stays: where it is so tight that the executor has to improvise, no prediction holds.
+        calls: the order in which a microbatch's forward calls the layers, as indices into those of the profile.
+        with_its_packs: whether only its graphs and the turns of its forward are searched.
+        most_tasks: how many tasks are replayed in all.
+
+    Returns:
+        The plan itself, or a better one, with what it is predicted to take within its smaller capacity.
+
+    Raises:
+        PlanError: if the plan has no profile, or doesn't know its number of microbatches.
+    """
+    if plan.profile is None or plan.num_microbatches is None:
+        raise PlanError("to search for a better plan takes one with a profile and a number of microbatches")
+    if plan.predicted is None or plan.predicted.seconds < SHORT_SECONDS:
+        return plan
+    machine = plan.profile.machine
+    if machine.capacity_bytes is not None:
+        machine = replace(machine, capacity_bytes=int(machine.capacity_bytes * (1 - SPARE_SHARE)))
+    profile, packs = replace(plan.profile, machine=machine), plan.packs if with_its_packs else None
+    space = _Space(profile, calls, plan.num_microbatches, plan.num_devices, plan.parallel, packs)
+    spread = space.spread(plan)
+    found = space.best(most_tasks, spread.predicted_seconds * (1 - CLEAR_SHARE), TURN_SECONDS) or spread
+    return plan if found is plan else replace(found, fingerprint=plan.fingerprint, profile=plan.profile)
+
+
+def _num_tasks(plan: Plan) -> int:
+    """About as many tasks as a schedule has: what it takes to replay it."""
+    number = plan.num_microbatches or 0
+    transfers = 2 if plan.num_devices > 1 and plan.parallel == "pipeline" else 0
+    gathered = sum(pack in plan.spread for pack in plan.visits)
+    stashes = sum(2 for place in range(len(plan.visits)) if not plan.keeps_graph(place))
+    return number * ((2 + transfers) * len(plan.visits) + gathered + stashes)
+
+
+def _num_turns(plan: Plan) -> int:
+    """How often a lane has to wait for its turn in a step, on the busiest device."""
+    around = plan.num_devices if plan.parallel == "pipeline" else 1
+    forward, backward = (-(-number // around) for number in (len(plan.forward_turns), plan.first_fused))
+    number = plan.num_microbatches or 0
+    return (number if plan.parallel == "pipeline" else -(-number // plan.num_devices)) * (forward + backward + 1)
+
+
+def _weighed(plan: Plan, seconds: float) -> float:
+    """By what plans are compared that take so long."""
+    return seconds / (1 - SPREAD_SHARE) ** len(plan.spread)
+
+
+def _ladder(most: int) -> list[int]:
+    """0, 1, 2, 4, 8, ... and a number that they lead up to."""
+    return [0, *(2**power for power in range(most.bit_length()) if 2**power < most), *([most] if most else [])]
+
+
+@dataclass(frozen=True, order=True)
+class _Candidate:
+    """A plan that may be the best: the one that could take least comes first, of several the one with fewest visits.
+
+    Attributes:
+        least_seconds: what it takes at least, weighed.
+        num_visits: how many it has.
+        number: tells those apart that are alike.
+    """
+
+    least_seconds: float
+    num_visits: int
+    number: int
+
+
+class _Space:
+    """The plans that are searched."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        calls: Sequence[int],
+        num_microbatches: int,
+        num_devices: int,
+        parallel: Parallel,
+        given: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        self._profile, self._calls, self._num_microbatches = profile, calls, num_microbatches
+        self._num_devices, self._parallel = num_devices, parallel
+        self._given = given
+        self._order = list(dict.fromkeys(calls))
+        self._layers = [profile.layers[index] for index in self._order]
+        self._takes_all = len(self._layers) <= ALL_LAYERS
+
+    def best(self, most_tasks: float, below: float = inf, turn_seconds: float = 0.0) -> Plan | None:
+        """The plan with the least predicted seconds; None if none fits, or none keeps below the limit.
+
+        Args:
+            most_tasks: how many tasks are replayed in all.
+            below: how many seconds it must not reach.
+            turn_seconds: what is taken off from those for each turn of a lane.
+        """
+        if below <= 0:
+            return None
+        tasks_of_forward, most_tasks = FORWARD_SHARE * most_tasks, (1 - FORWARD_SHARE) * most_tasks
+        plans: list[Plan] = []
+        candidates: list[_Candidate] = []
+        machine = self._profile.machine
+        for plan, packs in self._plans(most_tasks):
+            least = least_seconds(plan, packs, machine) * (1 - _ROUNDING)
+            if least < below - turn_seconds * _num_turns(plan):
+                candidates.append(_Candidate(_weighed(plan, least), len(plan.visits), len(plans)))
+                plans.append(plan)
+        candidates.sort()
+        found: Plan | None = None
+        left: list[Plan] = []
+        for candidate in candidates:
+            plan = plans[candidate.number]
+            if found is not None and candidate.least_seconds >= _weighed(found, found.predicted_seconds):
+                break
+            if _num_tasks(plan) > most_tasks:
+                left.append(plan)
+                continue
+            most_tasks -= _num_tasks(plan)
+            found = self._better(found, plan, below - turn_seconds * _num_turns(plan))
+        if below == inf:
+            for plan in sorted(left, key=_num_tasks):
+                found = found or self._better(None, plan, inf)
+        return None if found is None else self._joined(found, tasks_of_forward, turn_seconds)
+
+    def spread(self, plan: Plan) -> Plan:
+        """The plan with those of its packs spread with which it takes clearly less time; the plan itself if there are none."""
+        best = plan
+        for other in self._spread(plan, self._profile.pack_costs(plan.packs)):
+            best = self._better(best, replace(other, profile=self._profile), inf) or best
+        return best
+
+    def _joined(self, plan: Plan, most_tasks: float, turn_seconds: float) -> Plan:
+        """The plan with those packs of the forward with which it takes the least time."""
+        if self._num_devices > 1 and self._parallel == "pipeline":
+            return plan
+        best, end = plan, plan.first_fused
+        for length in self._rungs(end):
+            joined = frozenset(place for place in range(1, end) if length and (end - place) % length)
+            if not joined or _num_tasks(plan) > most_tasks:
+                continue
+            most_tasks -= _num_tasks(plan)
+            other = replace(plan, joined=joined)
+            below = best.predicted_seconds + turn_seconds * (_num_turns(best) - _num_turns(other))
+            best = self._better(None, other, below) or best
+        return best
+
+    def _better(self, found: Plan | None, plan: Plan, below: float) -> Plan | None:
+        """The faster one of a plan that was found and another one, if that fits and keeps below a limit."""
+        plan = with_prediction(plan)
+        most = inf if found is None else _weighed(found, found.predicted_seconds)
+        if plan.predicted_seconds >= below or _weighed(plan, plan.predicted_seconds) >= most:
+            return found
+        return plan
+
+    def shortage(self) -> CapacityError:
+        """What to say where no plan fits."""
+        capacity = self._profile.machine.capacity_bytes or 0
+        largest = max(self._layers, key=_needed_bytes)
+        short = _needed_bytes(largest) - capacity
+        if short > 0:
+            return CapacityError(
+                f"layer {largest.name!r} needs {format_bytes(_needed_bytes(largest))} for weights, gradients and work space, "
+                f"{format_bytes(short)} more than the capacity of {format_bytes(capacity)}: raise "
+                "HarmonyStrategy(device_memory=...), use smaller microbatches with HarmonyStrategy(num_microbatches=...), or "
+                "name smaller modules with HarmonyStrategy(layers=...)"
+            )
+        needed = self._least_capacity_bytes()
+        return CapacityError(
+            f"what {self._num_microbatches} microbatches leave on the device beside layer {largest.name!r} exceeds the "
+            f"capacity of {format_bytes(capacity)} by {format_bytes(needed - capacity)}: raise "
+            f"HarmonyStrategy(device_memory=...) to {format_bytes(needed)}, or use other microbatches with "
+            "HarmonyStrategy(num_microbatches=...)"
+        )
+
+    def _least_capacity_bytes(self) -> int:
+        """What one plan would fit in: each layer a pack, and no graphs kept but for the last one."""
+        machine = self._profile.machine
+        base, _ = self._packed(range(len(self._layers)))
+        plan = replace(base, first_fused=fused_alone(base.visits))
+        short, enough = machine.capacity_bytes or 0, max(predict(plan, MachineLimits()).peak_bytes)
+        while enough - short > 1:
+            between = (short + enough) // 2
+            try:
+                predict(plan, MachineLimits(between))
+                enough = between
+            except PlanError:
+                short = between
+        return enough
+
+    # ---- what is searched ----------------------------------------------------------------------------------------------
+
+    def _plans(self, most_tasks: float) -> Iterator[tuple[Plan, Sequence[Cost]]]:
+        """All plans but those with more packs than can be replayed; if that is all of them, those with fewest."""
+        cuts = list(self._cuts())
+        replayable = [starts for starts in cuts if 2 * self._num_microbatches * len(starts) <= most_tasks]
+        for starts in replayable or [min(cuts, key=len)]:
+            base, packs = self._packed(starts)
+            for first_fused, keeping in self._graphs(base.visits, packs):
+                plan = replace(base, first_fused=first_fused, kept=keeping)
+                yield plan, packs
+                for other in self._spread(plan, packs):
+                    yield other, packs
+
+    def _cuts(self) -> Iterator[Sequence[int]]:
+        """Where packs begin, once for each way to cut that has room."""
+        if self._given is not None:
+            yield self._given_cut(self._given)
+            return
+        seen = set()
+        for starts in self._all_cuts() if self._takes_all else self._packed_cuts():
+            if starts not in seen and self._has_room(starts):
+                seen.add(starts)
+                yield starts
+
+    def _given_cut(self, packs: Sequence[Sequence[str]]) -> Sequence[int]:
+        pack_of = {name: number for number, pack in enumerate(packs) for name in pack}
+        numbers = [pack_of[cost.name] for cost in self._layers]
+        return [place for place, number in enumerate(numbers) if place == 0 or numbers[place - 1] != number]
+
+    def _all_cuts(self) -> Iterator[tuple[int, ...]]:
+        inner = range(1, len(self._layers))
+        for number in range(len(self._layers)):
+            for starts in combinations(inner, number):
+                yield (0, *starts)
+
+    def _packed_cuts(self) -> Iterator[tuple[int, ...]]:
+        """What each packer makes of each number of packs."""
+        num_layers = len(self._layers)
+        seconds = [cost.forward_seconds + cost.backward_seconds for cost in self._layers]
+        state = [float(cost.state_bytes) for cost in self._layers]
+        around = self._num_devices if self._parallel == "pipeline" else 1
+        counts = {factor * rung for factor in {1, 3, around} for rung in _ladder(num_layers)}
+        for count in sorted(count for count in counts if 0 < count <= num_layers):
+            yield balanced(seconds, count)
+            yield balanced(state, count)
+            yield filled(state, sum(state) / count)
+            yield filled_from_end(state, sum(state) / count)
+        packs = fill_capacity(self._layers, self._profile.machine.free_bytes, around)
+        yield tuple(accumulate((len(pack) for pack in packs[:-1]), initial=0))
+
+    def _has_room(self, starts: Sequence[int]) -> bool:
+        capacity = self._profile.machine.free_bytes
+        packs = self._slices(starts)
+        return all(len(pack) == 1 or has_room(pack, capacity) for pack in packs)
+
+    def _slices(self, starts: Sequence[int]) -> list[list[Cost]]:
+        ends = [*starts[1:], len(self._layers)]
+        return [self._layers[start:end] for start, end in zip(starts, ends, strict=True)]
+
+    def _packed(self, starts: Sequence[int]) -> tuple[Plan, Sequence[Cost]]:
+        """A plan with these packs, and a pack for each layer that isn't called."""
+        slices = self._slices(starts)
+        called = {cost.name for cost in self._layers}
+        slices += [[cost] for cost in self._profile.layers if cost.name not in called]
+        pack_of = {cost.name: number for number, pack in enumerate(slices) for cost in pack}
+        visits = visits_of([pack_of[self._profile.layers[call].name] for call in self._calls])
+        plan = Plan(
+            tuple(tuple(cost.name for cost in pack) for pack in slices),
+            visits,
+            len(visits),
+            num_devices=self._num_devices,
+            parallel=self._parallel,
+            num_microbatches=self._num_microbatches,
+            profile=self._profile,
+        )
+        return plan, [pack_cost(pack) for pack in slices]
+
+    def _graphs(self, visits: Sequence[int], packs: Sequence[Cost]) -> Iterator[tuple[int, frozenset[int]]]:
+        """From where packs are fused, and which of those before keep their graphs."""
+        capacities = [self._profile.machine.free_bytes] * self._num_devices
+        for first in self._firsts(visits, packs):
+            kept_of = kept_on_devices(visits, first, packs, self._num_microbatches, capacities, self._parallel)
+            # The last one of each device, then the one before that, ...
+            rounds = [[pack for pack in each if pack is not None] for each in zip_longest(*kept_of)]
+            for number in self._rungs(len(rounds)):
+                yield first, frozenset(chain.from_iterable(rounds[:number]))
+
+    def _spread(self, plan: Plan, packs: Sequence[Cost]) -> Iterator[Plan]:
+        """The plan with more and more packs spread, as long as a device computes clearly longer than the average."""
+        if self._num_devices == 1 or self._parallel == "data":
+            return
+        visits = plan.visits
+        seconds = [sum(both) for both in zip(*seconds_of_visits(plan, packs), strict=True)]
+        average = self._num_microbatches * sum(seconds) / self._num_devices
+        while True:
+            runs = runs_of(plan)
+            loads = [sum(number * seconds[place] for place, number in each.items()) for each in runs]
+            busiest = max(range(self._num_devices), key=loads.__getitem__)
+            # One of several layers is better cut.
+            alone = [p for p in runs[busiest] if visits[p] not in plan.spread and len(plan.packs[visits[p]]) == 1]
+            if loads[busiest] <= (1 + SPREAD_SHARE) * average or not alone:
+                return
+            # Of several, the last one: it is there for the shortest time.
+            longest = max(alone, key=lambda place: (seconds[place], place))
+            plan = replace(plan, spread=plan.spread | {visits[longest]})
+            yield plan
+
+    def _firsts(self, visits: Sequence[int], packs: Sequence[Cost]) -> list[int]:
+        if self._num_devices > 1 and self._parallel == "pipeline":
+            return sorted({len(visits), fused_alone(visits)})
+        fusable = [len(visits), *fusable_from(visits, packs, self._profile.machine.free_bytes)]
+        return [fusable[rung] for rung in self._rungs(len(fusable) - 1)]
+
+    def _rungs(self, most: int) -> list[int]:
+        return list(range(most + 1)) if self._takes_all else _ladder(most)
+
+
+def _needed_bytes(cost: Cost) -> int:
+    """What a layer takes at least when its backward runs."""
+    return max(cost.weight_bytes + cost.forward_work_bytes, cost.state_bytes + cost.backward_work_bytes)

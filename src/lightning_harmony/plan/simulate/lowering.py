@@ -1,0 +1,405 @@
+"""Lowering: from a plan to the tasks of each device, with the copies that bring what they need.
+
+Packs come in the order of the visits, and what is needed last makes way; then those that can come earlier do. The executor
+does as told here: what it finds on a device in the middle of a step depends on how fast copies are; what it swaps must not.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from lightning_harmony.plan.simulate.fetching import Residence, fetch_ahead
+from lightning_harmony.plan.simulate.footprint import Footprint, footprints
+from lightning_harmony.plan.simulate.order import Run, Stay, device_update_bytes, owner, stays, summing_devices
+from lightning_harmony.plan.simulate.schedule import Schedule
+from lightning_harmony.plan.values.cost import Cost
+from lightning_harmony.plan.values.plan import Plan
+from lightning_harmony.plan.values.task import Errand, Phase, Task
+
+# What comes and goes before lanes run through a place in the order of a phase, in order: swap-ins and evictions, and the
+# optimizer's state where the device updates.
+Moves = Mapping[tuple[Phase, int], Sequence[Task]]
+
+
+def weight_moves(plan: Plan) -> tuple[Moves, ...]:
+    """The swap-ins and evictions of weights on each device, and what its updates bring.
+
+    There are none where a plan doesn't know what its layers cost, and none where nothing is left to be decided, as each visit
+    brings its pack and takes it away.
+
+    Args:
+        plan: the plan.
+    """
+    if plan.profile is None or not plan.just_in_time:
+        return ({},) * plan.num_devices
+    packs = plan.profile.pack_costs(plan.packs)
+    return tuple(each.moves for each in _lowerings(plan, packs, plan.profile.machine.free_bytes))
+
+
+def lower(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None, *, is_deferred: bool = False) -> Schedule:
+    """The tasks of each device. They are not checked: whether they fit is for `replay` to say.
+
+    Args:
+        plan: the plan.
+        packs: what each pack costs.
+        capacity_bytes: what a step may take of a device; None for no limit.
+        is_deferred: whether updates come last, and not each behind its pack's gradients.
+
+    Raises:
+        PlanError: if the plan doesn't know its number of microbatches.
+    """
+    devices = [tuple(each.tasks) for each in _lowerings(plan, packs, capacity_bytes)]
+    if is_deferred:
+        # Sorting keeps the order of all others.
+        devices = [tuple(sorted(tasks, key=lambda task: task.kind is Errand.UPDATE)) for tasks in devices]
+    return Schedule(tuple(devices))
+
+
+def _lowerings(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None) -> "list[_Lowering]":
+    order, footprint = tuple(stays(plan)), footprints(plan, packs)
+    return [_Lowering(plan, packs, footprint, capacity_bytes, device, order) for device in range(plan.num_devices)]
+
+
+@dataclass
+class _Held:
+    """What a device holds beside weights, in the order of its tasks.
+
+    What is on its way out counts as gone; how much that is since the stay before is kept beside.
+    """
+
+    num_bytes: int = 0
+    most_bytes: int = 0
+    leaving_bytes: int = 0
+    sums: set[tuple[int, int]] = field(default_factory=set)
+    outputs: dict[int, int] = field(default_factory=dict)
+
+    def take(self, num_bytes: int, left_bytes: int) -> None:
+        """Something takes bytes, and leaves some of them."""
+        self.most_bytes = max(self.most_bytes, self.num_bytes + num_bytes)
+        self.num_bytes += left_bytes
+
+
+class _Lowering:
+    """The tasks of one device.
+
+    Attributes:
+        tasks: all of them, in order.
+        moves: those that `weight_moves` tells, by the place before which they come.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        packs: Sequence[Cost],
+        footprint: Sequence[Footprint],
+        capacity_bytes: int | None,
+        device: int,
+        order: Sequence[Stay],
+    ) -> None:
+        self._plan, self._packs, self._footprint, self._capacity_bytes = plan, packs, footprint, capacity_bytes
+        self._device = device
+        self._stays = [Stay(stay.phase, stay.place, runs) for stay in order if (runs := self._here(stay.runs))]
+        self._wanted = [self._packs_of(stay) for stay in self._stays]
+        # Each visit that is computed here, and whether it is the last backward of its pack.
+        self._last = {run_pack: number for number, stay in enumerate(self._stays) for run_pack in self._summed(stay)}
+        self._first_visit = {pack: place for place, pack in reversed(list(enumerate(plan.visits)))}
+        self._resident: dict[int, Residence] = {}
+        self._resident_bytes = 0
+        self._residences: list[Residence] = []
+        self._held = _Held()
+        self._parked: set[tuple[int, int]] = set()
+        self._arriving = self._state_arrivals()
+        self._state_bytes = {pack: device_update_bytes(plan, packs[pack]) for pack in chain(*self._arriving.values())}
+        # Of the stay that is lowered: what comes behind its computing.
+        self._behind: list[Task] = []
+        self._now = 0
+        self.tasks: list[Task] = []
+        self.moves: dict[tuple[Phase, int], tuple[Task, ...]] = {}
+        self._lower()
+
+    def _here(self, runs: Sequence[Run]) -> tuple[Run, ...]:
+        """The runs that compute here, and those whose gradients are gathered here."""
+        if self._plan.num_devices == 1:
+            return tuple(runs)
+        return tuple(run for run in runs if self._computes(run) or self._gathers(run))
+
+    def _computes(self, run: Run) -> bool:
+        return self._plan.device_of(self._plan.visits[run.position], run.microbatch) == self._device
+
+    def _gathers(self, run: Run) -> bool:
+        """Whether the gradients of a run are added here, one microbatch after the other."""
+        if run.phase is Phase.FORWARD or not self._footprint[run.position].is_gathered:
+            return False
+        return owner(self._plan, self._plan.visits[run.position]) == self._device
+
+    def _state_arrivals(self) -> dict[int, list[int]]:
+        """The packs that are updated here, by the stay before which their optimizer's state comes.
+
+        One stay ahead of their last backward: what runs meanwhile hides the copy.
+        """
+        arriving: defaultdict[int, list[int]] = defaultdict(list)
+        for pack, number in sorted(self._last.items(), key=lambda item: (item[1], item[0])):
+            if pack in self._plan.device_updated and self._packs[pack].gradient_bytes:
+                arriving[max(number - 1, 0)].append(pack)
+        return arriving
+
+    def _summed(self, stay: Stay) -> list[int]:
+        """The packs that run backward in a stay."""
+        visits = self._plan.visits
+        return sorted({visits[run.position] for run in stay.runs if run.phase is Phase.BACKWARD})
+
+    def _lower(self) -> None:
+        """First on demand; then what is fetched ahead comes earlier."""
+        computing, behind, needed = [], [], []
+        profile = self._plan.profile
+        # A step begins while the last one's updates leave, unless that was waited for.
+        passing = sum(self._state_bytes.values()) if profile is None or profile.machine.updates_outlast else 0
+        self._held.num_bytes = passing
+        for stay in self._stays:
+            tasks, held = self._compute(stay)
+            if self._plan.just_in_time:
+                self._drop(stay, held)
+            else:
+                self._evict_all()
+            self._bring(stay, held.most_bytes)
+            computing.append(tasks)
+            # Nothing waits for what leaves because of what is fetched ahead.
+            needed.append(held.most_bytes + held.leaving_bytes + self._held.leaving_bytes)
+            self._held, self._behind = held, []
+            held.most_bytes = held.num_bytes
+            if not self._now:
+                held.num_bytes -= passing
+            for pack in self._summed(stay):
+                if self._last[pack] == self._now:
+                    self._send_gradients(pack, stay)
+                elif not self._plan.just_in_time:
+                    self._park(pack)
+            behind.append(self._behind)
+            self._now += 1
+        self._evict_all()
+        following = [self._following(number) for number in range(len(self._stays))]
+        fetch_ahead(self._residences, needed, following, self._capacity_bytes)
+        self._emit(computing, behind)
+        if not self._plan.just_in_time:
+            self._update_all()
+
+    def _emit(self, computing: Sequence[Sequence[Task]], behind: Sequence[Sequence[Task]]) -> None:
+        """The tasks of all stays in order, with those that bring weights and let them go."""
+        coming: defaultdict[int, list[Task]] = defaultdict(list)
+        going: defaultdict[tuple[int, bool], list[Task]] = defaultdict(list)
+        for each in self._residences:
+            coming[each.first].append(Task(each.pack, Errand.SWAP_IN))
+            going[each.end, each.goes_at_once].append(Task(each.pack, Errand.EVICT))
+        moves: list[Task] = []
+        for number, stay in enumerate(self._stays):
+            now = sorted(going[number, False]) + coming[number]
+            now += [Task(pack, Errand.STATE_IN) for pack in self._arriving.get(number, ())]
+            self.moves[self._place(stay.runs[0])] = (*moves, *now)
+            moves = sorted(going[number + 1, True])
+            self.tasks += [*now, *computing[number], *moves, *behind[number]]
+        self.tasks += sorted(going[len(self._stays), False])
+
+    def _place(self, run: Run) -> tuple[Phase, int]:
+        """Where a run is in the plan's order of its phase."""
+        if run.phase is Phase.FORWARD:
+            return run.phase, run.position
+        return run.phase, len(self._plan.visits) - 1 - run.position
+
+    def _compute(self, stay: Stay) -> tuple[list[Task], _Held]:
+        """The tasks of a stay besides those of weights, and what the device holds behind them."""
+        tasks: list[Task] = []
+        before = self._held
+        held = _Held(before.num_bytes, before.num_bytes, 0, set(before.sums), dict(before.outputs))
+        for pack in self._arriving.get(self._now, ()):
+            held.take(self._state_bytes[pack], self._state_bytes[pack])
+        # Else all of them compute here.
+        has_spread = bool(self._plan.spread)
+        for run in stay.runs:
+            if not has_spread or self._computes(run):
+                self._run(run, tasks, held)
+            if has_spread and self._gathers(run):
+                self._gather(run, tasks, held)
+        return tasks, held
+
+    def _run(self, run: Run, tasks: list[Task], held: _Held) -> None:
+        pack = self._plan.visits[run.position]
+        if self._comes_from_elsewhere(run):
+            self._transfer(run, tasks, held)
+        if run.phase is Phase.FORWARD:
+            self._forward(run, pack, tasks, held)
+        else:
+            self._backward(run, pack, tasks, held)
+
+    def _comes_from_elsewhere(self, run: Run) -> bool:
+        plan = self._plan
+        if plan.num_devices == 1 or plan.parallel == "data":
+            return False
+        before = run.position - 1 if run.phase is Phase.FORWARD else run.position + 1
+        return 0 <= before < len(plan.visits) and plan.device_of(plan.visits[before], run.microbatch) != self._device
+
+    def _transfer(self, run: Run, tasks: list[Task], held: _Held) -> None:
+        kind, footprint = Errand.TRANSFER_FORWARD, self._footprint[run.position]
+        num_bytes = footprint.there_bytes
+        if run.phase is Phase.BACKWARD:
+            kind, num_bytes = Errand.TRANSFER_BACKWARD, footprint.returning_bytes
+        # What the lane left here when it went elsewhere has been fetched, or it could not come back.
+        held.num_bytes -= held.outputs.pop(run.microbatch, 0)
+        held.take(num_bytes, num_bytes)
+        tasks.append(Task(self._plan.visits[run.position], kind, run.microbatch))
+
+    def _forward(self, run: Run, pack: int, tasks: list[Task], held: _Held) -> None:
+        footprint = self._footprint[run.position]
+        held.take(footprint.forward_bytes, footprint.forward_left_bytes - footprint.there_bytes)
+        held.outputs[run.microbatch] = footprint.passed_bytes
+        tasks.append(Task(pack, Phase.FORWARD, run.microbatch))
+        if footprint.stash_bytes:
+            tasks.append(Task(pack, Errand.STASH_OUT, run.microbatch))
+            held.num_bytes -= footprint.stash_bytes
+            held.leaving_bytes += footprint.stash_bytes
+
+    def _backward(self, run: Run, pack: int, tasks: list[Task], held: _Held) -> None:
+        footprint = self._footprint[run.position]
+        if not footprint.is_gathered:
+            self._begin_sum(run, held)
+        if (pack, run.position) in self._parked:
+            self._parked.discard((pack, run.position))
+            tasks.append(Task(pack, Errand.UNPARK, run.microbatch))
+        if footprint.stash_bytes:
+            tasks.append(Task(pack, Errand.STASH_IN, run.microbatch))
+            held.take(footprint.loaded_bytes, footprint.loaded_bytes)
+        gone = footprint.returning_bytes + footprint.loaded_bytes + footprint.graph_bytes
+        held.take(footprint.backward_bytes, footprint.backward_left_bytes - gone)
+        held.outputs[run.microbatch] = footprint.backward_left_bytes
+        held.leaving_bytes += footprint.gathered_bytes
+        tasks.append(Task(pack, Phase.BACKWARD, run.microbatch))
+
+    def _begin_sum(self, run: Run, held: _Held) -> None:
+        """Where a sum of gradients is not there yet, it comes to be."""
+        key = self._plan.visits[run.position], run.position
+        if key not in held.sums:
+            held.sums.add(key)
+            num_bytes = self._footprint[run.position].gradient_bytes
+            held.take(num_bytes, num_bytes)
+
+    def _gather(self, run: Run, tasks: list[Task], held: _Held) -> None:
+        """Add the gradients of a microbatch, which may come from another device."""
+        self._begin_sum(run, held)
+        if not self._computes(run):
+            num_bytes = self._footprint[run.position].gathered_bytes
+            held.take(num_bytes, 0)
+            held.leaving_bytes += num_bytes
+        tasks.append(Task(self._plan.visits[run.position], Errand.GATHER, run.microbatch))
+
+    def _drop(self, stay: Stay, held: _Held) -> None:
+        """Evict packs that aren't needed any more, before anything waits for what is on its way out."""
+        needed = held.most_bytes + held.leaving_bytes + self._held.leaving_bytes
+        for pack in sorted(self._resident.keys() - set(self._wanted[self._now])):
+            if self._capacity_bytes is None or self._resident_bytes + needed <= self._capacity_bytes:
+                return
+            if self._plan.is_over(pack, stay.phase, stay.place):
+                self._evict(pack)
+
+    def _bring(self, stay: Stay, work_bytes: int) -> None:
+        """Swap in the packs of a stay, with room for its work."""
+        wanted = self._wanted[self._now]
+        missing = [pack for pack in wanted if pack not in self._resident]
+        missing_bytes = sum(self._packs[pack].weight_bytes for pack in missing)
+        missing_bytes += max((self._packs[pack].staging_bytes for pack in missing), default=0)
+        self._make_room(work_bytes + missing_bytes, stay, frozenset(wanted))
+        for pack in missing:
+            self._swap_in(pack)
+        for pack in wanted:
+            self._resident[pack].last = self._now
+
+    def _packs_of(self, stay: Stay) -> list[int]:
+        """The packs of a stay, in the order of their first use."""
+        return list(dict.fromkeys(self._plan.visits[run.position] for run in stay.runs))
+
+    def _following(self, number: int) -> list[int]:
+        """The next packs that this device needs after a stay."""
+        following: list[int] = []
+        wanted = self._wanted[number]
+        for later in self._wanted[number + 1 :]:
+            for pack in later:
+                if len(following) == self._plan.lookahead:
+                    return following
+                if pack not in following and pack not in wanted:
+                    following.append(pack)
+        return following
+
+    def _make_room(self, num_bytes: int, stay: Stay, wanted: frozenset[int], *, at_once: bool = False) -> None:
+        """Evict what is needed last until there is room."""
+        capacity = self._capacity_bytes
+        while capacity is not None and self._resident_bytes + num_bytes > capacity:
+            others = [pack for pack in sorted(self._resident.keys() - wanted) if not self._has_graphs(pack, stay)]
+            if not others:
+                return
+            self._evict(self._plan.needed_last(others, stay.phase, stay.place), at_once=at_once)
+
+    def _has_graphs(self, pack: int, stay: Stay) -> bool:
+        """Whether graphs of a pack are on the device when a stay begins: it has been visited, and not yet come back to."""
+        if pack not in self._plan.kept:
+            return False
+        first = self._first_visit[pack]
+        if stay.phase is Phase.FORWARD:
+            return first < stay.place
+        return len(self._plan.visits) - 1 - first > stay.place
+
+    def _swap_in(self, pack: int) -> None:
+        cost = self._packs[pack]
+        residence = Residence(pack, cost.weight_bytes, cost.staging_bytes, self._now, self._now, self._now)
+        self._residences.append(residence)
+        self._resident[pack] = residence
+        self._resident_bytes += cost.weight_bytes
+
+    def _evict_all(self) -> None:
+        for pack in list(self._resident):
+            self._evict(pack)
+
+    def _evict(self, pack: int, *, at_once: bool = False) -> None:
+        """Let a pack go before the stay at hand; or at once, behind what it computes."""
+        residence = self._resident.pop(pack)
+        residence.end, residence.goes_at_once = self._now + at_once, at_once
+        self._resident_bytes -= self._packs[pack].weight_bytes
+
+    def _send_gradients(self, pack: int, stay: Stay) -> None:
+        """After the last backward: sums go to the device that has the pack's gradients, and from there to the host."""
+        num_bytes = self._packs[pack].gradient_bytes
+        if not num_bytes:
+            return
+        if not self._plan.just_in_time:
+            self._behind.append(Task(pack, Errand.SWAP_OUT))
+            self._let_go_of_sums(pack)
+            return
+        sums = {key for key in self._held.sums if key[0] == pack}
+        if owner(self._plan, pack) == self._device:
+            others = [device for device in summing_devices(self._plan, pack) if device != self._device]
+            if others:
+                self._make_room(self._held.num_bytes + num_bytes * len(sums), stay, frozenset(), at_once=True)
+            self._behind += [Task(pack, Errand.REDUCE, device) for device in others]
+            if pack in self._plan.device_updated:
+                self._behind += [Task(pack, Errand.DEVICE_UPDATE), Task(pack, Errand.STATE_OUT)]
+            else:
+                self._behind += [Task(pack, Errand.SWAP_OUT), Task(pack, Errand.UPDATE)]
+        self._let_go_of_sums(pack)
+
+    def _let_go_of_sums(self, pack: int) -> set[tuple[int, int]]:
+        """What was summed of a pack is on its way out."""
+        sums = {key for key in self._held.sums if key[0] == pack}
+        num_bytes = self._packs[pack].gradient_bytes * len(sums)
+        self._held.sums -= sums
+        self._held.num_bytes -= num_bytes
+        self._held.leaving_bytes += num_bytes
+        return sums
+
+    def _park(self, pack: int) -> None:
+        """What was summed so far makes way, until a microbatch comes back."""
+        if self._packs[pack].gradient_bytes:
+            self._behind.append(Task(pack, Errand.PARK))
+            self._parked |= self._let_go_of_sums(pack)
+
+    def _update_all(self) -> None:
+        """The update after the whole backward."""
+        updated = [pack for pack in self._last if self._packs[pack].gradient_bytes]
+        self.tasks += [Task(pack, Errand.UPDATE) for pack in updated if owner(self._plan, pack) == self._device]

@@ -1,0 +1,1 @@
+"""Values: plans and what they rest on, and their documents."""

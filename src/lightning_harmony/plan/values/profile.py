@@ -1,0 +1,97 @@
+"""What a step is planned for: the machine, and what the layers cost on it."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+from lightning_harmony.plan.values.cost import SECONDS, Cost, pack_cost
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """Capacity and speeds, the same for each device. A speed of None is not known: what it takes counts as no time.
+
+    Attributes:
+        capacity_bytes: what a device may hold; None for no limit.
+        swap_in_bytes_per_second: host to device.
+        swap_out_bytes_per_second: device to host.
+        transfer_bytes_per_second: device to device.
+        update_bytes_per_second: gradients that the host's optimizer works off.
+        occupied_bytes: what of the capacity a step finds taken: by the batch, by buffers of no layer, by what user code keeps.
+        updates_outlast: whether updates just in time may go on under the next step's forward. Where something may look at
+            weights between steps, each step waits for its own.
+        state_copies: bytes of optimizer state for each byte of a parameter, where a device can update with the host's bits;
+            None where none can.
+    """
+
+    capacity_bytes: int | None = None
+    swap_in_bytes_per_second: float | None = None
+    swap_out_bytes_per_second: float | None = None
+    transfer_bytes_per_second: float | None = None
+    update_bytes_per_second: float | None = None
+    occupied_bytes: int = 0
+    updates_outlast: bool = True
+    state_copies: float | None = None
+
+    @property
+    def free_bytes(self) -> int | None:
+        """What a step may take of a device; None for no limit."""
+        return None if self.capacity_bytes is None else max(self.capacity_bytes - self.occupied_bytes, 0)
+
+    def device_update_bytes(self, cost: Cost) -> int:
+        """What crosses the bus each way for an update of a pack on the device: its parameters, and the optimizer's state."""
+        return int(cost.gradient_bytes * (1 + (self.state_copies or 0)))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured.
+
+    Attributes:
+        layers: the cost of each, in the order of their first calls.
+        machine: what they ran on.
+    """
+
+    layers: tuple[Cost, ...]
+    machine: MachineLimits = MachineLimits()
+
+    def pack_costs(self, packs: Sequence[Sequence[str]]) -> tuple[Cost, ...]:
+        """The costs of packs of these layers, given by their names; a layer that was not seen costs nothing."""
+        return tuple(pack_cost([self._by_name.get(name) or Cost(name, 0, 0) for name in pack]) for pack in packs)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Cost]:
+        return {cost.name: cost for cost in self.layers}
+
+
+# The bytes of a cost that are not the layer's doing alone.
+_AROUND = ("forward_work_bytes", "backward_work_bytes", "arriving_bytes", "returning_bytes")
+
+
+def share_seconds(layers: Sequence[Cost], kinds: Sequence[str]) -> list[Cost]:
+    """Let layers that do the same share what was timed of each: the median, which one slow turn does not move.
+
+    Those do the same that are of one kind and cost the same bytes: their inputs have the same shapes, then. But what they
+    allocate meanwhile may differ, and what they find: the first of its kind on a device also makes what libraries work with,
+    which takes long, and what it is called with may be small. Bytes are counted, not timed, so each layer keeps its own.
+
+    Args:
+        layers: what each costs.
+        kinds: of each, the same for those whose code and parameters are alike.
+    """
+    alike: defaultdict[object, list[Cost]] = defaultdict(list)
+    for cost, kind in zip(layers, kinds, strict=True):
+        alike[_key(cost, kind)].append(cost)
+    shared: dict[object, dict[str, Any]] = {
+        key: {name: median(getattr(cost, name) for cost in costs) for name in SECONDS} for key, costs in alike.items()
+    }
+    return [replace(cost, **shared[_key(cost, kind)]) for cost, kind in zip(layers, kinds, strict=True)]
+
+
+def _key(cost: Cost, kind: str) -> object:
+    untimed: dict[str, Any] = dict.fromkeys(SECONDS, 0.0)
+    around: dict[str, Any] = dict.fromkeys(_AROUND, 0)
+    return kind, replace(cost, name="", **around, **untimed)

@@ -1,0 +1,24 @@
+"""Streams: what runs beside what. Each device has one of each kind, and the host has one for updates."""
+
+from lightning_harmony.plan.values.task import Errand, Phase
+
+COMPUTE, UPDATE = "compute", "update"
+STREAMS = ("swap-in", "stash-in", "transfer", "gather", COMPUTE, "swap-out", UPDATE)
+STREAM_OF: dict[Phase | Errand, str] = {
+    Phase.FORWARD: COMPUTE,
+    Phase.BACKWARD: COMPUTE,
+    Errand.SWAP_IN: "swap-in",
+    Errand.UNPARK: "swap-in",
+    Errand.STASH_IN: "stash-in",
+    Errand.TRANSFER_FORWARD: "transfer",
+    Errand.TRANSFER_BACKWARD: "transfer",
+    Errand.GATHER: "gather",
+    Errand.REDUCE: "transfer",
+    Errand.STASH_OUT: "swap-out",
+    Errand.SWAP_OUT: "swap-out",
+    Errand.PARK: "swap-out",
+    Errand.UPDATE: UPDATE,
+    Errand.STATE_IN: "swap-in",
+    Errand.DEVICE_UPDATE: COMPUTE,
+    Errand.STATE_OUT: "swap-out",
+}

@@ -1,0 +1,1 @@
+"""Reporting: what a fit and its steps did, in words and pictures."""

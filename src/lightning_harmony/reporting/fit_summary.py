@@ -1,0 +1,170 @@
+"""The summary of a fit: how the model was divided, and where it lives. It stands beside Lightning's own model summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.drawing.page import format_seconds
+from lightning_harmony.plan.simulate.replay import predict
+from lightning_harmony.plan.values.host_need import waiting_bytes
+from lightning_harmony.plan.values.memory_size import format_bytes
+from lightning_harmony.plan.values.plan import Plan
+from lightning_harmony.plan.values.prediction import Prediction
+from lightning_harmony.setup.lightning_tree import LightningTree
+from lightning_harmony.updating import optimizer_state
+
+
+@dataclass
+class FitSummary:
+    """Says at the start of a fit what is known by then, and when its plan is made, the rest; each once.
+
+    It is silent where Lightning's model summary is: with `Trainer(enable_model_summary=False)`.
+    """
+
+    tree: LightningTree
+    trainer: Any
+    engine: Executor
+    _has_shown_plan: bool = False
+
+    def show_start(self, *, runs_alone: bool) -> None:
+        """A fit begins.
+
+        Args:
+            runs_alone: whether the training_step runs as it is, so that there will be no plan.
+        """
+        if self._is_wanted():
+            self.tree.info(describe_start(self.engine, runs_alone=runs_alone))
+
+    def show_plan(self, choose: Callable[[], tuple[str, str]]) -> None:
+        """A backward has ended: show the plan, if there is one by now, and no first update in it is still to be timed.
+
+        Args:
+            choose: tells when parameters are updated, and why.
+        """
+        plan = self.engine.plan
+        if self._has_shown_plan or plan.num_microbatches is None or plan.profile is None:
+            return
+        update, reason = choose()
+        if update == "just-in-time" and plan.profile.machine.update_bytes_per_second is None:
+            return
+        self._has_shown_plan = True
+        if self._is_wanted():
+            self.tree.info("\n" + describe_plan(self.engine, self.trainer.optimizers, update, reason))
+
+    def _is_wanted(self) -> bool:
+        kind = self.tree.part("callbacks").ModelSummary
+        return any(isinstance(callback, kind) for callback in self.trainer.callbacks)
+
+
+def describe_start(engine: Executor, *, runs_alone: bool) -> str:
+    """What is known before the first step."""
+    devices = engine.devices
+    limits = [device.capacity_bytes for device in devices]
+    limit = "no limit" if limits[0] is None else format_bytes(limits[0])
+    if len(set(limits)) > 1:
+        limit = ", ".join("no limit" if one is None else format_bytes(one) for one in limits)
+    each = " each" if len(devices) > 1 and len(set(limits)) == 1 else ""
+    count = _count(len(devices), f"{devices[0].torch_device.type} device")
+    layers = _count(sum(len(pack) for pack in engine.plan.packs), "layer")
+    what_next = "The plan follows after a step or two"
+    if runs_alone:
+        what_next = "Each call of a layer brings its weights, for the training_step does the rest itself"
+    return (
+        f"Harmony: {layers}, {format_bytes(engine.store.num_bytes)} of weights in host memory, {count} ({limit}{each}). "
+        f"{what_next}."
+    )
+
+
+def describe_plan(engine: Executor, optimizers: Sequence[Any], update: str, reason: str) -> str:
+    """What the plan says, and where things live: a table, and a few lines below it."""
+    plan = engine.plan
+    prediction = _predicted(plan)
+    title = (
+        f"Harmony: {_count(sum(len(pack) for pack in plan.packs), 'layer')} in {_count(len(plan.packs), 'pack')}, "
+        f"{_count(plan.num_microbatches or 1, 'microbatch', 'es')}, {_count(plan.num_devices, 'device')}"
+        f"{f' ({plan.parallel})' if plan.num_devices > 1 else ''}"
+    )
+    table = _table(engine, optimizers, prediction, is_deferred=update == "deferred")
+    facts = [(update, f"Update: {reason}")]
+    if prediction is not None:
+        capacities = [device.capacity_bytes for device in engine.devices]
+        peaks = zip(prediction.peak_bytes, capacities, strict=True)
+        facts = [
+            *((_of(peak, limit), f"Predicted peak on device {number}") for number, (peak, limit) in enumerate(peaks)),
+            (format_seconds(prediction.seconds), "Predicted time of a step"),
+            *facts,
+        ]
+    if plan.kept:
+        facts.append((_packs(plan.kept), "Graphs are kept from forward to backward"))
+    if plan.fused:
+        facts.append((_packs(plan.fused), "A microbatch goes through to its loss and back at once"))
+    width = max(len(value) for value, _ in facts)
+    return "\n".join([title, *table, *(f"{value:<{width}}  {meaning}" for value, meaning in facts)])
+
+
+def _predicted(plan: Plan) -> Prediction | None:
+    try:
+        return predict(plan)
+    except PlanError:
+        # Where the plan's order leaves no room, the executor still finds some, but nobody knows what that takes.
+        return None
+
+
+def _table(
+    engine: Executor, optimizers: Sequence[Any], prediction: Prediction | None, *, is_deferred: bool
+) -> list[str]:
+    """What lives on the host, and what of it goes to the devices and comes from there in a step."""
+    plan = engine.plan
+    assert plan.profile is not None
+    gradients = [cost.gradient_bytes for cost in plan.profile.pack_costs(plan.packs)]
+    state = optimizer_state.expected_state_bytes(optimizers)
+    most = waiting_bytes(gradients, is_deferred=is_deferred)
+    if engine.pool.limit is not None:
+        most = min(most, engine.pool.limit)
+    on_host = {
+        "weights": format_bytes(engine.store.num_bytes),
+        "gradients": format_bytes(most) if most == sum(gradients) else f"up to {format_bytes(most)}",
+        "optimizer state": "unknown" if state is None else _amount(state),
+    }
+    moved: dict[str, tuple[int, int]] = {}
+    if prediction is not None:
+        for kind in ("weights", "gradients", "stash"):
+            moved[kind] = (
+                sum(device.swapped_in_bytes.get(kind, 0) for device in prediction.devices),
+                sum(device.swapped_out_bytes.get(kind, 0) for device in prediction.devices),
+            )
+        on_host["stash"] = _amount(moved["stash"][1])
+    rows = [["", "On the host", "In, a step", "Out, a step"]]
+    rows += [[kind, text, *map(_amount, moved.get(kind, (0, 0)))] for kind, text in on_host.items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
+    return [lines[0], rule, *lines[1:], rule]
+
+
+def _count(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}{ending if number != 1 else ''}"
+
+
+def _amount(num_bytes: int) -> str:
+    return format_bytes(num_bytes) if num_bytes else "-"
+
+
+def _of(num_bytes: int, limit: int | None) -> str:
+    return format_bytes(num_bytes) + ("" if limit is None else f" of {format_bytes(limit)}")
+
+
+def _packs(numbers: frozenset[int]) -> str:
+    """Their numbers, those that follow each other as a range: "packs 0, 4-7"."""
+    ranges: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1] = ranges[-1][0], number
+        else:
+            ranges.append((number, number))
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    return f"packs {text}" if len(numbers) > 1 else f"pack {text}"

@@ -1,0 +1,79 @@
+"""The report of each training step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from lightning_harmony.engine.measure.report import StepReport, Traffic
+from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.updating.optimizer_state import StateSize
+
+
+class StepReports:
+    """Writes the report of the step that has ended.
+
+    Attributes:
+        last: the newest; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.last: StepReport | None = None
+        self._state_bytes, self._state_size = 0, StateSize()
+        self._start = 0.0
+
+    def begin(self, engine: Executor | None) -> None:
+        """A step begins: what is counted from now on is its own. There is no engine where nothing is swapped."""
+        if engine is not None:
+            engine.begin_step()
+        self._start = time.perf_counter()
+
+    def write(
+        self, engine: Executor, optimizers: Sequence[Optimizer], num_microbatches: int, update: str, reason: str
+    ) -> None:
+        """A step has ended."""
+        # In the first step, buffers go as the optimizer's state comes: what they took together is no more than either end.
+        seconds = time.perf_counter() - self._start
+        before, self._state_bytes = self._state_bytes, self._state_size.num_bytes(optimizers)
+        most = max(engine.pool.take_peak_bytes() + before, engine.pool.num_bytes + self._state_bytes)
+        engine.note_seconds(seconds)
+        predicted = engine.step_plan.predicted
+        self.last = StepReport(
+            seconds=seconds,
+            swapped_in_bytes=dict(engine.traffic.swapped_in),
+            swapped_out_bytes=dict(engine.traffic.swapped_out),
+            transferred_bytes=engine.traffic.transferred,
+            peak_device_bytes=[device.peak_bytes() for device in engine.devices],
+            host_bytes=engine.store.num_bytes + most,
+            num_microbatches=num_microbatches,
+            num_packs=len(engine.plan.packs),
+            update=update,
+            update_reason=reason,
+            update_hidden=engine.updater.overlap.take_hidden(),
+            predicted_seconds=None if predicted is None else predicted.seconds,
+            busy=engine.recorder.end(seconds, num_microbatches, f"{update}: {reason}"),
+            reserved_device_bytes=[device.peak_reserved_bytes() for device in engine.devices],
+        )
+
+    def write_in_memory(self, num_microbatches: int, peak_bytes: int | None) -> None:
+        """A step has ended in which nothing was swapped.
+
+        Args:
+            num_microbatches: that it had.
+            peak_bytes: the most that was seen to be on the device; None where nobody counts.
+        """
+        self.last = StepReport(
+            seconds=time.perf_counter() - self._start,
+            swapped_in_bytes=Traffic().swapped_in,
+            swapped_out_bytes=Traffic().swapped_out,
+            transferred_bytes=0,
+            peak_device_bytes=[] if peak_bytes is None else [peak_bytes],
+            host_bytes=0,
+            num_microbatches=num_microbatches,
+            num_packs=0,
+            update="in-memory",
+            update_reason="the model fits on its device, where its optimizer steps as in plain Lightning",
+            update_hidden=0.0,
+        )

@@ -1,0 +1,1 @@
+"""Setting up: what users choose, what is refused, and what is registered."""

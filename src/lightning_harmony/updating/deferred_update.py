@@ -1,0 +1,131 @@
+"""The deferred update: `optimizer.step` asks for it, and only waits for it where somebody may look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.engine.updates.optimizer_twin import Clip, by_norm, by_value
+from lightning_harmony.updating.update_policy import UpdatePolicy
+
+
+class DeferredUpdate:
+    """Makes an optimizer's step on the device, and postpones it until the forward of the next batch where nobody can tell.
+
+    Attributes:
+        policy: when it may be postponed.
+        may_wait: whether this step's update is deferred, and might be postponed.
+    """
+
+    def __init__(self, policy: UpdatePolicy, engine: Executor) -> None:
+        self.policy = policy
+        self.may_wait = False
+        self._engine = engine
+        self._clip: Clip | None = None
+
+    @contextmanager
+    def around(self, optimizer: Optimizer) -> Iterator[None]:
+        """The context of all that Lightning does for a step of an optimizer."""
+        if not self.policy.trainer.lightning_module.automatic_optimization:
+            with self.by_hand([optimizer]):
+                yield
+            return
+        if self.policy.why_on_host(optimizer) is not None:
+            yield
+            return
+        self.may_wait, self._clip = self.policy.choose()[0] == "deferred", None
+        try:
+            with self._clipping(), self._stepping(optimizer) if self.may_wait else nullcontext():
+                yield
+        finally:
+            self.may_wait, self._clip = False, None
+
+    @contextmanager
+    def by_hand(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+        """The context of a training_step that steps optimizers itself."""
+        with ExitStack() as stack:
+            stack.enter_context(self._clipping())
+            for optimizer in optimizers:
+                if self.policy.why_on_host(optimizer) is None:
+                    stack.enter_context(self._stepping(optimizer))
+            yield
+
+    @contextmanager
+    def _stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Within the context, the optimizer's step asks for the update, and waits for it if somebody may look soon."""
+        step = optimizer.step
+        if hasattr(step, "asks_for"):
+            yield
+            return
+
+        def ask(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            with torch.enable_grad():
+                result = None if closure is None else closure()
+            if self.policy.why_on_host(optimizer) is not None:
+                step()
+                return result
+            waits = not self.may_wait or self.policy.why_at_once() is not None
+            self._engine.update(optimizer, self._clip, waits=waits)
+            # Schedulers look whether a step came before theirs.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            return result
+
+        ask.asks_for = step  # type: ignore[attr-defined]
+        if hasattr(step, "_wrapped_by_lr_sched"):
+            ask._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        with _replaced(optimizer, "step", MethodType(ask, optimizer)):
+            yield
+
+    @contextmanager
+    def _clipping(self) -> Iterator[None]:
+        """Within the context, Lightning's clipping uses norms that devices compute, and waits for the update if it may."""
+        if not self.policy.lightning_clips():
+            yield
+            return
+
+        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+            total = self._engine.updater.norms.total(_parameters(optimizer))
+            clip(optimizer, by_norm(clip_val, total, [device.torch_device for device in self._engine.devices]))
+
+        def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
+            clip(optimizer, by_value(clip_val))
+
+        def clip(optimizer: Optimizer, how: Clip | None) -> None:
+            parameters = [parameter for parameter in _parameters(optimizer) if parameter.grad is not None]
+            if self.may_wait and self.policy.clips_late() and self.policy.why_on_host(optimizer) is None:
+                self._clip = how
+            elif how is not None and parameters:
+                how(parameters)
+
+        plugin = self.policy.trainer.precision_plugin
+        with (
+            _replaced(plugin, "clip_grad_by_norm", clip_grad_by_norm),
+            _replaced(plugin, "clip_grad_by_value", clip_grad_by_value),
+        ):
+            yield
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within the context, an instance has another method."""
+    own = name in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

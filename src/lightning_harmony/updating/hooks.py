@@ -1,0 +1,149 @@
+"""Who looks: hooks that see gradients, and what runs between one update and the next training_step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from lightning_harmony.setup.lightning_tree import LightningTree
+
+# Hooks that see gradients or the optimizer's step: with them, no pack may be updated before the backward has ended.
+_MODULE_HOOKS = (
+    "configure_gradient_clipping", "clip_gradients", "on_before_optimizer_step", "on_after_backward", "optimizer_step",
+    "optimizer_zero_grad", "backward",
+)  # fmt: skip
+_CALLBACK_HOOKS = ("on_before_optimizer_step", "on_after_backward")
+_PLUGIN_HOOKS = (
+    "backward", "post_backward", "optimizer_step", "clip_gradients", "_wrap_closure", "_after_closure", "_clip_gradients",
+)  # fmt: skip
+# Between a step of the optimizer and the next backward, gradients are still there, unless each pack's went with its update.
+_HOOKS_AFTER = ("on_train_batch_end", "on_train_epoch_end", "on_train_batch_start", "on_before_zero_grad")
+_GRADIENTS = frozenset({"grad", "grad_norm", "clip_grad_norm_", "clip_grad_value_", "get_total_norm"})
+# Hooks between a step of the optimizer and the next training_step: what overrides them may look at parameters, so that a
+# deferred update must be over before. `optimizer_step` goes on after it has called the optimizer.
+_DATA_HOOKS_BETWEEN = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_MODULE_HOOKS_BETWEEN = (
+    "optimizer_step", "lr_scheduler_step", "on_train_batch_end", "on_train_batch_start", *_DATA_HOOKS_BETWEEN,
+)  # fmt: skip
+_CALLBACK_HOOKS_BETWEEN = ("on_train_batch_end", "on_train_batch_start", "on_exception")
+# Hooks between the forward of a batch and its backward. An overridden `backward` may do something before it calls Lightning's.
+_HOOKS_BETWEEN_PASSES = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward")
+# Lightning's own callbacks that look at none in these, or only through the strategy when they save.
+_BLIND_CALLBACKS = frozenset({
+    "ProgressBar", "TQDMProgressBar", "RichProgressBar", "LearningRateMonitor", "DeviceStatsMonitor", "ThroughputMonitor",
+    "ModelCheckpoint", "OnExceptionCheckpoint",
+})  # fmt: skip
+
+
+def savers_on_exception(tree: LightningTree, trainer: Any) -> list[str]:
+    """Hooks that may save the state while an exception unwinds: it must be of one step, also where the backward raises."""
+    named = [
+        f"callback {type(callback).__name__} has on_exception"
+        for callback in trainer.callbacks
+        if tree.overrides(callback, "on_exception")
+        and (_saves_on_exception(callback) or not _is_blind(tree, callback, "on_exception"))
+    ]
+    if tree.overrides(trainer.datamodule, "on_exception"):
+        named.append(f"{type(trainer.datamodule).__name__}.on_exception is overridden")
+    return named
+
+
+def _saves_on_exception(callback: Any) -> bool:
+    return type(callback).__name__ == "OnExceptionCheckpoint" or bool(getattr(callback, "save_on_exception", False))
+
+
+def gradient_readers(tree: LightningTree, trainer: Any) -> list[str]:
+    """Hooks that are overridden and see gradients, or may change them."""
+    module, plugin = trainer.lightning_module, type(trainer.precision_plugin)
+    readers = [
+        f"{type(module).__name__}.{hook} is overridden" for hook in _MODULE_HOOKS if tree.overrides(module, hook)
+    ]
+    readers += [f"{plugin.__name__}.{hook} is overridden" for hook in _PLUGIN_HOOKS if _is_users(tree, plugin, hook)]
+    readers += [
+        f"callback {type(callback).__name__} has {hook}"
+        for callback in trainer.callbacks
+        for hook in _CALLBACK_HOOKS
+        if tree.overrides(callback, hook)
+    ]
+    return readers + [
+        f"{type(owner).__name__}.{hook} {reason}"
+        for owner in (module, *trainer.callbacks)
+        for hook in _HOOKS_AFTER
+        if tree.overrides(owner, hook) and (reason := _why_reader(getattr(owner, hook))) is not None
+    ]
+
+
+def _is_users(tree: LightningTree, plugin: type, hook: str) -> bool:
+    """Whether a precision plugin has a hook that neither Lightning nor this package has written."""
+    found = getattr(plugin, hook, None)
+    return found is not None and not found.__module__.startswith((f"{tree.name}.plugins.", "lightning_harmony."))
+
+
+def _why_reader(hook: Any) -> str | None:
+    """Why a hook may see gradients; None if it does not."""
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    if not isinstance(code, CodeType):
+        return "is no Python function, so that it may read gradients"
+    return None if _GRADIENTS.isdisjoint(_names(code)) else "reads gradients"
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """What code names, as far as that can be seen without running it."""
+    codes = [code]
+    while codes:
+        code = codes.pop()
+        yield from code.co_names
+        yield from (constant for constant in code.co_consts if isinstance(constant, str))
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def between_passes(tree: LightningTree, trainer: Any) -> list[str]:
+    """Hooks that are overridden and run between the forward of a batch and its backward."""
+    return [
+        f"{type(owner).__name__}.{hook} is overridden"
+        for owner in (trainer.lightning_module, *trainer.callbacks)
+        for hook in _HOOKS_BETWEEN_PASSES
+        if tree.overrides(owner, hook)
+    ]
+
+
+def onlooker(tree: LightningTree, trainer: Any) -> str | None:
+    """Code of the user's, or of a callback, that runs between two training batches; None if there is none."""
+    for owner, hooks in (
+        (trainer.lightning_module, _MODULE_HOOKS_BETWEEN),
+        (trainer.datamodule, (*_DATA_HOOKS_BETWEEN, "on_exception")),
+    ):
+        for hook in hooks:
+            if tree.overrides(owner, hook):
+                return f"{type(owner).__name__}.{hook} is overridden"
+    for callback in trainer.callbacks:
+        for hook in _CALLBACK_HOOKS_BETWEEN:
+            if tree.overrides(callback, hook) and not _is_blind(tree, callback, hook):
+                return f"callback {type(callback).__name__} has {hook}"
+    return None
+
+
+def _is_blind(tree: LightningTree, callback: Any, hook: str) -> bool:
+    """Whether a hook is one of Lightning's, or that of `HarmonyMonitor`, which reads reports; and nobody has wrapped it."""
+    kind = type(callback)
+    # A proxy or a mock has hooks that its class has not.
+    if hook in getattr(callback, "__dict__", ()) or not hasattr(kind, hook):
+        return False
+    if kind.__name__ in _BLIND_CALLBACKS and kind.__module__.startswith(f"{tree.name}.callbacks."):
+        return True
+    return getattr(getattr(kind, hook), "__module__", None) == "lightning_harmony.monitor"
+
+
+def end_of_batches(trainer: Any) -> str | None:
+    """Why no training batch follows this one at once; None if one does."""
+    loop = trainer.fit_loop
+    if loop.epoch_loop._num_ready_batches_reached():
+        return "the epoch ends"
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        return "validation may follow at any time"
+    if loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+        return "validation follows"
+    if trainer.should_stop or (trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps):
+        return "the fit ends"
+    return None

@@ -1,0 +1,119 @@
+"""When parameters are updated, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.engine.updates.update import why_not_separable
+from lightning_harmony.setup.lightning_tree import LightningTree
+from lightning_harmony.updating.hooks import end_of_batches, gradient_readers, onlooker, savers_on_exception
+from lightning_harmony.updating.reach import reaches
+
+
+@dataclass
+class UpdatePolicy:
+    """Decides for each step anew: callbacks, optimizers and hooks may change during a fit.
+
+    Attributes:
+        wish: what the user asked for, "auto", "just-in-time" or "deferred".
+    """
+
+    tree: LightningTree
+    trainer: Any
+    engine: Executor
+    wish: str
+    # What was looked into for parameters, and whether it holds any.
+    _data: Any = None
+    _data_looks: bool = False
+
+    def choose(self) -> tuple[str, str]:
+        """When this step's parameters are updated, "just-in-time" or "deferred", and why."""
+        if self.wish == "deferred":
+            return "deferred", 'update="deferred"'
+        if (reason := self._why_all_gradients()) is not None:
+            return "deferred", reason
+        if (reason := why_not_separable(self._optimizers[0])) is None:
+            return "just-in-time", "nothing reads the gradients of all packs together"
+        if self.wish == "just-in-time":
+            return "just-in-time", f'update="just-in-time", although {reason}'
+        return "deferred", reason
+
+    def _why_all_gradients(self) -> str | None:
+        """What forbids the update just in time, even when the user insists; None if nothing does."""
+        trainer = self.trainer
+        if len(self._optimizers) != 1:
+            return f"there are {len(self._optimizers)} optimizers"
+        if trainer.accumulate_grad_batches > 1:
+            return f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+        if trainer.gradient_clip_val and not self._clips_by_value():
+            return f"gradient_clip_val={trainer.gradient_clip_val} needs all gradients"
+        if self.scaler is not None:
+            return "the gradient scaler checks all gradients"
+        if self.engine.reentrant:
+            return "layers are called during the backward (reentrant checkpointing)"
+        return next(iter(gradient_readers(self.tree, trainer) + savers_on_exception(self.tree, trainer)), None)
+
+    def why_at_once(self) -> str | None:
+        """What may look at parameters before the forward of the next batch; None if nothing does."""
+        reason = self.why_on_host(self._optimizers[0]) or onlooker(self.tree, self.trainer)
+        return reason or self._why_data_looks() or end_of_batches(self.trainer)
+
+    def why_on_host(self, optimizer: Any) -> str | None:
+        """Why an optimizer steps as the user wrote it, on the host; None if its update may be made in shares on devices."""
+        if (reason := why_not_separable(optimizer)) is not None:
+            return reason
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and self.scaler is not None:
+            return "the optimizer unscales gradients itself"
+        return None
+
+    def _why_data_looks(self) -> str | None:
+        """What of the data may look at parameters when it makes the next batch; None if it holds none."""
+        data = self.trainer.train_dataloader
+        if data is not self._data:
+            self._data = data
+            parameters = frozenset(self.trainer.lightning_module.parameters())
+            self._data_looks = reaches(data, parameters, apart_from=self.trainer)
+        return "the training data hold the model" if self._data_looks else None
+
+    def lightning_clips(self) -> bool:
+        """Whether gradients are clipped by Lightning's own functions."""
+        plugin, base = type(self.trainer.precision_plugin), self.tree.part("plugins.precision").Precision
+        names = ("clip_grad_by_norm", "clip_grad_by_value")
+        is_known = plugin.__module__.startswith((f"{self.tree.name}.plugins.", "lightning_harmony."))
+        return is_known and all(getattr(plugin, name) is getattr(base, name) for name in names)
+
+    def clips_late(self) -> bool:
+        """Whether Lightning alone clips gradients, and nobody sees them between that and their use."""
+        module = self.trainer.lightning_module
+        return (
+            (self.trainer.gradient_clip_val or 0) > 0
+            and self.lightning_clips()
+            and not self.tree.overrides(module, "configure_gradient_clipping")
+            and not self.tree.overrides(module, "clip_gradients")
+        )
+
+    def needs_norms(self) -> bool:
+        """Whether Lightning will ask for the norm of the gradients as this backward leaves them."""
+        return (
+            self.clips_late()
+            and not self._clips_by_value()
+            and self.scaler is None
+            and not gradient_readers(self.tree, self.trainer)
+            and not self.trainer.fit_loop._should_accumulate()
+        )
+
+    def _clips_by_value(self) -> bool:
+        """Whether each gradient is clipped by itself, so that a pack's need not wait for the others."""
+        algorithm = self.trainer.gradient_clip_algorithm
+        return algorithm is not None and algorithm.value == "value" and self.clips_late()
+
+    @property
+    def scaler(self) -> Any:
+        """Lightning's gradient scaler, if there is one."""
+        return getattr(self.trainer.precision_plugin, "scaler", None)
+
+    @property
+    def _optimizers(self) -> Any:
+        return self.trainer.optimizers

@@ -1,0 +1,68 @@
+"""What is measured of steps, and recalled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.measure.measurements import Measurements
+from lightning_harmony.engine.measure.profile import Profiler, UpdateSpeeds
+from lightning_harmony.engine.measure.report import Traffic
+from lightning_harmony.engine.measure.workspace import WorkSpace
+from lightning_harmony.engine.model.host_store import HostStore
+from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.plan.values.cost import SECONDS
+from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.record import Origin, Record, SeenSize
+
+# Two calls share what graphs take.
+COUNTED = (
+    "forward_work_bytes",
+    "backward_work_bytes",
+    "graph_bytes",
+    "copied_bytes",
+    "input_bytes",
+    "stash_bytes",
+    "arriving_bytes",
+    "returning_bytes",
+)
+
+
+@pytest.fixture
+def devices() -> Iterator[list[VirtualDevice]]:
+    devices = [VirtualDevice(1000), VirtualDevice(800)]
+    yield devices
+    for device in devices:
+        device.close()
+
+
+def test_what_is_recalled_is_as_if_it_had_been_measured(devices: list[VirtualDevice]) -> None:
+    module = torch.nn.Linear(2, 2)
+    store = HostStore(list(module.parameters()), devices[0])
+    layer = SwappedLayer(0, "layer", module, list(module.parameters()))
+    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), UpdateSpeeds())
+    nothing = measured.cost(layer)
+    assert measured.machine() == MachineLimits(800)
+    seen: dict[str, Any] = {**dict.fromkeys(COUNTED, 6), **dict.fromkeys(SECONDS, 0.5)}
+    cost = replace(nothing, **seen)
+    record = Record(
+        Origin("", "", ""),
+        ("layer", "layer"),
+        False,
+        (),
+        (SeenSize(4, (cost,)),),
+        MachineLimits(None, 10.0, 20.0, 30.0, 40.0),
+    )
+    measured.recall(record, 4, {"layer": layer})
+    assert measured.cost(layer) == cost
+    on_device = devices[1].empty(100)
+    assert measured.machine() == MachineLimits(800, 10.0, 20.0, 30.0, 40.0, occupied_bytes=on_device.numel())
+    measured.forget_layers()
+    assert measured.cost(layer) == nothing
+    assert measured.machine().transfer_bytes_per_second == 30.0
+    store.close()

@@ -1,0 +1,41 @@
+"""What Python code sees of a tensor beside its values."""
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_harmony.engine.memory.guise import Guise
+
+
+class Tagged(Tensor):
+    """A class that only Python sees."""
+
+
+def test_a_tensor_like_any_other_has_none() -> None:
+    assert Guise.of(torch.ones(2)) is None
+    assert Guise.of(nn.Parameter(torch.ones(2))) is None
+
+
+def test_what_is_computed_from_a_parameter_is_none_but_has_what_was_set_on_it() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.is_shared = True  # type: ignore[attr-defined]
+    assert Guise.of(parameter) == (Tensor, {"is_shared": True})
+
+
+def test_a_tensor_puts_it_on_and_stays_in_its_graph() -> None:
+    tagged = torch.ones(2).as_subclass(Tagged)
+    tagged.scale = 2.0
+    guise, tensor = Guise.of(tagged), torch.ones(2, requires_grad=True)
+    assert guise is not None
+    like = guise.on(tensor)
+    assert (type(like), like.scale) == (Tagged, 2.0)  # type: ignore[attr-defined]
+    assert like.data_ptr() == tensor.data_ptr()
+    like.sum().backward()
+    assert torch.equal(tensor.grad, torch.ones(2))  # type: ignore[arg-type]
+
+
+def test_where_values_are_elsewhere_it_belongs_to_them() -> None:
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.ones(2))
+    assert vars(fake)
+    assert Guise.of(fake) is None

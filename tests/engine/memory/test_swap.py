@@ -1,0 +1,159 @@
+"""Buffers that layers change: they leave the device under what follows, and are the user's again before anyone looks."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.devices.stream import Happened, HostStream
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.measure.report import Traffic
+from lightning_harmony.engine.memory.residents import Residents
+from lightning_harmony.engine.memory.stash import Stash
+from lightning_harmony.engine.memory.swap import Swapper
+from lightning_harmony.engine.model.host_store import HostPool, HostStore
+from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.model.pack import HostGradients, SwappedPack
+from lightning_harmony.engine.updates.postponed import Overlap, PostponedUpdate
+from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
+from lightning_harmony.errors import UnsupportedModelError
+
+
+class Norm:
+    """A pack of one norm on a device, in a training step."""
+
+    def __init__(self) -> None:
+        self.device = VirtualDevice(None)
+        self.module = nn.BatchNorm1d(8)
+        self.layer = SwappedLayer(0, "norm", self.module, list(self.module.parameters()))
+        self.layer.is_training = True
+        store = HostStore(self.layer.parameters, self.device)
+        self.pool = HostPool(self.device.host_buffer)
+        self.updates = HostStream("update")
+        update = PostponedUpdate(self.updates, StreamedUpdate([self.device]), Overlap())
+        self.swapper = Swapper(self.device, store, self.pool, Traffic(), lambda parameter: False, update)
+        self.pack = SwappedPack(0, [self.layer], store)
+        self.residents = Residents(self.device, self.swapper, Stash(self.device, self.pool, Traffic()))
+        self.residents.packs = [self.pack]
+
+    def swap_in(self) -> dict[str, Tensor]:
+        self.swapper.swap_in(self.pack)
+        assert self.pack.residency is not None
+        self.pack.residency.ready.wait()
+        return {name: tensor for (_, name), tensor in self.pack.residency.buffers.items()}
+
+    def change(self, **values: Tensor) -> None:
+        """As a layer's call does."""
+        assert self.pack.residency is not None
+        for name, value in values.items():
+            key = self.module, name
+            self.pack.residency.buffers[key] = value
+            self.pack.residency.dirty_buffers.add(key)
+
+
+@pytest.fixture
+def norm() -> Iterator[Norm]:
+    norm = Norm()
+    yield norm
+    norm.updates.close()
+    norm.device.close()
+
+
+def test_sums_that_make_way_on_a_host_last_until_the_copy_to_there_has_ended(norm: Norm) -> None:
+    """On the way out of an error they were dropped at once, and a GPU went on to write to memory that was another's."""
+    ended: list[str] = []
+
+    class Unfinished(Happened):
+        def synchronize(self) -> None:
+            ended.append("copy")
+
+        def done(self) -> bool:
+            return "copy" in ended
+
+    buffer, _ = norm.pool.take(64)
+    weakref.finalize(buffer.untyped_storage(), ended.append, "buffer")
+    norm.pack.parked = {0: HostGradients(0, buffer, Unfinished(), {}, set())}
+    del buffer
+    norm.residents.reset()
+    assert ended == ["copy", "buffer"]
+    assert norm.pack.parked == {}
+
+
+def test_nobody_waits_for_them_to_leave(norm: Norm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each eviction waited for all that the device was to compute, and the host had nothing ready for it then."""
+    # Memory that tests overwrite is waited for.
+    monkeypatch.setattr(VirtualDevice, "free", lambda *args: None)
+    norm.swap_in()
+    norm.change(running_mean=torch.full((8,), 3.0))
+    release = threading.Event()
+    norm.device.swap_out.submit(lambda: assert_released(release))
+    norm.swapper.evict(norm.pack)
+    assert torch.equal(norm.module.running_mean, torch.zeros(8))
+    release.set()
+    norm.swapper.finish_write_back(norm.pack)
+    assert torch.equal(norm.module.running_mean, torch.full((8,), 3.0))
+
+
+def assert_released(release: threading.Event) -> None:
+    assert release.wait(10)
+
+
+def test_they_are_there_when_they_come_again(norm: Norm) -> None:
+    norm.swap_in()
+    norm.change(running_mean=torch.full((8,), 3.0), num_batches_tracked=torch.tensor(1))
+    norm.swapper.evict(norm.pack)
+    buffers = norm.swap_in()
+    assert torch.equal(buffers["running_mean"], torch.full((8,), 3.0))
+    assert buffers["num_batches_tracked"] == 1
+    assert torch.equal(buffers["running_var"], torch.ones(8))
+
+
+def test_they_are_the_user_s_when_the_device_is_left(norm: Norm) -> None:
+    norm.swap_in()
+    norm.change(running_var=torch.full((8,), 2.0))
+    norm.residents.reset()
+    assert torch.equal(norm.module.running_var, torch.full((8,), 2.0))
+
+
+def test_one_that_became_another_kind_of_tensor_takes_the_old_one_s_place(norm: Norm) -> None:
+    norm.swap_in()
+    norm.change(running_mean=torch.full((4,), 3.0, dtype=torch.float64), running_var=torch.full((8,), 2.0))
+    norm.swapper.evict(norm.pack)
+    buffers = norm.swap_in()
+    assert torch.equal(buffers["running_mean"], torch.full((4,), 3.0, dtype=torch.float64))
+    assert torch.equal(buffers["running_var"], torch.full((8,), 2.0))
+
+
+def test_what_somebody_wrote_meanwhile_is_not_overwritten(norm: Norm) -> None:
+    norm.swap_in()
+    norm.change(running_mean=torch.full((8,), 3.0))
+    norm.swapper.evict(norm.pack)
+    norm.module.running_mean.fill_(7.0)
+    with pytest.raises(UnsupportedModelError, match="'running_mean' of layer 'norm' is changed within a step"):
+        norm.swapper.finish_write_back(norm.pack)
+    assert torch.equal(norm.module.running_mean, torch.full((8,), 7.0))
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_the_memory_they_pass_through_is_used_again(norm: Norm, *, changes: bool) -> None:
+    for number in range(3):
+        norm.swap_in()
+        if changes:
+            norm.change(running_mean=torch.full((8,), float(number)))
+        norm.swapper.evict(norm.pack)
+    norm.swapper.finish_write_back(norm.pack)
+    _, num_bytes = norm.pack.buffer_layout()
+    assert norm.pool.num_bytes == num_bytes
+
+
+def test_each_counts_its_own_changes(norm: Norm) -> None:
+    """They lie in one memory, but a layer that changes one has not changed the others."""
+    buffers = norm.swap_in()
+    versions = {name: tensor._version for name, tensor in buffers.items()}
+    buffers["running_mean"].add_(1)
+    assert {name for name, tensor in buffers.items() if tensor._version != versions[name]} == {"running_mean"}

@@ -1,0 +1,597 @@
+"""The update: pack by pack it is the same step, and every gradient ends where plain training puts it."""
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_harmony.engine.devices.stream import Event, Happened
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.model.host_store import HostPool, lay_out
+from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.model.pack import HostGradients
+from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
+from lightning_harmony.engine.updates.update import SEPARABLE, Updater, why_not_separable
+from lightning_harmony.plan.values.host_need import RING
+
+Groups = list[dict[str, object]]
+
+OPTIMIZERS: dict[str, Callable[[Groups], Optimizer]] = {
+    "SGD": lambda groups: SGD(groups, momentum=0.9, nesterov=True),
+    "AdamW": lambda groups: AdamW(groups, amsgrad=True),
+    "Adafactor": Adafactor,
+}
+
+
+@pytest.fixture
+def pool() -> HostPool:
+    return HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+
+
+@pytest.fixture
+def updater(pool: HostPool) -> Iterator[Updater]:
+    updater = Updater(pool, StreamedUpdate([VirtualDevice(None)]))
+    yield updater
+    updater.close()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+class Gate(Happened):
+    """An event that happens when the test opens it."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self.is_waited_for = threading.Event()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def synchronize(self) -> None:
+        self.is_waited_for.set()
+        self._open.wait(60)
+
+    def done(self) -> bool:
+        return self._open.is_set()
+
+
+class Broken(Happened):
+    """The event of a copy that failed."""
+
+    def synchronize(self) -> None:
+        raise OSError("copy failed")
+
+
+def layer_of(index: int, *parameters: nn.Parameter) -> SwappedLayer:
+    return SwappedLayer(index, f"layer {index}", None, parameters)
+
+
+def on_host(
+    pool: HostPool,
+    layer: SwappedLayer,
+    gradients: dict[nn.Parameter, Tensor],
+    *,
+    use: int = 0,
+    event: Event | None = None,
+    includes_earlier: Sequence[nn.Parameter] = (),
+) -> HostGradients:
+    """Gradients of a layer as they arrive on the host."""
+    slots, num_bytes = lay_out(list(gradients.values()))
+    buffer, _ = pool.take(num_bytes)
+    sums = {}
+    for (parameter, gradient), slot in zip(gradients.items(), slots, strict=True):
+        sums[layer, parameter] = slot.view(buffer).copy_(gradient)
+    return HostGradients(use, buffer, event or Happened(), sums, set(includes_earlier))
+
+
+def some_parameters(number: int = 4) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(5, 3 + index)) for index in range(number)]
+
+
+def two_groups(parameters: Sequence[nn.Parameter]) -> Groups:
+    """Every other parameter in a group of its own settings."""
+    return [
+        {"params": list(parameters[::2]), "lr": 0.1},
+        {"params": list(parameters[1::2]), "lr": 0.01, "weight_decay": 0.1},
+    ]
+
+
+def same_state(one: Optimizer, other: Optimizer) -> bool:
+    first, second = one.state_dict(), other.state_dict()
+    if first["param_groups"] != second["param_groups"] or first["state"].keys() != second["state"].keys():
+        return False
+    return all(
+        torch.equal(torch.as_tensor(value), torch.as_tensor(second["state"][number][key]))
+        for number, state in first["state"].items()
+        for key, value in state.items()
+    )
+
+
+class TestJustInTime:
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_pack_by_pack_is_one_step_bit_for_bit(self, pool: HostPool, updater: Updater, name: str) -> None:
+        plain = some_parameters()
+        ours = copy.deepcopy(plain)
+        expected, optimizer = (OPTIMIZERS[name](two_groups(each)) for each in (plain, ours))
+        packs = [ours[:1], ours[1:3], ours[3:]]
+        layers = [layer_of(index, *pack) for index, pack in enumerate(packs)]
+        for _ in range(3):
+            gradients = [torch.randn_like(parameter) for parameter in ours]
+            for parameter, gradient in zip(plain, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            expected.step()
+            updater.begin(optimizer, packs)
+            found = dict(zip(ours, gradients, strict=True))
+            for pack, layer in reversed(list(zip(packs, layers, strict=True))):
+                updater.deliver(pack, [on_host(pool, layer, {p: found[p] for p in pack})])
+            updater.finish()
+        assert all(torch.equal(p, q) for p, q in zip(plain, ours, strict=True))
+        assert same_state(expected, optimizer)
+
+    def test_leaves_the_optimizer_and_the_gradients_as_a_step_does(self, pool: HostPool, updater: Updater) -> None:
+        parameters = some_parameters()
+        optimizer = SGD(two_groups(parameters))
+        groups = optimizer.param_groups
+        members = [list(group["params"]) for group in groups]
+        updater.begin(optimizer, [parameters])
+        updater.deliver(parameters, [on_host(pool, layer_of(0), {p: torch.ones_like(p) for p in parameters})])
+        updater.finish()
+        assert optimizer.param_groups is groups
+        assert all(
+            p is q for now, then in zip(groups, members, strict=True) for p, q in zip(now["params"], then, strict=True)
+        )
+        assert all(parameter.grad is None for parameter in parameters)
+
+    @pytest.mark.parametrize("may_outlast", [False, True])
+    def test_who_looks_at_the_optimizer_meanwhile_sees_all_parameters(
+        self, pool: HostPool, updater: Updater, may_outlast: bool
+    ) -> None:
+        """A callback that reads a learning rate in the backward, which the update runs under."""
+        parameters = some_parameters()
+        optimizer = AdamW(two_groups(parameters))
+        before = [parameter.detach().clone() for parameter in parameters]
+        seen: list[Groups] = []
+        updater.begin(
+            optimizer,
+            [[parameter] for parameter in parameters],
+            clip=lambda _: seen.append([dict(group) for group in optimizer.param_groups]),
+            may_outlast=may_outlast,
+        )
+        for index, parameter in enumerate(parameters):
+            updater.deliver([parameter], [on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})])
+        updater.finish()
+        updater.postponed.finish()
+        assert len(seen) == len(parameters)
+        assert all([group["params"] for group in groups] == [parameters[::2], parameters[1::2]] for groups in seen)
+        assert all([group["lr"] for group in groups] == [0.1, 0.01] for groups in seen)
+        assert not any(torch.equal(*each) for each in zip(parameters, before, strict=True))
+
+    def test_an_optimizer_of_another_kind_steps_itself_for_who_insists(self, pool: HostPool, updater: Updater) -> None:
+        class Counting(SGD):
+            num_steps = 0
+
+            def step(self, closure: Any = None) -> Any:
+                self.num_steps += 1
+                return super().step(closure)
+
+        parameters = some_parameters(2)
+        before = [parameter.detach().clone() for parameter in parameters]
+        optimizer = Counting(parameters, lr=1.0)
+        updater.begin(optimizer, [[parameter] for parameter in parameters])
+        for index, parameter in enumerate(parameters):
+            updater.deliver([parameter], [on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})])
+        updater.finish()
+        assert optimizer.num_steps == 2
+        assert all(torch.equal(p, q - 1) for p, q in zip(parameters, before, strict=True))
+
+    def test_a_parameter_without_gradient_is_not_stepped(self, pool: HostPool, updater: Updater) -> None:
+        used, unused = some_parameters(2)
+        before = unused.detach().clone()
+        optimizer = AdamW([used, unused], weight_decay=0.5)
+        updater.begin(optimizer, [[used, unused]])
+        updater.deliver([used, unused], [on_host(pool, layer_of(0), {used: torch.ones_like(used)})])
+        updater.finish()
+        assert torch.equal(unused, before)
+        assert unused not in optimizer.state
+        assert used in optimizer.state
+
+    def test_a_parameter_of_no_group_is_left_alone(self, pool: HostPool, updater: Updater) -> None:
+        ours, foreign = some_parameters(2)
+        before = foreign.detach().clone()
+        updater.begin(SGD([ours], lr=0.1), [[ours], [foreign]])
+        for index, parameter in enumerate((foreign, ours)):
+            updater.deliver([parameter], [on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})])
+        updater.finish()
+        assert torch.equal(foreign, before)
+
+    def test_waits_for_the_gradients(self, pool: HostPool, updater: Updater) -> None:
+        (parameter,) = some_parameters(1)
+        before = parameter.detach().clone()
+        gate = Gate()
+        updater.begin(SGD([parameter], lr=1.0), [[parameter]])
+        source = on_host(pool, layer_of(0), {parameter: torch.zeros_like(parameter)}, event=gate)
+        updater.deliver([parameter], [source])
+        for view in source.sums.values():
+            view.fill_(1)
+        gate.open()
+        updater.finish()
+        assert torch.equal(parameter, before - 1)
+
+    def test_gives_the_buffers_back_at_once(self, pool: HostPool, updater: Updater) -> None:
+        parameters = some_parameters(2)
+        updater.begin(SGD(parameters, lr=1.0), [parameters])
+        source = on_host(pool, layer_of(0), {p: torch.ones_like(p) for p in parameters})
+        updater.deliver(parameters, [source])
+        updater.finish()
+        assert pool.take(source.buffer.numel())[0] is source.buffer
+
+
+class TestHoldingBack:
+    def test_nothing_changes_before_the_end(self, pool: HostPool, updater: Updater) -> None:
+        parameters = some_parameters(2)
+        before = [parameter.detach().clone() for parameter in parameters]
+        updater.begin(SGD(parameters, lr=1.0), [[p] for p in parameters], hold_back=True)
+        for index, parameter in enumerate(parameters):
+            updater.deliver([parameter], [on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})])
+        updater.drain()
+        assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
+        updater.finish()
+        assert all(torch.equal(p, q - 1) for p, q in zip(parameters, before, strict=True))
+        assert all(parameter.grad is None for parameter in parameters)
+        # Each buffer went when it was used.
+        assert pool.num_bytes == 0
+
+    def test_a_step_that_never_ends_changes_nothing(self, pool: HostPool, updater: Updater) -> None:
+        (parameter,) = some_parameters(1)
+        before = parameter.detach().clone()
+        updater.begin(SGD([parameter], lr=1.0), [[parameter]], hold_back=True)
+        updater.deliver([parameter], [on_host(pool, layer_of(0), {parameter: torch.ones_like(parameter)})])
+        updater.begin(None, [[parameter]])
+        updater.finish()
+        assert torch.equal(parameter, before)
+        assert pool.num_bytes == 0
+
+
+def test_of_what_has_arrived_that_is_updated_first_which_a_forward_needs_first(pool: HostPool) -> None:
+    done: list[nn.Parameter] = []
+    updater = Updater(
+        pool, StreamedUpdate([VirtualDevice(None)]), on_update=lambda parameters, start, end: done.extend(parameters)
+    )
+    parameters, gate = some_parameters(4), Gate()
+    updater.begin(SGD(parameters, lr=1.0), [[p] for p in parameters])
+    for index, parameter in reversed(list(enumerate(parameters))):
+        source = on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)}, event=gate)
+        updater.deliver([parameter], [source])
+        # None has arrived when the first is chosen: it is the one that was delivered first.
+        assert gate.is_waited_for.wait(60)
+    gate.open()
+    updater.finish()
+    updater.close()
+    assert list(map(id, done)) == [id(parameters[index]) for index in (3, 0, 1, 2)]
+
+
+def test_that_one_step_waits_for_its_update_says_nothing_of_the_others(pool: HostPool, updater: Updater) -> None:
+    """The last step of a fit waits: what was foreseen after it, for those before it, was wrong."""
+    (parameter,) = some_parameters(1)
+    outlast = []
+    for may_outlast in (False, True, False):
+        updater.begin(SGD([parameter], lr=1.0), [[parameter]], may_outlast=may_outlast)
+        outlast.append(updater.speeds.outlast)
+        updater.finish()
+    assert outlast == [False, True, True]
+
+
+@pytest.mark.parametrize("room", [None, 3], ids=["few packs", "little room"])
+def test_few_packs_wait_for_their_update(pool: HostPool, updater: Updater, room: int | None) -> None:
+    """Those of more packs, or of more than the host has room for, are held up until others are updated."""
+    parameters = some_parameters(RING + 1 if room is None else room + 1)
+    num_bytes = lay_out(parameters[:1])[1]
+    pool.limit = None if room is None else room * num_bytes
+    gate = Gate()
+    updater.begin(SGD(parameters, lr=1.0), [[p] for p in parameters])
+    waited = threading.Event()
+
+    def deliver() -> None:
+        for index, parameter in enumerate(parameters):
+            updater.await_room(num_bytes)
+            source = on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)}, event=gate)
+            updater.deliver([parameter], [source])
+        waited.set()
+
+    delivering = threading.Thread(target=deliver)
+    delivering.start()
+    assert not waited.wait(0.05)
+    gate.open()
+    delivering.join(60)
+    assert waited.is_set()
+    updater.finish()
+
+
+class TestSharedParameter:
+    CONTRIBUTIONS = ((0, 0), (0, 1), (0, 2), (1, 0), (2, 0))
+
+    def total(self, pool: HostPool, updater: Updater, order: Sequence[int], gradients: Sequence[Tensor]) -> Tensor:
+        """The gradient of a parameter of three layers, the first called three times; packs come in an order."""
+        shared = nn.Parameter(torch.zeros_like(gradients[0]))
+        updater.begin(None, [[shared]] * 3)
+        for index in order:
+            layer = layer_of(index, shared)
+            updater.deliver(
+                [shared],
+                [
+                    on_host(pool, layer, {shared: gradient}, use=use)
+                    for (owner, use), gradient in zip(self.CONTRIBUTIONS, gradients, strict=True)
+                    if owner == index
+                ],
+            )
+        updater.finish()
+        assert shared.grad is not None
+        return shared.grad.clone()
+
+    def test_is_summed_in_one_order_whichever_pack_comes_first(self, pool: HostPool, updater: Updater) -> None:
+        # Of magnitudes so far apart that every order has another sum.
+        gradients = [torch.randn(100) * 10.0**power for power in (0, 4, 7, 3, 5)]
+        first, second, third, *others = gradients
+        # As autograd meets them: the last use of a layer has its gradient first.
+        expected = third + second + first
+        for gradient in others:
+            expected = expected + gradient
+        for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)):
+            assert torch.equal(self.total(pool, updater, order, gradients), expected)
+        assert not torch.equal(sum(reversed(gradients), torch.zeros(100)), expected)
+
+    def test_is_stepped_once_when_its_last_owner_has_delivered(self, pool: HostPool, updater: Updater) -> None:
+        shared = nn.Parameter(torch.zeros(3))
+        optimizer = SGD([shared], lr=1.0)
+        updater.begin(optimizer, [[shared], [shared]])
+        updater.deliver([shared], [on_host(pool, layer_of(1, shared), {shared: torch.ones(3)})])
+        updater.drain()
+        assert shared.tolist() == [0, 0, 0]
+        updater.deliver([shared], [on_host(pool, layer_of(0, shared), {shared: torch.ones(3)})])
+        updater.finish()
+        assert shared.tolist() == [-2, -2, -2]
+
+    def test_is_stepped_when_its_last_owner_has_no_gradient_for_it(self, pool: HostPool, updater: Updater) -> None:
+        shared = nn.Parameter(torch.zeros(3))
+        updater.begin(SGD([shared], lr=1.0), [[shared], [shared]])
+        updater.deliver([shared], [on_host(pool, layer_of(1, shared), {shared: torch.ones(3)})])
+        updater.deliver([shared], [])
+        updater.finish()
+        assert shared.tolist() == [-1, -1, -1]
+
+    def test_does_not_hold_up_the_rest_of_its_pack(self, pool: HostPool, updater: Updater) -> None:
+        shared, own = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+        updater.begin(SGD([shared, own], lr=1.0), [[shared, own], [shared]])
+        source = on_host(pool, layer_of(0), {shared: torch.ones(3), own: torch.ones(3)})
+        updater.deliver([shared, own], [source])
+        updater.drain()
+        assert own.tolist() == [-1, -1, -1]
+        assert pool.take(source.buffer.numel())[0] is not source.buffer
+        updater.deliver([shared], [])
+        updater.finish()
+        assert pool.take(source.buffer.numel())[0] is source.buffer
+
+
+class TestCollecting:
+    def collect(self, pool: HostPool, updater: Updater, gradients: dict[nn.Parameter, Tensor]) -> HostGradients:
+        updater.begin(None, [list(gradients)])
+        source = on_host(pool, layer_of(0), gradients)
+        updater.deliver(list(gradients), [source])
+        updater.finish()
+        return source
+
+    def is_free(self, pool: HostPool, source: HostGradients) -> bool:
+        taken, _ = pool.take(source.buffer.numel())
+        return taken is source.buffer
+
+    def test_gradients_become_the_parameters(self, pool: HostPool, updater: Updater) -> None:
+        parameters = some_parameters(2)
+        gradients = {parameter: torch.randn_like(parameter) for parameter in parameters}
+        before = [parameter.detach().clone() for parameter in parameters]
+        self.collect(pool, updater, gradients)
+        assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in gradients.items())
+        assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
+
+    def test_they_are_added_to_those_of_earlier_batches(self, pool: HostPool, updater: Updater) -> None:
+        (parameter,) = some_parameters(1)
+        parameter.grad = earlier = torch.ones_like(parameter)
+        self.collect(pool, updater, {parameter: torch.ones_like(parameter)})
+        assert parameter.grad is earlier
+        assert torch.equal(earlier, torch.full_like(earlier, 2))
+
+    def test_they_replace_those_that_they_include(self, pool: HostPool, updater: Updater) -> None:
+        (parameter,) = some_parameters(1)
+        parameter.grad = torch.ones_like(parameter)
+        updater.begin(None, [[parameter]])
+        total = torch.full_like(parameter, 5)
+        updater.deliver([parameter], [on_host(pool, layer_of(0), {parameter: total}, includes_earlier=[parameter])])
+        updater.finish()
+        assert torch.equal(parameter.grad, total)
+
+    def test_their_buffer_is_kept_while_any_of_them_is_used(self, pool: HostPool, updater: Updater) -> None:
+        one, other = some_parameters(2)
+        source = self.collect(pool, updater, {one: torch.ones_like(one), other: torch.ones_like(other)})
+        updater.reclaim()
+        assert not self.is_free(pool, source)
+        one.grad = None
+        updater.reclaim()
+        assert not self.is_free(pool, source)
+        assert other.grad is not None
+        other.grad = None
+        updater.reclaim()
+        assert self.is_free(pool, source)
+
+    def test_their_buffer_is_free_when_others_took_their_place(self, pool: HostPool, updater: Updater) -> None:
+        (parameter,) = some_parameters(1)
+        source = self.collect(pool, updater, {parameter: torch.ones_like(parameter)})
+        parameter.grad = parameter.grad.clone()
+        updater.reclaim()
+        assert self.is_free(pool, source)
+
+    @pytest.mark.parametrize("keep", [lambda g: g, lambda g: g[0], lambda g: g.detach()], ids=["it", "part", "alias"])
+    def test_a_gradient_that_the_user_keeps_is_not_overwritten(
+        self, pool: HostPool, updater: Updater, keep: Callable[[Tensor], Tensor]
+    ) -> None:
+        (parameter,) = some_parameters(1)
+        source = self.collect(pool, updater, {parameter: torch.ones_like(parameter)})
+        kept = keep(parameter.grad)
+        parameter.grad = None
+        updater.reclaim()
+        assert not self.is_free(pool, source)
+        assert torch.equal(kept, torch.ones_like(kept))
+        del kept
+        updater.reclaim()
+        assert self.is_free(pool, source)
+
+    def test_a_buffer_is_given_back_once(self, pool: HostPool, updater: Updater) -> None:
+        (parameter,) = some_parameters(1)
+        source = self.collect(pool, updater, {parameter: torch.ones_like(parameter)})
+        parameter.grad = None
+        updater.reclaim()
+        updater.reclaim()
+        assert self.is_free(pool, source)
+        assert not self.is_free(pool, source)
+
+
+class TestErrors:
+    def failing(self, parameters: list[nn.Parameter], monkeypatch: pytest.MonkeyPatch) -> Optimizer:
+        optimizer = SGD(parameters, lr=1.0)
+
+        def step() -> None:
+            raise ZeroDivisionError("in the optimizer")
+
+        monkeypatch.setattr(optimizer, "step", step)
+        return optimizer
+
+    def test_of_the_optimizer_are_raised_by_finish(
+        self, pool: HostPool, updater: Updater, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        parameters = some_parameters(2)
+        optimizer = self.failing(parameters, monkeypatch)
+        updater.begin(optimizer, [[parameter] for parameter in parameters])
+        for index, parameter in enumerate(parameters):
+            updater.deliver([parameter], [on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})])
+        with pytest.raises(ZeroDivisionError, match="in the optimizer"):
+            updater.finish()
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2]
+
+    def test_of_a_copy_are_raised_by_finish(self, pool: HostPool, updater: Updater) -> None:
+        (parameter,) = some_parameters(1)
+        updater.begin(None, [[parameter]])
+        gradients = {parameter: torch.ones_like(parameter)}
+        updater.deliver([parameter], [on_host(pool, layer_of(0), gradients, event=Broken())])
+        with pytest.raises(OSError, match="copy failed"):
+            updater.finish()
+        assert parameter.grad is None
+
+    def test_are_raised_once(self, pool: HostPool, updater: Updater, monkeypatch: pytest.MonkeyPatch) -> None:
+        (parameter,) = some_parameters(1)
+        updater.begin(self.failing([parameter], monkeypatch), [[parameter]])
+        updater.deliver([parameter], [on_host(pool, layer_of(0), {parameter: torch.ones_like(parameter)})])
+        with pytest.raises(ZeroDivisionError):
+            updater.finish()
+        updater.begin(None, [[parameter]])
+        updater.finish()
+
+    def test_a_step_that_was_given_up_does_not_run_into_the_next(self, pool: HostPool, updater: Updater) -> None:
+        (parameter,) = some_parameters(1)
+        optimizer = SGD([parameter], lr=1.0)
+        before = parameter.detach().clone()
+        gate = Gate()
+        updater.begin(optimizer, [[parameter]])
+        gradients = {parameter: torch.ones_like(parameter)}
+        updater.deliver([parameter], [on_host(pool, layer_of(0), gradients, event=gate)])
+        opening = threading.Thread(target=gate.open)
+        opening.start()
+        updater.begin(None, [[parameter]])
+        opening.join()
+        assert torch.equal(parameter, before - 1)
+        assert parameter.grad is None
+        updater.finish()
+
+    def test_close_joins_the_thread(self, pool: HostPool) -> None:
+        before = threading.active_count()
+        updater = Updater(pool, StreamedUpdate([VirtualDevice(None)]))
+        updater.begin(None, [])
+        assert threading.active_count() == before + 1
+        updater.close()
+        assert threading.active_count() == before
+
+
+class TestWhyNotSeparable:
+    @pytest.mark.parametrize("kind", sorted(SEPARABLE, key=lambda kind: kind.__name__))
+    def test_optimizers_that_look_at_one_parameter_at_a_time_are(self, kind: type[Optimizer]) -> None:
+        assert why_not_separable(kind(some_parameters(1))) is None
+
+    def test_lbfgs_is_not(self) -> None:
+        reason = why_not_separable(torch.optim.LBFGS(some_parameters(1)))
+        assert reason == "LBFGS is not known to update each parameter on its own"
+
+    def test_a_subclass_is_not(self) -> None:
+        class Clipping(AdamW):
+            pass
+
+        assert "Clipping is not known" in str(why_not_separable(Clipping(some_parameters(1))))
+
+    @pytest.mark.parametrize("method", ["step", "zero_grad"])
+    def test_one_that_has_a_method_of_another_is_not(self, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It was asked of the class, which may be replaced, too; gradients that a zero_grad left were gone."""
+        optimizer = SGD(some_parameters(1))
+        reason = f"SGD.{method} is replaced by a function of its own"
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer, method, lambda *_: None, raising=False)
+            assert why_not_separable(optimizer) == reason
+        with monkeypatch.context() as patch:
+            patch.setattr(SGD, method, lambda self, *_: None)
+            assert why_not_separable(optimizer) == reason
+        assert why_not_separable(optimizer) is None
+
+    def test_one_whose_scheduler_counts_its_steps_is(self) -> None:
+        optimizer = SGD(some_parameters(1))
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        assert "step" in vars(optimizer)
+        assert why_not_separable(optimizer) is None
+
+    def test_one_whose_step_passes_on_what_it_is_asked_for_is_not(self) -> None:
+        """It has the mark of the scheduler whose step it calls."""
+
+        class Counted:
+            def __init__(self, step: Any) -> None:
+                self.step = step
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.step, name)
+
+        optimizer: Any = SGD(some_parameters(1))
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        optimizer.step = Counted(optimizer.step)
+        assert why_not_separable(optimizer) == "SGD.step is replaced by a function of its own"
+
+    @pytest.mark.parametrize("kind", ["pre", "post"])
+    def test_one_with_step_hooks_is_not(self, kind: str) -> None:
+        optimizer = SGD(some_parameters(1))
+        handle = getattr(optimizer, f"register_step_{kind}_hook")(lambda *_: None)
+        assert why_not_separable(optimizer) == "SGD has step hooks"
+        handle.remove()
+        assert why_not_separable(optimizer) is None
+
+    @pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
+    def test_none_is_where_all_have_step_hooks(
+        self, register: Callable[..., torch.utils.hooks.RemovableHandle]
+    ) -> None:
+        optimizer = SGD(some_parameters(1))
+        handle = register(lambda *_: None)
+        try:
+            assert why_not_separable(optimizer) == "step hooks are registered for all optimizers"
+        finally:
+            handle.remove()
+        assert why_not_separable(optimizer) is None

@@ -1,0 +1,84 @@
+"""Recordings: what was measured, written down and read back."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as limits
+from plans import STEP, machines, plans
+
+from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.drawing.recording import Recording, read_recording
+from lightning_harmony.plan.simulate.lowering import lower
+from lightning_harmony.plan.simulate.replay import predict, replay
+from lightning_harmony.plan.values.cost import Cost
+from lightning_harmony.plan.values.plan import Plan
+from lightning_harmony.plan.values.profile import MachineLimits
+
+RECORDING = Recording(STEP, predict(STEP), "just-in-time: nothing reads all gradients")
+
+
+@given(planned=plans(), machine=machines)
+@limits(max_examples=30)
+def test_what_is_written_is_read_back(planned: tuple[Plan, tuple[Cost, ...]], machine: MachineLimits) -> None:
+    plan, packs = planned
+    measured = replay(plan, lower(plan, packs, None), packs, replace(machine, capacity_bytes=None))
+    recording = Recording(plan, measured, "deferred: so")
+    assert Recording.from_json(recording.to_json()) == recording
+
+
+def test_the_prediction_is_that_of_the_plan() -> None:
+    assert RECORDING.predicted() == predict(STEP)
+    assert replace(RECORDING, plan=replace(STEP, profile=None)).predicted() is None
+
+
+def changed(**parts: Any) -> str:
+    return json.dumps(json.loads(RECORDING.to_json()) | parts)
+
+
+def with_span(*span: Any) -> str:
+    data = json.loads(RECORDING.to_json())
+    data["measured"]["devices"][0]["spans"] = [list(span)]
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "it is not JSON"),
+        ("[]", "this is not a recorded step"),
+        (STEP.to_json(), "HarmonyMonitor"),
+        (changed(version=0), "version 0"),
+        (changed(plan=None), "this is not a plan"),
+        (changed(measured={}), "measured has no 'seconds'"),
+        (changed(update=1), "update is 1"),
+        (changed(plan=json.loads(replace(STEP, num_devices=2).to_json())), "of 1 devices, its plan for 2"),
+        (with_span("nonsense", "compute", 0.0, 1.0), "'nonsense', where a task such as '3F0' is needed"),
+        (with_span(3, "compute", 0.0, 1.0), "a task such as"),
+        (with_span("0F0", "compute", 0.0), "a list of 4"),
+        (with_span("9F0", "compute", 0.0, 1.0), "there is no pack 9"),
+        (with_span("0F0", "swap-in", 0.0, 1.0), "stream 'swap-in', where it never runs"),
+        (with_span("0EVICT", "compute", 0.0, 1.0), "where it never runs"),
+        (with_span("0F0", "compute", 2.0, 1.0), "runs from 2.0 s to 1.0 s"),
+    ],
+)
+def test_what_is_no_recording_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        Recording.from_json(text)
+    assert problem in str(refused.value)
+
+
+def test_a_file_is_named_in_what_is_wrong_with_it(tmp_path: Any) -> None:
+    file = tmp_path / "step.json"
+    with pytest.raises(PlanError, match="No such file"):
+        read_recording(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanError, match=re.escape("step.json")):
+        read_recording(file)
+    file.write_text(RECORDING.to_json())
+    assert read_recording(file) == RECORDING

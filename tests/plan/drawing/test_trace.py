@@ -1,0 +1,38 @@
+"""The trace of a prediction, as trace viewers read it."""
+
+import json
+
+from plans import STEP
+
+from lightning_harmony.plan.drawing.trace import to_trace
+from lightning_harmony.plan.simulate.replay import predict
+from lightning_harmony.plan.values.streams import STREAMS
+
+PREDICTION = predict(STEP)
+EVENTS = json.loads(to_trace(STEP, {"predicted": PREDICTION}))["traceEvents"]
+
+
+def test_every_task_is_an_event_on_the_thread_of_its_stream() -> None:
+    tasks = [event for event in EVENTS if event["ph"] == "X"]
+    assert [event["name"] for event in tasks] == [str(span.task) for span in PREDICTION.devices[0].spans]
+    backward = next(event for event in tasks if event["name"] == "1B1")
+    assert (backward["pid"], STREAMS[backward["tid"]], backward["dur"]) == (0, "compute", 1e6)
+    assert backward["args"] == {"pack": 1, "layers": "c, d"}
+
+
+def test_devices_and_streams_have_names() -> None:
+    named = {event["args"]["name"] for event in EVENTS if event["ph"] == "M" and "name" in event["args"]}
+    assert named == {"device 0", *STREAMS}
+
+
+def test_several_steps_are_processes_of_their_own() -> None:
+    events = json.loads(to_trace(STEP, {"measured": PREDICTION, "predicted": PREDICTION}))["traceEvents"]
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert named == {0: "device 0, measured", 1: "device 0, predicted"}
+    tasks = [event for event in events if event["ph"] == "X"]
+    assert [event["pid"] for event in tasks] == [0] * (len(tasks) // 2) + [1] * (len(tasks) // 2)
+
+
+def test_memory_is_a_counter() -> None:
+    counted = [(event["ts"] / 1e6, event["args"]["bytes"]) for event in EVENTS if event["ph"] == "C"]
+    assert counted == list(PREDICTION.devices[0].memory)

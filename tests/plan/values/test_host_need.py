@@ -1,0 +1,27 @@
+"""What a training takes of the host."""
+
+import pytest
+
+from lightning_harmony.plan.values.host_need import RING, bytes_beside_state, waiting_bytes
+
+PACKS = [*range(1, 2 * RING), 1000]
+
+
+def test_just_in_time_those_of_few_packs_wait() -> None:
+    assert waiting_bytes(PACKS, is_deferred=True) == sum(PACKS)
+    assert waiting_bytes(PACKS, is_deferred=False) == sum(PACKS[-RING:])
+    # Whatever their order, and where there are few.
+    assert waiting_bytes(reversed(PACKS), is_deferred=False) == sum(PACKS[-RING:])
+    assert waiting_bytes([3, 4], is_deferred=False) == 7
+
+
+@pytest.mark.parametrize("copies", [0, 1, 2])
+def test_the_first_step_has_all_before_there_is_a_state(copies: int) -> None:
+    total = sum(PACKS)
+    state = copies * total
+    assert bytes_beside_state(PACKS, state, is_deferred=True) == total
+    needed = state + bytes_beside_state(iter(PACKS), state, is_deferred=False)
+    # Of the first step, as its updates go on: some have made their state, the others have their gradients.
+    first = max(copies * sum(PACKS[:done]) + sum(PACKS[done:]) for done in range(len(PACKS) + 1))
+    assert needed >= first
+    assert needed == max(total, state + sum(PACKS[-RING:]))

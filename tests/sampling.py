@@ -1,0 +1,17 @@
+"""Pairs out of a matrix of cases: each row and each column comes, not each of their combinations."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Any
+
+# `make test-whole` runs all combinations.
+IS_WHOLE = bool(os.environ.get("WHOLE_MATRICES"))
+
+
+def in_turns(rows: Iterable[Any], columns: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Each row with one of the columns, these in turns; with each of them if whole matrices are asked for."""
+    pairs = product(rows, columns) if IS_WHOLE else ((row, columns[i % len(columns)]) for i, row in enumerate(rows))
+    return [(row, *column) for row, column in pairs]

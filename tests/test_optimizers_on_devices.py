@@ -1,0 +1,191 @@
+"""Each update is made on the device by the user's own optimizer: training is that of plain Lightning there, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import nets
+import pytest
+import same_training
+import torch
+from same_training import SEED, Net, assert_same_training, compare, train_harmony, train_plain, trainer_for
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.updates import streamed_update
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+
+CAPACITY = "160KiB"
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "amsgrad one by one": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, foreach=False),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+    "capturable": lambda p: torch.optim.AdamW(p, lr=0.01, capturable=same_training.accelerator == "gpu"),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters of 4 KiB are cut, on GPUs as on virtual devices."""
+    monkeypatch.setattr(streamed_update, "_MOST_BYTES", 8 << 10)
+
+
+def build(optimizer: str, net: Callable[[], Any] = nets.Language) -> Net:
+    torch.manual_seed(SEED)
+    return Net(net(), OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.05}], ids=["", "clipped"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_is_that_of_plain_lightning_on_the_same_device(optimizer: str, clip: dict[str, Any]) -> None:
+    assert_same_training(build(optimizer), nets.tokens(), device_memory=CAPACITY, updates=("just in time",), **clip)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "momentum", "Adafactor"])
+def test_it_is_in_each_precision(optimizer: str, precision: str) -> None:
+    assert_same_training(
+        build(optimizer, nets.Frozen),
+        nets.tokens(),
+        device_memory=CAPACITY,
+        updates=("just in time",),
+        precision=precision,
+    )
+
+
+def go_on(module: Net, writer: str, reader: str, path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """What one trainer leaves that goes on with another's checkpoint."""
+    path = path / f"from {writer} to {reader}"
+    for kind, steps in ((writer, 2), (reader, 4)):
+        strategy: Any = HarmonyStrategy(device_memory=CAPACITY, num_microbatches=1) if kind == "harmony" else "auto"
+        trained, trainer = copy.deepcopy(module), trainer_for(strategy, steps, [])
+        trainer.fit(trained, DataLoader(nets.tokens(32), batch_size=8), ckpt_path=path if steps == 4 else None)
+        trainer.save_checkpoint(path)
+    states = [state for each in trainer.optimizers for state in each.state_dict()["state"].values()]
+    tensors = [value.cpu() for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    return {name: value.cpu() for name, value in trained.state_dict().items()}, tensors
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "fused", "momentum", "Adafactor", "NAdam"])
+def test_state_of_one_goes_on_in_the_other(optimizer: str, tmp_path: Path) -> None:
+    """What a first step makes on the device is saved as plain Lightning saves it."""
+    module = build(optimizer)
+    expected = go_on(module, "auto", "auto", tmp_path)
+    for writer, reader in (("auto", "harmony"), ("harmony", "auto")):
+        torch.testing.assert_close(go_on(module, writer, reader, tmp_path), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_the_devices_that_pieces_take_turns_on_change_no_bit(devices: int) -> None:
+    module = build("AdamW")
+    strategy = HarmonyStrategy(device_memory=CAPACITY, num_microbatches=4)
+    found = train_harmony(copy.deepcopy(module), nets.tokens(), strategy, 8, with_gradients=False, devices=devices)
+    expected = train_plain(module, nets.tokens(), 4, 8)
+    found.losses = [loss for at in range(0, 12, 4) for loss in sorted(found.losses[at : at + 4])]
+    expected.losses = [loss for at in range(0, 12, 4) for loss in sorted(expected.losses[at : at + 4])]
+    compare(expected, found)
+
+
+class ByHand(pl.LightningModule):
+    """Steps two optimizers itself, one of them past Lightning, clips by norm, and steps a scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        self.automatic_optimization = False
+        self.net = nets.Language()
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        loss = self.net(batch)
+        self.losses.append(loss.detach().clone())
+        self.manual_backward(loss)
+        self.clip_gradients(first, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        first.step()
+        second.optimizer.step()
+        self.lr_schedulers().step()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        blocks, others = self.net.blocks.parameters(), [self.net.embed.weight, self.net.head.weight]
+        first, second = torch.optim.AdamW(blocks, lr=0.01), torch.optim.SGD(others, lr=0.1, momentum=0.9)
+        return [first, second], [torch.optim.lr_scheduler.StepLR(first, 1, 0.5)]
+
+
+@pytest.fixture
+def updated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kind of each optimizer a share of which was updated on the device."""
+    found: list[str] = []
+    update = streamed_update.StreamedUpdate.update
+
+    def watched(self: Any, share: Any, *args: Any, **options: Any) -> None:
+        found.append(share.kind.__name__)
+        update(self, share, *args, **options)
+
+    monkeypatch.setattr(streamed_update.StreamedUpdate, "update", watched)
+    return found
+
+
+def test_optimizers_that_are_stepped_by_hand_step_on_the_device(updated: list[str]) -> None:
+    found = []
+    for strategy in ("auto", HarmonyStrategy(device_memory=CAPACITY, num_microbatches=1)):
+        module = ByHand()
+        trainer = trainer_for(strategy, 6, [])
+        trainer.fit(module, DataLoader(nets.tokens(), batch_size=8))
+        states = [each.state_dict() for each in trainer.optimizers]
+        found.append(([loss.cpu() for loss in module.losses], module.cpu().state_dict(), states))
+    torch.testing.assert_close(found[1][:2], found[0][:2], rtol=0, atol=0)
+    for ours, theirs in zip(found[1][2], found[0][2], strict=True):
+        assert ours["param_groups"] == theirs["param_groups"]
+        tensors = [[v.cpu() for s in each["state"].values() for v in s.values()] for each in (ours, theirs)]
+        torch.testing.assert_close(*tensors, rtol=0, atol=0)
+    assert set(updated) == {"AdamW", "SGD"}
+
+
+class Looks(pl.Callback):
+    """Looks at weights when a batch ends, so that its update is made at once."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_clip_val": 0.05},
+        {"accumulate_grad_batches": 2},
+        {"gradient_clip_val": 0.05, "precision": "bf16-true"},
+    ],
+    ids=["clipped", "accumulated", "clipped in 16 bits"],
+)
+def test_an_update_that_is_made_at_once_is_made_on_the_device(options: dict[str, Any], updated: list[str]) -> None:
+    module = build("AdamW")
+    strategy = HarmonyStrategy(device_memory=CAPACITY, num_microbatches=1)
+    expected = trainer_for("auto", 2, [], **options)
+    found = trainer_for(strategy, 2, [Looks()], **options)
+    modules = copy.deepcopy(module), copy.deepcopy(module)
+    for trainer, each in zip((expected, found), modules, strict=True):
+        trainer.fit(each, DataLoader(nets.tokens(32), batch_size=8))
+    torch.testing.assert_close(modules[1].cpu().state_dict(), modules[0].cpu().state_dict(), rtol=0, atol=0)
+    assert updated
+
+
+def test_lbfgs_steps_on_the_host_as_the_user_wrote_it(updated: list[str]) -> None:
+    torch.manual_seed(SEED)
+    module = Net(nets.Language(), lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2))
+    assert_same_training(module, nets.tokens(16), num_microbatches=1, updates=("just in time",))
+    assert updated == []
