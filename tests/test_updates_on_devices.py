@@ -217,7 +217,7 @@ def test_on_several_devices(devices: int) -> None:
 @pytest.mark.parametrize("optimizer", ["AdamW", "fused AdamW", "Adafactor"])
 def test_large_parameters_are_stepped_in_ranges_there_too(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step makes meanwhile is as large as what it is made of, and finds no room on a device that is full."""
-    monkeypatch.setattr("lightning_harmony.engine.device_update._MOST_BYTES", 2048)
+    monkeypatch.setattr("lightning_harmony.engine.updates.device_update._MOST_BYTES", 2048)
     module = build(optimizer)
     training, reports = train(module, planned(module))
     compare(plain(module), training)
