@@ -252,7 +252,9 @@ def assert_close(name: str, a: Tensor | None, b: Tensor | None, tolerance: float
     assert a.shape == b.shape, name
     assert a.dtype == b.dtype, name
     if tolerance == 0.0 or not a.is_floating_point():
-        assert torch.equal(a, b), f"{name} differs by {(a.double() - b.double()).abs().max()}"
+        # Gradients that overflow in half precision are no numbers at the same places.
+        same = torch.equal(a, b) or (torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan()))
+        assert same, f"{name} differs by {(a.double() - b.double()).nan_to_num().abs().max()}"
     else:
         assert torch.isfinite(b).all(), name
         assert (a.double() - b.double()).abs().max() <= tolerance * max(1.0, a.double().abs().max()), name

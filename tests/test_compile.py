@@ -125,11 +125,13 @@ def test_compiled_layers_on_several_devices() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-compute"])
-def test_compiled_layers_get_narrow_weights(precision: str) -> None:
+def test_compiled_layers_get_narrow_weights_only_where_these_are_asked_for(precision: str) -> None:
+    """A compiler rounds gradients at other places if it finds weights cast: on a GPU, those of a bias differed."""
     options = {"plugins": HarmonyPrecision(precision)}
-    strategy = HarmonyStrategy(num_microbatches=4, device_memory="96KiB")
+    strategy = HarmonyStrategy(num_microbatches=4, device_memory="160KiB")
     harmony, compilations = train(build(nets.Language, "aot_eager"), strategy, **options)
-    assert {f"net.blocks.{number}" for number in range(4)} <= compilations.narrow
+    blocks = {f"net.blocks.{number}" for number in range(4)}
+    assert blocks & compilations.narrow == (blocks if precision == "bf16-compute" else set())
     assert compilations.frames == [compilations.frames[0]] * 3
     expected, _ = train(build(nets.Language), HarmonyStrategy(num_microbatches=4), **options)
     compare(expected, harmony)

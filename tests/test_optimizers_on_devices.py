@@ -189,3 +189,21 @@ def test_lbfgs_steps_on_the_host_as_the_user_wrote_it(updated: list[str]) -> Non
     module = Net(nets.Language(), lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2))
     assert_same_training(module, nets.tokens(16), num_microbatches=1, updates=("just in time",))
     assert updated == []
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.05}], ids=["", "clipped"])
+def test_on_the_host_no_optimizer_state_comes_to_a_device(
+    clip: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, the bus carries gradients and weights alone."""
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a piece comes to a device")
+
+    monkeypatch.setattr(streamed_update._Stage, "launch", refuse)
+    plain = train_plain(build("AdamW"), nets.tokens(), 4, 8, **clip)
+    strategy = HarmonyStrategy(num_microbatches=4, device_memory=CAPACITY, update_on="host")
+    harmony = train_harmony(build("AdamW"), nets.tokens(), strategy, 8, with_gradients=False, **clip)
+    compare(plain, harmony)
+    assert {report.swapped_in_bytes["optimizer"] for report in harmony.reports} == {0}

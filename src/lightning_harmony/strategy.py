@@ -77,6 +77,9 @@ class StrategyMixin(_Base):
         update: when parameters are updated: "just-in-time", pack by pack in the backward; "deferred", after it, under the
             forward of the next batch unless something looks at parameters before; or "auto", just in time unless something
             reads all gradients.
+        update_on: where parameters are updated: on the "device", to which optimizer state comes for it, so that results are
+            those of plain Lightning on that device; or on the "host", which moves fewer bytes over the bus, but is slow for
+            parameters in 16 bits and rounds as the host does.
         loss_reduction: whether the loss of a batch is the "mean" or the "sum" of its samples' losses; None for the mean.
         check_loss: whether to check that after the first step, whose code runs three times more for it on a part of a
             microbatch; a warning says what was found.
@@ -101,6 +104,7 @@ class StrategyMixin(_Base):
         microbatch_size: int | None = None,
         layers: Collection[type] | Callable[[str, nn.Module], bool] | None = None,
         update: Literal["auto", "just-in-time", "deferred"] = "auto",
+        update_on: Literal["device", "host"] = "device",
         loss_reduction: Literal["mean", "sum"] | None = None,
         check_loss: bool = False,
         split_batch: Callable[[Any, Sequence[int]], Sequence[Any]] | None = None,
@@ -121,6 +125,7 @@ class StrategyMixin(_Base):
             microbatch_size=microbatch_size,
             layers=layers,
             update=update,
+            update_on=update_on,
             loss_reduction=loss_reduction,
             check_loss=check_loss,
             split_batch=split_batch,
@@ -438,6 +443,7 @@ class StrategyMixin(_Base):
                 parallel=self._settings.parallel,
                 compute_dtype=compute_dtype,
                 compile_options=self._settings.compile_options,
+                updates_on_host=self._settings.update_on == "host",
                 plan=plan,
                 progress=progress,
                 records=self._records(module, layers, devices),

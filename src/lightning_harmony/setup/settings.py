@@ -37,6 +37,7 @@ class Settings:
     microbatch_size: int | None
     layers: Collection[type] | Callable[[str, nn.Module], bool] | None
     update: str
+    update_on: str
     reduction: str
     check_loss: bool
     split_batch: Callable[[Any, Sequence[int]], Sequence[Any]] | None
@@ -54,6 +55,7 @@ class Settings:
         microbatch_size: int | None,
         layers: Any,
         update: str,
+        update_on: str,
         loss_reduction: str | None,
         check_loss: bool,
         split_batch: Any,
@@ -78,6 +80,7 @@ class Settings:
         _whole_number("num_microbatches", num_microbatches)
         _whole_number("microbatch_size", microbatch_size)
         _one_of("update", update, ("auto", "just-in-time", "deferred"))
+        _one_of("update_on", update_on, ("device", "host"))
         _one_of("loss_reduction", loss_reduction, ("mean", "sum", None))
         _one_of("parallel", parallel, ("pipeline", "data"))
         if not isinstance(check_loss, bool):
@@ -103,6 +106,7 @@ class Settings:
             microbatch_size=microbatch_size,
             layers=layers,
             update=update,
+            update_on=update_on,
             reduction=loss_reduction or "mean",
             check_loss=check_loss,
             split_batch=split_batch,

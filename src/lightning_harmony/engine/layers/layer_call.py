@@ -178,7 +178,8 @@ class LayerCall:
 
     def _run_in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer, residency, with_graph = self.layer, self.residency, self._with_graph
-        watch = self.runtime.watch(layer, residency)
+        # What a compiler makes of narrow weights may round at other places in the backward.
+        watch = None if self._is_compiled else self.runtime.watch(layer, residency)
         self._attributes = layer.attributes.read()
         if with_graph:
             self._prepare_backward()
@@ -190,7 +191,7 @@ class LayerCall:
         self._is_running = True
         with self._saving() if with_graph else nullcontext():
             bound = self._weights() if with_graph else residency.leaves
-            with layer.bound(bound, self._buffers.bound) as left, self._watching(watch):
+            with layer.bound(bound, self._buffers.bound) as left, watch or nullcontext():
                 result = self._run(*args, **kwargs)
         self._is_running = False
         if gathered == self._storages_of_gathered() and residency.weights._version != version:
@@ -331,19 +332,12 @@ class LayerCall:
 
     # ---- narrow weights ------------------------------------------------------------------------------------------------
 
-    def _watching(self, watch: CastWatch | None) -> AbstractContextManager[Any]:
-        """Watch the call itself, unless it runs compiled."""
-        return watch if watch is not None and not self._is_compiled else nullcontext()
-
     def _try_narrow(self, watch: CastWatch, outputs: Sequence[Any]) -> None:
         """Run the layer once more with narrow weights: only if it returns the same bits will it get them from now on."""
         dtype, leaves = watch.dtype, self.residency.leaves
         again: list[Any] = []
         try:
             with saved_tensors_hooks(_drop, _unpack):
-                if self._is_compiled:
-                    with torch.compiler.set_stance("force_eager"), watch, self._bound(leaves):
-                        self._recompute(self._original)
                 casts = watch.narrow()
                 if not casts:
                     return

@@ -69,6 +69,7 @@ class Executor:
         compute_dtype: the type in which floating parameters and the layers' floating inputs are on the device, where it is
             narrower than the parameters' own; None to leave all types as they are.
         compile_options: of `torch.compile`, with which layers are compiled; None not to.
+        updates_on_host: whether optimizers step there, and not on the devices.
         plan: what to run by once work space is known; None to plan from what is measured.
         progress: told again and again how many bytes are in the host store.
         records: what earlier fits have measured; None to measure anew.
@@ -87,6 +88,7 @@ class Executor:
         parallel: Parallel = "pipeline",
         compute_dtype: torch.dtype | None = None,
         compile_options: Mapping[str, Any] | None = None,
+        updates_on_host: bool = False,
         plan: Plan | None = None,
         progress: Callable[[int], None] = lambda done: None,
         records: Records | None = None,
@@ -96,6 +98,7 @@ class Executor:
         root = devices[0]
         self._cuda_devices = [d.torch_device.index for d in devices if isinstance(d.torch_device.index, int)]
         self.traffic = Traffic()
+        self._updates_on_host = updates_on_host
         # Whether a step has come to its end: the first one changes nothing before.
         self.has_succeeded = False
         self.notify()
@@ -117,7 +120,7 @@ class Executor:
         self._lanes = LanePool((lambda: core) if launches else core_of_caller, computes=not launches)
         self.updater = Updater(
             self.pool,
-            StreamedUpdate(devices, self.store.__contains__),
+            StreamedUpdate(devices, self.store.__contains__, on_host=updates_on_host),
             spared_cores=() if core is None else siblings_of(core),
             on_update=self.recorder.note_update,
         )
@@ -463,7 +466,8 @@ class Executor:
             may_outlast=may_outlast and not self.recorder.is_recording,
         )
         for residents in self._residents:
-            residents.swapper.updates.begin(self.updater.steps_alone, clip, may_update=self.has_succeeded)
+            on_device = None if self._updates_on_host else self.updater.steps_alone
+            residents.swapper.updates.begin(on_device, clip, may_update=self.has_succeeded)
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
             self._sums.deliver_final(range(len(self._placement.packs)))
             self._drive(Phase.BACKWARD)

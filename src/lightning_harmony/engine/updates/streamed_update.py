@@ -42,18 +42,24 @@ class StreamedUpdate:
     Args:
         devices: where pieces are stepped, in turns.
         is_swapped: whether the host is the home of a parameter because layers are swapped. Any other is stepped where it is.
+        on_host: whether all parameters are stepped where they are.
     """
 
     def __init__(
-        self, devices: Sequence[Device], is_swapped: Callable[[nn.Parameter], bool] = lambda parameter: True
+        self,
+        devices: Sequence[Device],
+        is_swapped: Callable[[nn.Parameter], bool] = lambda parameter: True,
+        *,
+        on_host: bool = False,
     ) -> None:
         self.devices = devices
         self._is_swapped = is_swapped
+        self._on_host = on_host
         self._stages = [_Stage(device) for device in devices]
 
     def open(self) -> None:
         """Take the memory on the devices, before anybody plans with what is left."""
-        for stage in self._stages:
+        for stage in () if self._on_host else self._stages:
             stage.open()
 
     def update(self, share: Share, clip: Clip | None = None, *, keeps_gradients: bool = False) -> None:
@@ -65,10 +71,24 @@ class StreamedUpdate:
             keeps_gradients: whether somebody may look at gradients afterwards.
         """
         gradients = share.gradients
-        streamed = [parameter for parameter in gradients if self._is_swapped(parameter)]
-        elsewhere = {parameter: parameter.detach() for parameter in gradients if not self._is_swapped(parameter)}
+        streamed = [] if self._on_host else [parameter for parameter in gradients if self._is_swapped(parameter)]
+        comes = frozenset(streamed)
+        elsewhere = {parameter: parameter.detach() for parameter in gradients if parameter not in comes}
         if elsewhere:
             make_step(share, clip, elsewhere, gradients, {parameter: share.state(parameter) for parameter in elsewhere})
+        if streamed:
+            self._stream(share, streamed, gradients, clip, keeps_gradients=keeps_gradients)
+        share.keep_states()
+
+    def _stream(
+        self,
+        share: Share,
+        streamed: Sequence[nn.Parameter],
+        gradients: Mapping[nn.Parameter, Tensor],
+        clip: Clip | None,
+        *,
+        keeps_gradients: bool,
+    ) -> None:
         most_bytes = min(stage.num_bytes for stage in self._stages) // (2 + _state_copies(share, streamed))
         self.open()
         homes: _Values = {}
@@ -79,7 +99,6 @@ class StreamedUpdate:
         finally:
             for stage in self._stages:
                 stage.finish()
-        share.keep_states()
 
     def close(self) -> None:
         """Finish what is under way, and let the memory on the devices go."""
