@@ -58,7 +58,7 @@ class Plan:
         joined: the visits before that whose forward a microbatch runs in one turn with the visit before, without parking. So
             the forward goes by packs of its own: each is a run of those that are swapped, and that the backward goes by.
         device_updated: the packs that are updated on their device, and whose weights stay there for the next forward. They are
-            the first ones that a forward comes to, and the last in the backward: so it need not wait for the host's update.
+            the first ones that a forward comes to, and the last in the backward: so it need not wait for an update.
         spread: the packs of a pipeline whose microbatches go round the devices, so that one that computes for long bounds no
             device. They begin with its home, the one that it would have alone: there their gradients are summed one by one.
         num_devices: how many devices share the work.
