@@ -896,6 +896,29 @@ def test_the_logits_of_routers_reach_the_loss_bit_for_bit_by_the_hooks_that_coll
     assert_same_training(module, tokens(), device_memory="200KiB", num_microbatches=2, batch_size=4)
 
 
+class ByAttention(nn.Module):
+    """A penalty on what the model collects of its layers with hooks: attentions, and hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers as hf
+
+        self.net = hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER, attn_implementation="eager"))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        found = self.net(
+            input_ids=batch, labels=batch, use_cache=False, output_attentions=True, output_hidden_states=True
+        )
+        collected = [*found.attentions, *found.hidden_states]
+        loss: Tensor = found.loss + sum(each.pow(2).mean() for each in collected)
+        return loss
+
+
+@pytest.mark.parametrize("memory", [None, "160KiB"])
+def test_attentions_and_hidden_states_that_hooks_collect_reach_the_loss_bit_for_bit(memory: str | None) -> None:
+    assert_same_training(build(ByAttention), tokens(), device_memory=memory, num_microbatches=2, batch_size=4)
+
+
 def test_routers_may_be_layers_of_their_own() -> None:
     from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
