@@ -21,6 +21,8 @@ QUICK := tests/engine tests/plan tests/test_exactness.py tests/test_interleaving
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 BIN := $(VENV)/bin
+# A process a core, and in each one thread: more would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4
 
 .PHONY: demo test quick test-whole test-oldest clean
 
@@ -32,15 +34,15 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n auto --maxprocesses 4 -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 quick: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n auto --maxprocesses 4 -m "not gpu" --ignore tests/engine/step/test_races.py $(QUICK)
+	$(PYTEST) -m "not gpu" --ignore tests/engine/step/test_races.py $(QUICK)
 
 test-whole: $(VENV)/.installed-test
-	WHOLE_MATRICES=1 $(BIN)/pytest -n auto --maxprocesses 4 -m "not gpu"
+	WHOLE_MATRICES=1 $(PYTEST) -m "not gpu"
 
 test-oldest: $(OLDEST_VENV)/.installed
 	$(OLDEST_VENV)/bin/pytest -n auto --maxprocesses 4 -m "not gpu"
