@@ -234,7 +234,7 @@ def test_gradients_are_clipped_by_value_before() -> None:
 
 
 @pytest.mark.cpu
-def test_where_there_is_no_room_the_host_updates() -> None:
+def test_where_there_is_no_room_gradients_go_to_the_host_first() -> None:
     """What is brought for an update makes way for what a layer needs."""
     module = build()
     plan = replace(planned(module), profile=None)
@@ -245,7 +245,7 @@ def test_where_there_is_no_room_the_host_updates() -> None:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("options", [{"gradient_clip_val": 0.02}, {"accumulate_grad_batches": 2}])
-def test_where_all_gradients_are_needed_the_host_updates(options: dict[str, Any]) -> None:
+def test_where_all_gradients_are_needed_they_go_to_the_host_first(options: dict[str, Any]) -> None:
     module = build()
     plan = planned(module)
     training, reports = train(module, plan, **options)

@@ -86,7 +86,7 @@ def test_where_something_looks_at_weights_between_steps_what_goes_is_waited_for(
     ],
     ids=["devices cannot", "little to gain", "no room"],
 )
-def test_else_the_host_updates(machine: MachineLimits) -> None:
+def test_else_gradients_go_to_the_host_first(machine: MachineLimits) -> None:
     plan = plan_of(machine=machine)
     assert with_device_updates(plan) == plan
 

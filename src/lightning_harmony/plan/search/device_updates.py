@@ -15,15 +15,15 @@ MOST_PACKS = 4
 
 
 def with_device_updates(plan: Plan) -> Plan:
-    """The plan with the first packs updated on their device, where that is predicted to make a step shorter.
+    """The plan with the first packs updated where their gradients are, if that is predicted to make a step shorter.
 
-    The last packs of a backward are the first ones of the next forward. If the host updates them, that waits until their
-    gradients have gone there, been used, and the weights have come back: the turn of the step. But what the update takes has
-    to cross the bus beside all else, each way.
+    The last packs of a backward are the first ones of the next forward. If their gradients go to the host first, that waits
+    until they have come back in pieces and been used, and the weights have come, too: the turn of the step. But where
+    gradients are, the optimizer's state has to find room beside all else.
 
     Args:
-        plan: the plan, with its profile and its prediction, all of its packs updated on the host. It stays as it is where it
-            has none of these, or where devices cannot update.
+        plan: the plan, with its profile and its prediction, all of its packs updated from the host. It stays as it is where it
+            has none of these, or where the optimizer's state is not known.
     """
     if plan.profile is None or plan.predicted is None or not _can_be(plan):
         return plan
@@ -39,7 +39,7 @@ def with_device_updates(plan: Plan) -> Plan:
 
 
 def _can_be(plan: Plan) -> bool:
-    """Whether devices may update packs of a plan, and its step is long enough for it to matter."""
+    """Whether packs of a plan may be updated so, and its step is long enough for it to matter."""
     assert plan.profile is not None
     if plan.profile.machine.state_copies is None or plan.predicted_seconds < SHORT_SECONDS:
         return False

@@ -1,4 +1,4 @@
-"""The host's stream of updates just in time: in which order they run, and when."""
+"""The stream of updates just in time: in which order they run, and when."""
 
 from __future__ import annotations
 
