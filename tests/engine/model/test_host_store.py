@@ -272,6 +272,14 @@ class TestHostPool:
         pool.provide(60, 4)
         assert pool.num_bytes == kept.numel() + 60
 
+    def test_what_nobody_uses_is_not_counted_as_short(self) -> None:
+        pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+        pool.limit = 300
+        kept, _ = pool.take(200)
+        pool.provide(50)
+        assert pool.num_bytes == kept.numel() + 50
+        assert "host is at least 50 " in str(pool.shortage(150))
+
     def test_buffers_of_other_sizes_go_where_room_is_short(self) -> None:
         pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
         pool.limit = 300

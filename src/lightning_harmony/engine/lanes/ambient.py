@@ -2,7 +2,7 @@
 
 One registry serves lanes, which each find their own, and recomputes, which find what the forward found. To add a kind of
 state is to add an entry to `OF_THREAD` or `OF_PROCESS`. Random number generators are captured apart, in `rng`: a microbatch
-has streams of its own, which follow it from one GPU to the next.
+has streams of its own, one of them for all GPUs.
 """
 
 from __future__ import annotations

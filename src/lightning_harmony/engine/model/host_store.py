@@ -267,9 +267,7 @@ class HostPool:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether so many bytes can be taken, if need be in place of buffers that nobody uses."""
-        with self._lock:
-            unused = sum(size * len(several) for size, several in self._free.items())
-        return self.limit is None or self.num_bytes - unused + num_bytes <= self.limit
+        return self._short_bytes(num_bytes) <= 0
 
     def take(self, num_bytes: int) -> tuple[Tensor, list[Event]]:
         """A buffer, and the events after which it may be written.
@@ -283,24 +281,32 @@ class HostPool:
                 free = self._free[num_bytes].pop()
                 return free.buffer, [] if free.last_use is None else [free.last_use]
             self._missed[num_bytes] += 1
-        if self._excess(num_bytes) > 0:
+        if not self._fits_beside(num_bytes):
             # Those of other sizes, which another plan needed.
             self.release()
-            if self._excess(num_bytes) > 0:
+            if not self.has_room(num_bytes):
                 raise self.shortage(num_bytes)
         return self._make(num_bytes), []
 
     def shortage(self, num_bytes: int) -> CapacityError:
         """What to raise where so many bytes would exceed the limit."""
         return CapacityError(
-            f"the host is at least {format_bytes(max(self._excess(num_bytes), 0))} short: gradients and the stash may take "
+            f"the host is at least {format_bytes(self._short_bytes(num_bytes))} short: gradients and the stash may take "
             f"{format_bytes(self.limit or 0)} there, beside weights and optimizer state. Add host memory, use smaller "
             'batches, train fewer parameters, choose an optimizer with less state, or Trainer(precision="bf16-true")'
         )
 
-    def _excess(self, num_bytes: int) -> int:
-        """By how much a new buffer would exceed the limit."""
-        return 0 if self.limit is None else self.num_bytes + num_bytes - self.limit
+    def _short_bytes(self, num_bytes: int) -> int:
+        """By how much so many bytes exceed the limit, beside the buffers that somebody uses."""
+        if self.limit is None:
+            return 0
+        with self._lock:
+            unused = sum(size * len(several) for size, several in self._free.items())
+        return max(self.num_bytes - unused + num_bytes - self.limit, 0)
+
+    def _fits_beside(self, num_bytes: int) -> bool:
+        """Whether a buffer can be made beside all that exist."""
+        return self.limit is None or self.num_bytes + num_bytes <= self.limit
 
     def take_missed(self) -> Counter[int]:
         """How many buffers of each size had to be made for who took them, since this was last asked."""
@@ -310,7 +316,7 @@ class HostPool:
 
     def provide(self, num_bytes: int, number: int = 1) -> None:
         """Make buffers of a size until so many are free, within the limit: who takes them need not wait for that."""
-        while len(self._free[num_bytes]) < number and self._excess(num_bytes) <= 0:
+        while len(self._free[num_bytes]) < number and self._fits_beside(num_bytes):
             self.give(self._make(num_bytes), None)
 
     def _make(self, num_bytes: int) -> Tensor:

@@ -331,8 +331,12 @@ class Executor:
             self.updater.postponed.finish()
 
     def _plan_step(self, num_elements: int, num_microbatches: int) -> None:
-        has_room = self.pool.has_room(sum(self.gradient_bytes))
-        plan = self._planner.before_step(num_elements, num_microbatches, self._runtime.find_glue_layer, has_room)
+        plan = self._planner.before_step(
+            num_elements,
+            num_microbatches,
+            self._runtime.find_glue_layer,
+            lambda: self.pool.has_room(sum(self.gradient_bytes)),
+        )
         if plan is not None:
             self._use(plan)
             self.step_plan = plan

@@ -198,7 +198,7 @@ class Planner:
         num_elements: int,
         num_microbatches: int,
         find: Callable[[str], SwappedLayer | None],
-        has_room: bool,
+        has_room: Callable[[], bool],
     ) -> Plan | None:
         """What to run a training step by; None for the plan in use.
 
@@ -211,7 +211,7 @@ class Planner:
         cast, self._cast = self._cast, None
         if cast is not None:
             # What was measured is the work with weights as they are: once more, with the narrow ones, which need less.
-            if has_room:
+            if has_room():
                 return self._measured_anew(cast)
             self._calls = cast.calls
             return self._planned(cast.num_elements, cast.num_microbatches)
