@@ -68,6 +68,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a reference in memory")
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 on a frozen bfloat16 base")
     parser.add_argument("--clip", type=float, help="gradient_clip_val")
+    parser.add_argument("--update-on", default="device", choices=["device", "host"], help="of HarmonyStrategy")
+    parser.add_argument("--fused", action="store_true", help="AdamW(fused=True)")
+    parser.add_argument("--trace", help="a folder for a recording of the last step")
     parser.add_argument("--checkpointing", action="store_true", help="the model's own gradient checkpointing")
     return parser.parse_args()
 
@@ -102,7 +105,7 @@ class Module(pl.LightningModule):
         super().__init__()
         narrow = options.lora or "true" in options.precision
         self.net = subject.build(options.layers, torch.bfloat16 if narrow else torch.float32)
-        self._subject = subject
+        self._subject, self._fused = subject, options.fused or None
         if options.checkpointing:
             self.net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if options.lora:
@@ -121,7 +124,7 @@ class Module(pl.LightningModule):
         return (
             torch.optim.SGD(trained, lr=0.01, momentum=0.9)
             if self._subject.sgd
-            else torch.optim.AdamW(trained, lr=1e-5)
+            else torch.optim.AdamW(trained, lr=1e-5, fused=self._fused)
         )
 
 
@@ -184,7 +187,7 @@ def main() -> None:
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
-            callbacks=[measure],
+            callbacks=[measure, *_recording(options)],
             accumulate_grad_batches=split,
             gradient_clip_val=options.clip,
         )
@@ -216,8 +219,20 @@ def _harmony(options: argparse.Namespace) -> Any:
     from lightning_harmony import HarmonyStrategy
 
     return HarmonyStrategy(
-        device_memory=options.device_memory, num_microbatches=options.microbatches, profile_cache=False
+        device_memory=options.device_memory,
+        num_microbatches=options.microbatches,
+        update_on=options.update_on,
+        profile_cache=False,
     )
+
+
+def _recording(options: argparse.Namespace) -> list[pl.Callback]:
+    """What records the last step, if that is asked for."""
+    if options.trace is None:
+        return []
+    from lightning_harmony import HarmonyMonitor
+
+    return [HarmonyMonitor(trace_step=options.steps - 1, dirpath=options.trace)]
 
 
 def _row(options: argparse.Namespace, trainer: Any, measure: Measure, start: float, split: int) -> dict[str, Any]:
