@@ -20,8 +20,7 @@ seconds = st.integers(0, 4).map(float)
 speeds = st.none() | st.sampled_from([1.0, 5.0])
 
 
-OF_DEVICE_UPDATES = [Errand.STATE_IN, Errand.DEVICE_UPDATE, Errand.STATE_OUT]
-WITHOUT_MICROBATCH = [Errand.SWAP_IN, Errand.EVICT, Errand.SWAP_OUT, Errand.PARK, Errand.UPDATE, *OF_DEVICE_UPDATES]
+WITHOUT_MICROBATCH = [Errand.SWAP_IN, Errand.EVICT, Errand.SWAP_OUT, Errand.PARK, Errand.UPDATE]
 with_microbatch = st.sampled_from([*Phase, *(errand for errand in Errand if errand not in WITHOUT_MICROBATCH)])
 numbers = st.integers(0, 10**6)
 tasks = st.builds(Task, numbers, with_microbatch, numbers) | st.builds(
@@ -82,7 +81,7 @@ def plans(draw: st.DrawFn, *, max_devices: int = 3, repeats: bool = True) -> tup
     if num_devices > 1 and parallel == "pipeline" and reuse == "just-in-time":
         spread = frozenset(draw(st.sets(st.sampled_from(visits))))
     device_updated: frozenset[int] = frozenset()
-    once = [pack for pack in visits[:first] if visits.count(pack) == 1 and pack not in spread]
+    once = [pack for pack in visits if visits.count(pack) == 1 and pack not in spread]
     if once and reuse == "just-in-time" and (num_devices == 1 or parallel == "pipeline"):
         device_updated = frozenset(draw(st.sets(st.sampled_from(once))))
     plan = Plan(
@@ -158,7 +157,6 @@ class _Symbols:
         self.sums: dict[tuple[int, int], list[Any]] = defaultdict(list)
         self.parked: dict[tuple[int, int], list[Any]] = defaultdict(list)
         self.gradients: dict[int, Any] = {}
-        self.state: dict[int, int] = {}
         self.updated: dict[int, Any] = {}
 
     def does(self, device: int, task: Task) -> bool:
@@ -171,8 +169,8 @@ class _Symbols:
             return self._transfers(device, *task)
         if task.kind in (Errand.STASH_OUT, Errand.STASH_IN):
             return self._stashes(device, *task)
-        if task.kind in OF_DEVICE_UPDATES:
-            return self._updates_here(device, *task)
+        if task.kind is Errand.UPDATE and task.pack in self.plan.device_updated:
+            return self._updates_here(device, task.pack)
         return self._hands_over_gradients(device, *task)
 
     def _next(self, number: Any) -> tuple[Any, int]:
@@ -253,14 +251,9 @@ class _Symbols:
             updated[pack] = sorted(gradients[pack], key=lambda part: (-part[0], self._sender(pack, part[1])))
         return True
 
-    def _updates_here(self, device: int, pack: int, kind: Any, _: Any) -> bool:
-        """The state comes, is changed with the sums, and goes."""
-        if kind is Errand.STATE_IN:
-            self.state[pack] = device
-            return True
-        if kind is Errand.STATE_OUT:
-            return self.state.pop(pack, None) == device and pack in self.updated
-        if self.state.get(pack) != device or not self._is_complete(device, pack) or pack in self.updated:
+    def _updates_here(self, device: int, pack: int) -> bool:
+        """The sums are used up where they are."""
+        if not self._is_complete(device, pack) or pack in self.updated:
             return False
         self.gradients[pack] = self.sums.pop((device, pack))
         self.updated[pack] = sorted(self.gradients[pack], key=lambda part: -part[0])

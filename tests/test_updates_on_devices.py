@@ -1,4 +1,4 @@
-"""Packs that their device updates train as those do that the host updates, and their weights need not come again."""
+"""Packs that are updated where their gradients are train as all others do."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
-from lightning_harmony.engine.updates.device_update import DeviceUpdates
-from lightning_harmony.plan.search import device_updates
+from lightning_harmony.engine.updates.optimizer_twin import Share
+from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.plan.values.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
@@ -80,9 +80,9 @@ def plan_in_use(module: Net, **options: Any) -> Plan:
 
 
 def planned(module: Net, **options: Any) -> Plan:
-    """A plan whose first packs are updated on their device."""
+    """A plan with all packs updated where their gradients are."""
     plan = plan_in_use(module, **options)
-    return replace(plan, device_updated=frozenset(plan.visits[:2]) - plan.fused, predicted=None)
+    return replace(plan, device_updated=frozenset(plan.visits), predicted=None)
 
 
 def train(module: Net, plan: Plan, *more: pl.Callback, **options: Any) -> tuple[Training, list[StepReport]]:
@@ -100,6 +100,12 @@ def _train(module: Net, strategy: Any, callbacks: list[pl.Callback], **options: 
     return _result(trainer, module, [])
 
 
+def stay(module: Net, reports: list[StepReport]) -> bool:
+    """Whether gradients stayed on the device in the last step."""
+    trained = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+    return reports[-1].swapped_out_bytes["gradients"] < trained
+
+
 def plain(module: Net, **options: Any) -> Training:
     return train_plain(copy.deepcopy(module), samples(), 4, 8, **options)
 
@@ -110,38 +116,9 @@ def test_they_train_as_plain_lightning_does(optimizer: str) -> None:
     module = build(optimizer)
     training, reports = train(module, planned(module))
     compare(plain(module), training)
-    # The first steps measure, and updates are timed before they may outlast a step.
-    assert all(report.swapped_in_bytes["optimizer"] > 0 for report in reports[2:])
-    assert all(report.swapped_in_bytes["optimizer"] == report.swapped_out_bytes["optimizer"] for report in reports)
-    # What is on its way out between steps is not taken for what the next one finds taken, and has no room for.
+    # What is used up between steps is not taken for what the next one finds taken, and has no room for.
     assert all(report.predicted_seconds is not None for report in reports[3:])
-
-
-@pytest.mark.cpu
-def test_their_weights_stay_for_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    stayed: list[bool] = []
-    take = DeviceUpdates.take
-
-    def watched(self: DeviceUpdates, pack: Any) -> Any:
-        found = take(self, pack)
-        if found is not None:
-            stayed.append(True)
-        return found
-
-    monkeypatch.setattr(DeviceUpdates, "take", watched)
-    module = build()
-    plan = planned(module)
-    _, here = train(module, plan)
-    # Updates outlast a step once some have been timed. Where one ends with another plan, which goes by times, nothing stays.
-    assert len(stayed) >= len(plan.device_updated) > 0
-    _, there = train(module, replace(plan, device_updated=frozenset()))
-    fewer = there[-1].swapped_in_bytes["weights"] - min(report.swapped_in_bytes["weights"] for report in here)
-    profile = plan.profile
-    assert profile is not None
-    assert fewer == sum(
-        cost.copied_bytes for cost in map(profile.pack_costs(plan.packs).__getitem__, plan.device_updated)
-    )
-    assert here[-1].swapped_out_bytes["gradients"] < there[-1].swapped_out_bytes["gradients"]
+    assert stay(module, reports)
 
 
 @pytest.mark.cpu
@@ -150,8 +127,6 @@ def test_they_are_chosen_where_the_device_has_a_processor_of_its_own(
     monkeypatch: pytest.MonkeyPatch, *, apart: bool
 ) -> None:
     """On the host's own, a step that was slow by chance was planned so, and swapped other bytes than an estimate had said."""
-    monkeypatch.setattr(device_updates, "SHORT_SECONDS", 0.0)
-    monkeypatch.setattr(device_updates, "WORTHWHILE_SHARE", -1e9)
     monkeypatch.setattr(VirtualDevice, "computes_apart", apart)
     assert bool(plan_in_use(build()).device_updated) == apart
 
@@ -192,7 +167,7 @@ def test_in_every_precision(precision: Any) -> None:
     module = build(net=nets.Language(dropout=0.3))
     training, reports = train(module, planned(module, precision=precision), precision=precision)
     compare(plain(module, precision=precision), training)
-    assert reports[-1].swapped_in_bytes["optimizer"] > 0
+    assert stay(module, reports)
 
 
 @pytest.mark.cpu
@@ -201,7 +176,7 @@ def test_parameters_that_are_not_trained_come_from_the_host() -> None:
     module.net.embed = nn.Sequential(module.net.embed, Count())
     training, reports = train(module, planned(module))
     compare(plain(module), training)
-    assert reports[-1].swapped_in_bytes["optimizer"] > 0
+    assert stay(module, reports)
 
 
 @pytest.mark.cpu
@@ -210,18 +185,18 @@ def test_on_several_devices(devices: int) -> None:
     module = build()
     training, reports = train(module, planned(module, devices=devices), devices=devices)
     compare(plain(module), training)
-    assert reports[-1].swapped_in_bytes["optimizer"] > 0
+    assert stay(module, reports)
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("optimizer", ["AdamW", "fused AdamW", "Adafactor"])
 def test_large_parameters_are_stepped_in_ranges_there_too(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step makes meanwhile is as large as what it is made of, and finds no room on a device that is full."""
-    monkeypatch.setattr("lightning_harmony.engine.updates.device_update._MOST_BYTES", 2048)
+    monkeypatch.setattr("lightning_harmony.engine.updates.streamed_update._MOST_BYTES", 8192)
     module = build(optimizer)
     training, reports = train(module, planned(module))
     compare(plain(module), training)
-    assert reports[-1].swapped_in_bytes["optimizer"] > 0
+    assert stay(module, reports)
 
 
 @pytest.mark.cpu
@@ -230,12 +205,12 @@ def test_gradients_are_clipped_by_value_before() -> None:
     module = build()
     training, reports = train(module, planned(module, **options), **options)
     compare(plain(module, **options), training)
-    assert reports[-1].swapped_in_bytes["optimizer"] > 0
+    assert stay(module, reports)
 
 
 @pytest.mark.cpu
-def test_where_there_is_no_room_gradients_go_to_the_host_first() -> None:
-    """What is brought for an update makes way for what a layer needs."""
+def test_where_there_is_little_room_packs_wait_for_updates() -> None:
+    """Gradients that stay are waited for until they are used up."""
     module = build()
     plan = replace(planned(module), profile=None)
     training, reports = train(module, plan, device_memory="60KiB")
@@ -250,24 +225,23 @@ def test_where_all_gradients_are_needed_they_go_to_the_host_first(options: dict[
     plan = planned(module)
     training, reports = train(module, plan, **options)
     compare(train(module, replace(plan, device_updated=frozenset()), **options)[0], training)
-    assert all(report.swapped_in_bytes["optimizer"] == 0 for report in reports)
+    assert not stay(module, reports)
 
 
 @pytest.mark.cpu
 def test_an_error_in_the_middle_of_a_step_leaves_what_was_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     module = build()
     plan = planned(module)
-    update, num_updates = DeviceUpdates.update, 0
+    update, num_updates = StreamedUpdate.update, 0
 
-    def failing(self: DeviceUpdates, pack: Any) -> Any:
+    def failing(self: StreamedUpdate, share: Share, clip: Any = None, **options: Any) -> None:
         nonlocal num_updates
-        event = update(self, pack)
-        num_updates += event is not None
+        num_updates += all(self.devices[0].owns(gradient) for gradient in share.gradients.values())
         if num_updates == 5:
             raise RuntimeError("in the middle")
-        return event
+        update(self, share, clip, **options)
 
-    monkeypatch.setattr(DeviceUpdates, "update", failing)
+    monkeypatch.setattr(StreamedUpdate, "update", failing)
     broken = copy.deepcopy(module)
     strategy = HarmonyStrategy(device_memory=CAPACITY, num_microbatches=4, plan=plan, profile_cache=False)
     with pytest.raises(RuntimeError, match="in the middle"):

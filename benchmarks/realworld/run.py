@@ -252,6 +252,7 @@ def _row(options: argparse.Namespace, trainer: Any, measure: Measure, start: flo
         "first_step": round(times[0] - start, 2),
         "allocated_gib": [round(torch.cuda.max_memory_allocated(gpu) / GIB, 2) for gpu in gpus],
         "reserved_gib": [round(torch.cuda.max_memory_reserved(gpu) / GIB, 2) for gpu in gpus],
+        "allocator_retries": [torch.cuda.memory_stats(gpu).get("num_alloc_retries") for gpu in gpus],
         "taken_gib": [round(taken / GIB, 2) for taken in measure.taken],
         "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
         "losses": [round(float(loss), 4) for loss in measure.losses[:4]],

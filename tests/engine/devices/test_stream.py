@@ -60,6 +60,38 @@ def test_of_what_may_begin_the_most_urgent_begins_first(stream: HostStream, othe
     assert done[3:] == ["late", "in order", "urgent, but after that"]
 
 
+def test_within_work_the_more_urgent_goes_first(stream: HostStream, other: HostStream) -> None:
+    done: list[str] = []
+    go, late = threading.Event(), threading.Event()
+    arrives = other.submit(partial(_wait, late))
+
+    def work() -> None:
+        go.wait(10)
+        stream.run_more_urgent(2)
+        done.append("the work")
+
+    first = stream.submit(work, rank=2)
+    stream.submit(partial(done.append, "less urgent"), rank=3)
+    stream.submit(partial(done.append, "as urgent"), rank=2)
+    urgent = stream.submit(partial(done.append, "urgent"), rank=1)
+    failing = stream.submit(_fail, rank=0)
+    waits = stream.submit(partial(done.append, "late"), [arrives], 0)
+    stream.submit(partial(done.append, "in order"))
+    stream.submit(partial(done.append, "urgent, but after that"), rank=0)
+    go.set()
+    first.synchronize()
+    assert done[:2] == ["urgent", "the work"]
+    assert urgent.done()
+    # What fails within another piece of work is none of that one's.
+    with pytest.raises(ZeroDivisionError):
+        failing.synchronize()
+    late.set()
+    waits.synchronize()
+    stream.submit(lambda: None).synchronize()
+    assert sorted(done[2:5]) == ["as urgent", "late", "less urgent"]
+    assert done[5:] == ["in order", "urgent, but after that"]
+
+
 class TestBriefWork:
     """To wake a thread took longer than a small copy, and held lanes up: 120 us a turn instead of 80."""
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.devices.stream import Event, Happened
+from lightning_harmony.engine.devices.stream import Event, Happened, HostStream
 from lightning_harmony.engine.devices.virtual_device import DeviceOutOfMemoryError, VirtualDevice
 from lightning_harmony.plan.values.task import Errand
 
@@ -311,3 +311,28 @@ class TestHost:
 
 def _meet(barrier: threading.Barrier) -> None:
     barrier.wait(60)
+
+
+def test_gradients_that_an_update_uses_up_are_waited_for_as_what_leaves_and_do_not_count_as_lasting() -> None:
+    device, updates = VirtualDevice(1000), HostStream("update")
+    lasting, gate = device.scratch(100), threading.Event()
+    held = [device.scratch(600)]
+
+    def use_up() -> None:
+        gate.wait(10)
+        held.clear()
+
+    event = updates.submit(use_up)
+    device.note_update(event, 600)
+    assert not device.room_for(400)
+    assert device.lasting_bytes() == device.allocated_bytes() - 600
+    assert not device.retire()
+    threading.Timer(0.05, gate.set).start()
+    assert device.retire(wait=True)
+    assert event.done()
+    assert device.room_for(400)
+    assert device.lasting_bytes() == device.allocated_bytes()
+    assert not device.retire(wait=True)
+    del lasting
+    updates.close()
+    device.close()

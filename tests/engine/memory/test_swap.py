@@ -18,7 +18,7 @@ from lightning_harmony.engine.memory.stash import Stash
 from lightning_harmony.engine.memory.swap import Swapper
 from lightning_harmony.engine.model.host_store import HostPool, HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
-from lightning_harmony.engine.model.pack import HostGradients, SwappedPack
+from lightning_harmony.engine.model.pack import SummedGradients, SwappedPack
 from lightning_harmony.engine.updates.postponed import Overlap, PostponedUpdate
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.errors import UnsupportedModelError
@@ -77,7 +77,7 @@ def test_sums_that_make_way_on_a_host_last_until_the_copy_to_there_has_ended(nor
 
     buffer, _ = norm.pool.take(64)
     weakref.finalize(buffer.untyped_storage(), ended.append, "buffer")
-    norm.pack.parked = {0: HostGradients(0, buffer, Unfinished(), {}, set())}
+    norm.pack.parked = {0: SummedGradients(0, buffer, Unfinished(), {}, set())}
     del buffer
     norm.residents.reset()
     assert ended == ["copy", "buffer"]

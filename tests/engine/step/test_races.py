@@ -27,9 +27,9 @@ from torchmetrics import Metric
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.memory import transfer
+from lightning_harmony.engine.memory.swap import Swapper
 from lightning_harmony.engine.step.runtime import Runtime
 from lightning_harmony.engine.step.visits import Visits
-from lightning_harmony.engine.updates.device_update import DeviceUpdates
 from lightning_harmony.engine.updates.streamed_update import _Stage
 from lightning_harmony.plan.values.plan import Plan
 
@@ -395,22 +395,21 @@ def test_nothing_races_where_a_turn_of_the_forward_takes_several_packs(
 def test_nothing_races_in_updates_on_devices(
     monkeypatch: pytest.MonkeyPatch, device_memory: str | None, precision: str
 ) -> None:
-    stayed: list[bool] = []
-    take = DeviceUpdates.take
+    left: list[int] = []
+    leave = Swapper.leave_gradients
 
-    def watched(self: DeviceUpdates, pack: Any) -> Any:
-        found = take(self, pack)
-        stayed.append(found is not None)
-        return found
+    def watched(self: Swapper, pack: Any) -> Any:
+        left.append(pack.index)
+        return leave(self, pack)
 
-    monkeypatch.setattr(DeviceUpdates, "take", watched)
+    monkeypatch.setattr(Swapper, "leave_gradients", watched)
     # The module brings batches to the fake devices in a hook between steps, which looks at no weights.
     monkeypatch.setattr("lightning_harmony.updating.update_policy.onlooker", lambda *_: None)
     packs = (("net.embed",), *((f"net.blocks.{number}",) for number in range(4)), ("net.head",))
-    plan = Plan(packs, tuple(range(6)), 5, device_updated=frozenset({0, 1}), num_devices=2, num_microbatches=4)
+    plan = Plan(packs, tuple(range(6)), 5, device_updated=frozenset(range(6)), num_devices=2, num_microbatches=4)
     options = {"plan": plan, "device_memory": device_memory, "trainer": {"precision": precision}, "steps": 6}
     assert find_races(monkeypatch, "dropout", **options) == []  # type: ignore[arg-type]
-    assert any(stayed)
+    assert set(left) == set(range(6))
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])

@@ -1,7 +1,9 @@
 """Norms that are known early have the bits of torch's; a postponed update takes what it needs when it is asked for."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -190,3 +192,18 @@ def test_what_was_waited_for_is_not_hidden() -> None:
     overlap.busy_seconds, overlap.waited_seconds = 1.0, 3.0
     assert overlap.take_hidden() == 0.0
     assert overlap.take_hidden() == 0.0
+
+
+def test_an_update_within_another_counts_once() -> None:
+    spans: list[tuple[list[nn.Parameter], float, float]] = []
+    overlap = Overlap(on_update=lambda parameters, start, end: spans.append((list(parameters), start, end)))
+    outer, inner = [nn.Parameter(torch.ones(1))], [nn.Parameter(torch.ones(1))]
+    with overlap.updating(outer) as interrupted:
+        with overlap.updating(inner) as urgent:
+            time.sleep(0.01)
+        time.sleep(0.001)
+    assert [parameters for parameters, _, _ in spans] == [outer, inner, outer]
+    assert all(before <= start for (_, _, before), (_, start, _) in pairwise(spans))
+    assert urgent.seconds == spans[1][2] - spans[1][1]
+    assert interrupted.seconds == pytest.approx(spans[0][2] - spans[0][1] + spans[2][2] - spans[2][1])
+    assert overlap.busy_seconds == pytest.approx(interrupted.seconds + urgent.seconds)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.measure.report import Traffic
+from lightning_harmony.engine.model.host_store import lay_out
 from lightning_harmony.engine.updates import streamed_update
 from lightning_harmony.engine.updates.optimizer_twin import Share, by_norm, by_value
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
@@ -88,6 +90,60 @@ def test_pieces_have_the_bits_of_a_step(name: str, number_of_devices: int, monke
     # Adafactor looks at rows and columns.
     was_cut = any(part.elements is not None for piece in found for part in piece)
     assert was_cut == (name != "Adafactor")
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "momentum", "foreach"])
+def test_gradients_that_are_on_a_device_stay_there(name: str) -> None:
+    members, expected = parameters(), parameters()
+    optimizer, plain = OPTIMIZERS[name](members), OPTIMIZERS[name](expected)
+    traffic, (first, second) = Traffic(), (VirtualDevice(None), VirtualDevice(None))
+    streamed = StreamedUpdate([first, second], traffic=traffic)
+    for step in range(3):
+        for each in (members, expected):
+            set_gradients(each, step)
+        plain.step()
+        share, come = share_of(optimizer), 0
+        for number, (parameter, gradient) in enumerate(list(share.gradients.items())):
+            if number % 3 == 0:
+                come += gradient.nbytes
+            else:
+                share.gradients[parameter] = _on(second if number % 3 == 1 else first, gradient)
+        traffic.reset()
+        streamed.update(share)
+        assert same(plain, optimizer)
+        with_gradients = [p for p in members if p.grad is not None]
+        states = [value for p in with_gradients for value in optimizer.state[p].values() if isinstance(value, Tensor)]
+        changed = sum(value.nbytes for value in (*with_gradients, *states) if value.dim() > 0)
+        # Parameters and their state come and go, of gradients those that were on the host; numbers of elements of no size.
+        assert traffic.swapped_out["optimizer"] == pytest.approx(changed, abs=64)
+        if step > 0:
+            assert traffic.swapped_in["optimizer"] == pytest.approx(changed + come, abs=64)
+
+
+def _on(device: VirtualDevice, gradient: Tensor) -> Tensor:
+    (slot,), num_bytes = lay_out([gradient])
+    return slot.view(device.scratch(num_bytes)).copy_(gradient)
+
+
+def test_no_piece_is_asked_for_before_there_is_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits in the queue of a device's copies holds up all behind it, as the stash that a lane waits for."""
+    members = parameters()
+    optimizer = AdamW(members)
+    set_gradients(members, 0)
+    streamed = StreamedUpdate([VirtualDevice(CAPACITY)])
+    (stage,) = streamed._stages
+    coming = stage._streams[0]
+    submit, free = coming.submit, []
+
+    def watched(work: Callable[[], None], after: Sequence[Any] = ()) -> Any:
+        if getattr(getattr(work, "func", None), "__name__", "") == "copy_all":
+            free.append(stage._buffers[0][1].done() and not after)
+        return submit(work, after)
+
+    monkeypatch.setattr(coming, "submit", watched)
+    streamed.update(share_of(optimizer))
+    assert len(free) > 3
+    assert all(free)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

@@ -15,8 +15,8 @@ from lightning_harmony.engine.devices.stream import Event, Happened
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.model.host_store import HostPool, lay_out
 from lightning_harmony.engine.model.layer import SwappedLayer
-from lightning_harmony.engine.model.pack import HostGradients
-from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
+from lightning_harmony.engine.model.pack import SummedGradients
+from lightning_harmony.engine.updates.streamed_update import StreamedUpdate, _Stage
 from lightning_harmony.engine.updates.update import SEPARABLE, Updater, why_not_separable
 from lightning_harmony.plan.values.host_need import RING
 
@@ -83,14 +83,14 @@ def on_host(
     use: int = 0,
     event: Event | None = None,
     includes_earlier: Sequence[nn.Parameter] = (),
-) -> HostGradients:
+) -> SummedGradients:
     """Gradients of a layer as they arrive on the host."""
     slots, num_bytes = lay_out(list(gradients.values()))
     buffer, _ = pool.take(num_bytes)
     sums = {}
     for (parameter, gradient), slot in zip(gradients.items(), slots, strict=True):
         sums[layer, parameter] = slot.view(buffer).copy_(gradient)
-    return HostGradients(use, buffer, event or Happened(), sums, set(includes_earlier))
+    return SummedGradients(use, buffer, event or Happened(), sums, set(includes_earlier))
 
 
 def some_parameters(number: int = 4) -> list[nn.Parameter]:
@@ -279,6 +279,34 @@ def test_of_what_has_arrived_that_is_updated_first_which_a_forward_needs_first(p
     assert list(map(id, done)) == [id(parameters[index]) for index in (3, 0, 1, 2)]
 
 
+def test_a_large_update_lets_a_more_urgent_one_go_first(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pack that the next forward begins with comes last, behind one that may take long."""
+    done: list[nn.Parameter] = []
+    updater = Updater(
+        pool, StreamedUpdate([VirtualDevice(4096)]), on_update=lambda parameters, start, end: done.extend(parameters)
+    )
+    small, large = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(100, 100))
+    expected = [parameter.detach().clone() for parameter in (small, large)]
+    launch, begun, delivered = _Stage.launch, threading.Event(), threading.Event()
+
+    def watched(*args: Any, **options: Any) -> None:
+        launch(*args, **options)
+        begun.set()
+        assert delivered.wait(60)
+
+    monkeypatch.setattr(_Stage, "launch", watched)
+    optimizer = SGD([small, large], lr=1.0)
+    updater.begin(optimizer, [[small], [large]])
+    updater.deliver([large], [on_host(pool, layer_of(1), {large: torch.ones_like(large)})])
+    assert begun.wait(60)
+    updater.deliver([small], [on_host(pool, layer_of(0), {small: torch.ones_like(small)})])
+    delivered.set()
+    updater.finish()
+    updater.close()
+    assert list(map(id, done)) == list(map(id, [large, small, large]))
+    assert all(torch.equal(new, old - 1) for new, old in zip((small, large), expected, strict=True))
+
+
 def test_that_one_step_waits_for_its_update_says_nothing_of_the_others(pool: HostPool, updater: Updater) -> None:
     """The last step of a fit waits: what was foreseen after it, for those before it, was wrong."""
     (parameter,) = some_parameters(1)
@@ -382,14 +410,14 @@ class TestSharedParameter:
 
 
 class TestCollecting:
-    def collect(self, pool: HostPool, updater: Updater, gradients: dict[nn.Parameter, Tensor]) -> HostGradients:
+    def collect(self, pool: HostPool, updater: Updater, gradients: dict[nn.Parameter, Tensor]) -> SummedGradients:
         updater.begin(None, [list(gradients)])
         source = on_host(pool, layer_of(0), gradients)
         updater.deliver(list(gradients), [source])
         updater.finish()
         return source
 
-    def is_free(self, pool: HostPool, source: HostGradients) -> bool:
+    def is_free(self, pool: HostPool, source: SummedGradients) -> bool:
         taken, _ = pool.take(source.buffer.numel())
         return taken is source.buffer
 

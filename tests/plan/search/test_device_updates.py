@@ -1,4 +1,4 @@
-"""Packs are updated on their device where that is predicted to make a step shorter."""
+"""Packs are updated where their gradients are if there is room for these until then."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from plans import names
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.search.device_updates import with_device_updates
-from lightning_harmony.plan.simulate.lowering import lower, weight_moves
+from lightning_harmony.plan.simulate.lowering import lower
 from lightning_harmony.plan.simulate.replay import predict, replay
 from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted
 from lightning_harmony.plan.values.profile import MachineLimits, Profile
-from lightning_harmony.plan.values.task import Errand, Phase
 
 # Weights and gradients 8, of which 8 cross the bus; 1 s forward, 3 s backward.
 PACK = Cost("pack", 8, 8, copied_bytes=8, forward_seconds=1.0, backward_seconds=3.0)
-# 1 s each way for weights or gradients, 2 s for the update of a pack: behind the last backward there are 3 s, and 1 s before.
-MACHINE = MachineLimits(None, 8.0, 8.0, None, 4.0, state_copies=2.0)
+# 1 s each way for weights or gradients, 2 s for the update of a pack.
+MACHINE = MachineLimits(None, 8.0, 8.0, None, 4.0, updates_in_place=True)
 
 
 def plan_of(num_packs: int = 4, machine: MachineLimits = MACHINE, **more: object) -> Plan:
@@ -37,83 +36,79 @@ def plan_of(num_packs: int = 4, machine: MachineLimits = MACHINE, **more: object
     return replace(plan, predicted=Predicted(prediction.seconds, prediction.peak_bytes))
 
 
-def test_the_next_forward_need_not_wait_for_the_host() -> None:
+def spans_of(plan: Plan, stream: str) -> list[tuple[str, float, float]]:
+    (device,) = predict(plan).devices
+    return [(str(span.task), span.start_seconds, span.end_seconds) for span in device.spans if span.stream == stream]
+
+
+def test_all_are_where_there_is_room() -> None:
     plan = plan_of()
     assert plan.predicted is not None
     # In, four forwards and backwards, out and the update.
     assert plan.predicted.seconds == pytest.approx(1 + 16 + 1 + 2)
     chosen = with_device_updates(plan)
-    # The second pack's update by the host is over when its forward begins: to update it here would gain nothing.
-    assert chosen.device_updated == {0}
+    assert chosen.device_updated == {0, 1, 2, 3}
     assert chosen.predicted is not None
-    assert chosen.predicted.seconds == pytest.approx(16)
+    # Nothing goes out before the last update.
+    assert chosen.predicted.seconds == pytest.approx(1 + 16 + 2)
+    assert not spans_of(chosen, "swap-out")
+    (device,) = predict(chosen).devices
+    assert device.swapped_out_bytes == {}
+    assert spans_of(chosen, "update") == [("3U", 8.0, 10.0), ("2U", 11.0, 13.0), ("1U", 14.0, 16.0), ("0U", 17.0, 19.0)]
 
 
-def test_its_state_comes_one_visit_ahead_and_goes_under_the_next_step() -> None:
-    plan = with_device_updates(plan_of())
-    prediction = predict(plan)
-    (device,) = prediction.devices
-    spans = {str(span.task): (span.start_seconds, span.end_seconds) for span in device.spans}
-    # 24 bytes each way.
-    assert spans["0STATE_IN"][1] - spans["0STATE_IN"][0] == pytest.approx(3)
-    # It is asked for behind the backward before that of the second pack.
-    assert spans["0STATE_IN"][0] == pytest.approx(spans["2B0"][0])
-    assert spans["0DEVICE_U"] == pytest.approx((16, 16))
-    assert spans["0STATE_OUT"] == pytest.approx((16, 19))
-    assert prediction.seconds == pytest.approx(16)
-    assert device.swapped_in_bytes == {"weights": 3 * 8, "optimizer": 24}
-    assert device.swapped_out_bytes == {"gradients": 3 * 8, "optimizer": 24}
-    moves = [task for tasks in weight_moves(plan)[0].values() for task in tasks]
-    assert [task.pack for task in moves if task.kind is Errand.STATE_IN] == [0]
-    assert weight_moves(plan)[0][Phase.BACKWARD, 2][-1].kind is Errand.STATE_IN
+def test_gradients_take_room_until_they_are_used_up() -> None:
+    """Updates that take 6 s, twice a backward's time: three packs' gradients wait before the last one's come to be."""
+    slow = replace(MACHINE, update_bytes_per_second=8 / 6)
+    plan = replace(plan_of(machine=slow), device_updated=frozenset(range(4)))
+    (device,) = predict(plan).devices
+    from_host = predict(replace(plan, device_updated=frozenset())).devices[0]
+    assert dict(device.memory)[11.0] == dict(from_host.memory)[11.0] + 8
+    # The next step begins while they are used up.
+    assert device.memory[0][1] > from_host.memory[0][1]
 
 
-def test_where_something_looks_at_weights_between_steps_what_goes_is_waited_for() -> None:
-    plan = with_device_updates(plan_of())
-    seconds = predict(plan, replace(MACHINE, updates_outlast=False)).seconds
-    # Out, and in again.
-    assert seconds == pytest.approx(20)
+def test_a_backward_waits_for_an_update_that_has_its_room() -> None:
+    slow = replace(MACHINE, update_bytes_per_second=8 / 6, capacity_bytes=40)
+    plan = replace(plan_of(machine=slow), device_updated=frozenset(range(4)))
+    backwards = [start for name, start, _ in spans_of(plan, "compute") if "B" in name]
+    updates = {end for _, _, end in spans_of(plan, "update")}
+    assert updates & set(backwards)
+    assert predict(plan).devices[0].peak_bytes <= 40
+
+
+def test_where_that_would_take_longer_fewer_are() -> None:
+    slow = replace(MACHINE, update_bytes_per_second=8 / 3, capacity_bytes=36)
+    plan = plan_of(machine=slow)
+    chosen = with_device_updates(plan)
+    assert 0 < len(chosen.device_updated) < 4
+    assert chosen.predicted_seconds <= plan.predicted_seconds * 1.01
+    # Those that the next forward begins with.
+    assert chosen.device_updated == set(range(len(chosen.device_updated)))
 
 
 @pytest.mark.parametrize(
-    "machine",
+    ("machine", "more"),
     [
-        replace(MACHINE, state_copies=None),
-        # An update that takes no time leaves little to gain.
-        replace(MACHINE, update_bytes_per_second=None, swap_in_bytes_per_second=800.0, swap_out_bytes_per_second=800.0),
-        # There is no room for 24 bytes more.
-        replace(MACHINE, capacity_bytes=40),
+        (replace(MACHINE, updates_in_place=False), {}),
+        (MACHINE, {"num_devices": 2}),
+        (MACHINE, {"reuse": "visit", "lookahead": 0}),
     ],
-    ids=["devices cannot", "little to gain", "no room"],
+    ids=["on the host", "several devices", "no pack stays"],
 )
-def test_else_gradients_go_to_the_host_first(machine: MachineLimits) -> None:
+def test_else_gradients_go_to_the_host_first(machine: MachineLimits, more: dict[str, object]) -> None:
     plan = plan_of(machine=machine)
+    plan = replace(plan, **more, first_fused=4 if "reuse" in more else 3)  # type: ignore[arg-type]
     assert with_device_updates(plan) == plan
-
-
-def test_short_steps_are_left_as_they_are() -> None:
-    plan = plan_of()
-    profile = plan.profile
-    assert profile is not None
-    layers = tuple(replace(cost, forward_seconds=0.01, backward_seconds=0.03) for cost in profile.layers)
-    fast = replace(
-        MACHINE, swap_in_bytes_per_second=800.0, swap_out_bytes_per_second=800.0, update_bytes_per_second=400.0
-    )
-    short = replace(plan, profile=Profile(layers, fast))
-    short = replace(short, predicted=Predicted(predict(short).seconds, (0,)))
-    assert with_device_updates(short).device_updated == frozenset()
 
 
 @pytest.mark.parametrize(
     ("before", "after", "problem"),
     [
-        ("0STATE_IN ", "", "the optimizer's state of pack 0 is not there"),
-        ("0DEVICE_U ", "", "the device has not updated pack 0"),
-        ("0STATE_OUT ", "", "the optimizer's state of pack 0 never goes to the host"),
-        ("0STATE_IN", "0STATE_IN 0STATE_IN", "has come already"),
-        ("0B0 0DEVICE_U", "0DEVICE_U 0B0", "1 backwards of pack 0 have not run"),
-        ("0DEVICE_U 0STATE_OUT", "0SWAP_OUT 0U", "the plan has pack 0 updated on the device"),
-        ("0STATE_IN", "1STATE_IN", "the plan has pack 1 updated on the host"),
+        ("0B0 0U", "0U 0B0", "1 backwards of pack 0 have not run"),
+        ("0U", "0SWAP_OUT 0U", "the plan has pack 0 updated where its gradients are"),
+        ("0U", "0U 0U", "pack 0 has been updated"),
+        (" 0U", "", "the gradients of pack 0 are never"),
     ],
 )
 def test_what_breaks_a_rule_is_refused_by_name(before: str, after: str, problem: str) -> None:
@@ -129,12 +124,12 @@ def test_what_breaks_a_rule_is_refused_by_name(before: str, after: str, problem:
 @pytest.mark.parametrize(
     "more",
     [
-        {"device_updated": frozenset({3})},
         {"device_updated": frozenset({0}), "parallel": "data", "num_devices": 2},
         {"device_updated": frozenset({0}), "spread": frozenset({0}), "num_devices": 2},
+        {"device_updated": frozenset({0}), "reuse": "visit", "first_fused": 4, "lookahead": 0},
     ],
-    ids=["fused", "summed on several devices", "spread"],
+    ids=["summed on several devices", "spread", "updated behind the backward"],
 )
 def test_what_no_device_could_update_by_itself_is_refused(more: dict[str, object]) -> None:
-    with pytest.raises(PlanError, match="on the device"):
-        plan_of(**more)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"where (its|their) gradients are"):
+        predict(replace(plan_of(), **more))  # type: ignore[arg-type]

@@ -171,7 +171,7 @@ def test_what_the_executor_is_told_is_what_the_schedule_tells(
         return
     for tasks, moves in zip(lower(plan, packs, capacity).devices, all_moves, strict=True):
         told = [task for each in moves.values() for task in each]
-        of_weights = [task for task in tasks if task.kind in (Errand.SWAP_IN, Errand.EVICT, Errand.STATE_IN)]
+        of_weights = [task for task in tasks if task.kind in (Errand.SWAP_IN, Errand.EVICT)]
         # What is left at the end goes with the step.
         assert of_weights[: len(told)] == told
         assert all(task.kind is Errand.EVICT for task in of_weights[len(told) :])

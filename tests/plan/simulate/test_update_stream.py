@@ -3,22 +3,25 @@
 from lightning_harmony.plan.simulate.update_stream import UpdateStream
 
 
-def stream() -> UpdateStream:
+def stream(ended: list[tuple[int, float]] | None = None) -> UpdateStream:
     """Three packs, updated in 5, 2 and 1 s; the next forward needs them in that order."""
-    updates = UpdateStream({0: 0, 1: 1, 2: 2}, [5.0, 2.0, 1.0])
+    ended = [] if ended is None else ended
+    updates = UpdateStream({0: 0, 1: 1, 2: 2}, [5.0, 2.0, 1.0], lambda pack, end: ended.append((pack, end)))
     for pack, seconds in ((2, 10.0), (1, 10.5), (0, 11.0)):
         updates.add(pack, seconds)
     return updates
 
 
 def test_of_what_has_arrived_that_comes_first_which_is_needed_first() -> None:
-    updates = stream()
+    ended: list[tuple[int, float]] = []
+    updates = stream(ended)
     updates.run_all()
     assert updates.done == [(2, 10.0, 11.0), (0, 11.0, 16.0), (1, 16.0, 18.0)]
+    assert ended == [(2, 11.0), (0, 16.0), (1, 18.0)]
 
 
 def test_it_waits_for_what_is_on_its_way() -> None:
-    updates = UpdateStream({0: 0}, [1.0])
+    updates = UpdateStream({0: 0}, [1.0], lambda pack, end: None)
     assert 0 not in updates
     updates.add(0, 20.0)
     assert 0 in updates
@@ -26,9 +29,29 @@ def test_it_waits_for_what_is_on_its_way() -> None:
     assert updates.done == [(0, 20.0, 21.0)]
 
 
-def test_there_is_room_when_few_enough_wait() -> None:
+def test_there_is_room_on_the_host_when_few_enough_wait_there() -> None:
     updates = stream()
     assert updates.room_at(4) == 0.0
     assert updates.room_at(3) == 11.0
     assert updates.room_at(2) == 16.0
     assert updates.room_at(1) == 18.0
+
+
+def test_gradients_that_stay_on_a_device_take_no_room_there() -> None:
+    updates = UpdateStream({0: 0, 1: 1}, [5.0, 2.0], lambda pack, end: None)
+    updates.add(1, 1.0, is_on_host=False)
+    updates.add(0, 2.0)
+    assert updates.room_at(2) == 0.0
+    # Behind the other one, which came first.
+    assert updates.room_at(1) == 8.0
+
+
+def test_what_begins_by_a_moment_is_updated_by_then() -> None:
+    updates = stream()
+    updates.run_until(10.0)
+    assert updates.done == []
+    updates.run_until(11.5)
+    assert [pack for pack, _, _ in updates.done] == [2, 0]
+    updates.run_until(100.0)
+    assert [pack for pack, _, _ in updates.done] == [2, 0, 1]
+    assert not updates.run_next()

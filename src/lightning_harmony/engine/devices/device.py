@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_harmony.engine.devices.stream import Event, Moment, Stream
+from lightning_harmony.engine.devices.stream import Event, HostEvent, Moment, Stream, wait_for_one
 from lightning_harmony.plan.values.streams import STREAM_OF
 from lightning_harmony.plan.values.task import Errand, Task
 
@@ -66,7 +66,7 @@ class Device(ABC):
         self.capacity_bytes = capacity_bytes
         self.recorder: Recorder | None = None
         self._kept: deque[tuple[Event, Tensor]] = deque()
-        self._kept_past_step: deque[tuple[Event, Tensor]] = deque()
+        self._updates: list[tuple[HostEvent, int]] = []
 
     @abstractmethod
     def empty(self, num_bytes: int, stream: Stream | None = None) -> Tensor:
@@ -235,21 +235,38 @@ class Device(ABC):
         """Keep a buffer from `scratch` alive until a copy of it is done."""
         self._kept.append((event, buffer))
 
-    def keep_past_step(self, event: Event, buffer: Tensor) -> None:
-        """As `keep_until`, of a copy that the end of a step does not wait for."""
-        self._kept_past_step.append((event, buffer))
+    def note_update(self, updated: HostEvent, num_bytes: int) -> None:
+        """Gradients of so many bytes stay here until an update that uses them up, which may outlast the step."""
+        self._updates.append((updated, num_bytes))
 
     def retire(self, *, wait: bool = False) -> bool:
-        """Let go of kept buffers whose copy is done; with ``wait``, of the oldest in any case.
+        """Let go of kept buffers whose copy is done; with ``wait``, of the oldest in any case, or of one update's gradients.
 
         Returns:
             Whether there was one to let go.
         """
         retired = _let_go(self._kept, wait=wait)
-        return _let_go(self._kept_past_step, wait=wait and not retired) or retired
+        if wait and not retired and self._updates:
+            wait_for_one([updated for updated, _ in self._updates])
+        under_way = [each for each in self._updates if not each[0].done()]
+        retired = retired or len(under_way) < len(self._updates)
+        self._updates = under_way
+        return retired
+
+    def lasting_bytes(self) -> int:
+        """What is allocated now, but for gradients that updates will have used up."""
+        while True:
+            passing = self._passing_bytes()
+            num_bytes = self.allocated_bytes() - passing
+            # An update that has ended meanwhile may count in one of them alone.
+            if passing == self._passing_bytes():
+                return num_bytes
+
+    def _passing_bytes(self) -> int:
+        return sum(num_bytes for updated, num_bytes in self._updates if not updated.done())
 
     def drain(self) -> None:
-        """Let go of all kept buffers but those that are kept past the step."""
+        """Let go of all kept buffers."""
         while _let_go(self._kept, wait=True):
             pass
 

@@ -140,6 +140,10 @@ class _HostWork:
         self.future: Future[None] = Future()
         self._work = [work]
 
+    def may_precede(self, rank: int) -> bool:
+        """Whether it is more urgent than work of a rank, and what it waits for has happened."""
+        return self.rank is not None and self.rank < rank and all(event.done() for event in self.after)
+
     def run(self) -> None:
         """Do it when what it waits for has happened, and let it be known."""
         try:
@@ -197,9 +201,25 @@ class HostStream:
             work()
         return Happened()
 
+    def run_more_urgent(self, rank: int) -> None:
+        """Within work of a rank: do first what is more urgent and may begin by now."""
+        while True:
+            with self._lock:
+                place = self._next()
+                is_first = bool(self._line) and self._line[place].may_precede(rank)
+                chosen = self._line.pop(place) if is_first else None
+            if chosen is None:
+                return
+            self._run(chosen)
+
     def _run_next(self) -> None:
         with self._lock:
-            chosen = self._line.pop(self._next())
+            # Each piece of work asks for one, and some have been done within others.
+            chosen = self._line.pop(self._next()) if self._line else None
+        if chosen is not None:
+            self._run(chosen)
+
+    def _run(self, chosen: _HostWork) -> None:
         chosen.run()
         with self._lock:
             self._num_unfinished -= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_harmony.engine.devices.device import Device
@@ -27,7 +27,6 @@ class Measurements:
         profiler: what was timed.
         work: what was allocated.
         update_speeds: of updates just in time.
-        passing_bytes: what is on a device, given by its number, between steps, and belongs to one of these.
     """
 
     devices: Sequence[Device]
@@ -35,7 +34,6 @@ class Measurements:
     profiler: Profiler
     work: WorkSpace
     update_speeds: UpdateSpeeds
-    passing_bytes: Callable[[int], int] = lambda number: 0
 
     def cost(self, layer: SwappedLayer) -> Cost:
         """What a layer was seen to cost."""
@@ -50,12 +48,9 @@ class Measurements:
             transfer_bytes_per_second=self.profiler.transfer.bytes_per_second,
             update_bytes_per_second=self.update_speeds.fastest.bytes_per_second,
             # Between steps, when nothing of a step is there.
-            occupied_bytes=max(
-                device.allocated_bytes() + device.uncounted_bytes - self.passing_bytes(number)
-                for number, device in enumerate(self.devices)
-            ),
+            occupied_bytes=max(device.lasting_bytes() + device.uncounted_bytes for device in self.devices),
             updates_outlast=self.update_speeds.outlast is not False,
-            state_copies=self.update_speeds.state_copies,
+            updates_in_place=self.update_speeds.in_place,
         )
 
     def recall(self, record: Record, num_elements: int, layers: Mapping[str, SwappedLayer]) -> None:

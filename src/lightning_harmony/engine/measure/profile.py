@@ -77,13 +77,13 @@ class UpdateSpeeds:
         newest: of the newest step in which there were any.
         outlast: whether those of a step may go on when it has ended; None before the first. After some step something looks
             at weights at once, as when a validation follows: that says nothing of the others.
-        state_copies: bytes of optimizer state for each byte of a parameter, where devices can update; None where they cannot.
+        in_place: whether the newest step's could use gradients where they were summed.
     """
 
     fastest: Speed = field(default_factory=Speed)
     newest: Speed = field(default_factory=Speed)
     outlast: bool | None = None
-    state_copies: float | None = None
+    in_place: bool = False
 
     def note(self, of_step: Speed) -> None:
         """The updates of a step are done."""

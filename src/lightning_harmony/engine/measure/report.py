@@ -14,9 +14,9 @@ class StepReport:
 
     Attributes:
         seconds: from the split of the batch to the end of the backward, or of the last just-in-time update.
-        swapped_in_bytes: host to device, by kind: weights, gradients, optimizer, stash. What comes in pieces for an update is
-            not counted.
-        swapped_out_bytes: device to host, by kind.
+        swapped_in_bytes: host to device, by kind: weights, gradients, optimizer, stash. "optimizer" is all that comes for
+            updates, in the step in which it comes.
+        swapped_out_bytes: device to host, by kind. "optimizer" is all that updates have changed.
         transferred_bytes: device to device.
         peak_device_bytes: for each device, the most that was allocated on it up to this step. Empty where nothing is counted,
             as the model fits and the device has no capacity.

@@ -26,8 +26,8 @@ from lightning_harmony.plan.values.prediction import DevicePrediction, Predictio
 from lightning_harmony.plan.values.streams import COMPUTE, STREAM_OF
 from lightning_harmony.plan.values.task import Errand, Phase, Task
 
-_ARRIVING = frozenset({Errand.SWAP_IN, Errand.UNPARK, Errand.STASH_IN, Errand.STATE_IN})
-_LEAVING = frozenset({Errand.SWAP_OUT, Errand.PARK, Errand.STASH_OUT, Errand.STATE_OUT})
+_ARRIVING = frozenset({Errand.SWAP_IN, Errand.UNPARK, Errand.STASH_IN})
+_LEAVING = frozenset({Errand.SWAP_OUT, Errand.PARK, Errand.STASH_OUT})
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,6 @@ class Placement:
         for residents, moves in zip(self.residents, weight_moves(plan), strict=True):
             residents.packs = [SwappedPack(index, layers, self._store) for index, layers in enumerate(packs)]
             residents.plan, residents.moves = plan, moves
-            residents.swapper.updates.forget_stayed()
         self.pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
         having: dict[BufferKey, list[int]] = defaultdict(list)
         for pack in self.packs:

@@ -118,19 +118,17 @@ class Residents:
 
     def begin_visit(self, place: Place, work_bytes: int, *, alone: bool) -> Visit:
         """Bring the pack of a place, whatever was visited before."""
-        coming: list[int] = []
         if alone:
             self.evict_all_but(place.pack)
         elif not self.plan.just_in_time:
             self._take_away()
         else:
-            coming = self._move(place)
+            self._move(place)
             self._await_update(place, work_bytes)
         if isinstance(self.device, VirtualDevice):
             # First, as what is fetched now may need room already: the one for the pack before could evict this one.
             self.device.relieve = partial(self.make_room, place)
         self.bring(place, work_bytes)
-        self._bring_state(coming, place, work_bytes)
         self.visit = Visit(place, work_bytes)
         return self.visit
 
@@ -140,12 +138,6 @@ class Residents:
         if pack.residency is None:
             reserved_bytes = work_bytes + pack.swap_in_bytes
             self.swapper.await_update(pack, lambda: not self.prefetch(place, reserved_bytes))
-
-    def _await_room_for(self, num_bytes: int, place: Place) -> bool:
-        """Wait for room, for which nothing makes way that is needed again; whether there is."""
-        while not self.device.room_for(num_bytes) and (self._make_room_at_once(place) or self._await_room()):
-            pass
-        return self.device.room_for(num_bytes)
 
     def admit(self, num_bytes: int) -> None:
         """Free what isn't needed now for something that comes from another device."""
@@ -163,7 +155,6 @@ class Residents:
         self._due.clear()
         # The host may be far ahead of the copies that were asked for. What comes next is user's code, which may write weights.
         self.swapper.finish_reading()
-        self.swapper.updates.end()
         self.swapper.finish_gathering()
         self.stash.drain()
         for pack in self.packs:
@@ -214,7 +205,7 @@ class Residents:
         summing = [pack for pack in self.packs if pack.accumulators and pack is not place.pack]
         for pack in summing:
             self.swapper.park_gradients(pack)
-        return bool(summing) or self.swapper.updates.forget() or self._forget_graphs(place.pack)
+        return bool(summing) or self._forget_graphs(place.pack)
 
     def _make_room_at_once(self, place: Place) -> bool:
         """Free something that has left, or that nobody needs any more."""
@@ -277,38 +268,19 @@ class Residents:
     def _has_moves(self) -> bool:
         return self.follows_moves and bool(self.moves)
 
-    def _move(self, place: Place) -> list[int]:
-        """Evict what the plan tells to evict before a visit, and note what it tells to bring.
-
-        Returns:
-            The packs of which the optimizer's state is to come.
-        """
+    def _move(self, place: Place) -> None:
+        """Evict what the plan tells to evict before a visit, and note what it tells to bring."""
         key = place.phase, place.position
         if key in self._visited or not self.follows_moves:
-            return []
+            return
         self._visited.add(key)
-        coming: list[int] = []
         for pack, kind, _ in self.moves.get(key, ()):
             if kind is Errand.SWAP_IN:
                 self._due[pack] = None
                 continue
-            if kind is Errand.STATE_IN:
-                coming.append(pack)
-                continue
             self._due.pop(pack, None)
             if self.packs[pack] is not place.pack:
                 self.evict(self.packs[pack])
-        return coming
-
-    def _bring_state(self, packs: Sequence[int], place: Place, work_bytes: int) -> None:
-        """Start to bring what updates on the device need, where that leaves room for what runs meanwhile."""
-        for pack in packs:
-            num_bytes = self.swapper.updates.needed_bytes(self.packs[pack])
-            if num_bytes is None:
-                continue
-            # A plan has room for it, once all has left that it sends away.
-            if self._await_room_for(num_bytes + work_bytes, place):
-                self.swapper.updates.bring(self.packs[pack])
 
     def keep_graph(self, pack: SwappedPack, call: HasGraph) -> None:
         """A call of a layer of this pack keeps its graph, until the pack is evicted."""

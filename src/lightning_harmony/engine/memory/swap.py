@@ -19,14 +19,13 @@ from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, make_r
 from lightning_harmony.engine.model.pack import (
     Accumulator,
     GradientKey,
-    HostGradients,
     LeavingBuffers,
     Residency,
     Staging,
+    SummedGradients,
     SwappedPack,
     buffer_of,
 )
-from lightning_harmony.engine.updates.device_update import DeviceUpdates, Stayed
 from lightning_harmony.engine.updates.norms import norms_of
 from lightning_harmony.engine.updates.postponed import PostponedUpdate
 from lightning_harmony.plan.values.task import Errand
@@ -42,9 +41,6 @@ class Swapper:
         traffic: counts the copies.
         is_shared: whether several layers own a parameter.
         update: of the step before; a parameter that it has not come to yet is swapped in afterwards.
-
-    Attributes:
-        updates: those that the device makes; weights that it has updated are here.
     """
 
     def __init__(
@@ -61,14 +57,12 @@ class Swapper:
         self._pool = pool
         self._traffic = traffic
         self._update = update
-        self.updates = DeviceUpdates(device, traffic, is_shared, update)
         self.is_shared = is_shared
 
     def swap_in(self, pack: SwappedPack) -> None:
         """Start to copy a pack's weights and buffers to the device, if they aren't there."""
         if pack.residency is None:
-            if not self.updates.has(pack):
-                self._update.wait_for(pack.parameters)
+            self._update.wait_for(pack.parameters)
             # Views made in inference mode could not be written by a copy outside of it.
             with torch.inference_mode(False):
                 self._start_swap_in(pack)
@@ -80,12 +74,11 @@ class Swapper:
             pack: the pack.
             meanwhile: called again and again, until it says that there is nothing left to do meanwhile.
         """
-        if not self.updates.has(pack):
-            self._update.wait_for(pack.parameters, meanwhile)
+        self._update.wait_for(pack.parameters, meanwhile)
 
     def is_current(self, pack: SwappedPack) -> bool:
         """Whether a swap-in would not have to wait for an update."""
-        return self.updates.has(pack) or not self._update.is_under_way(pack.parameters)
+        return not self._update.is_under_way(pack.parameters)
 
     def finish_reading(self) -> None:
         """Wait until all that was to be copied to the device has left the host: from here on, anyone may write there."""
@@ -99,33 +92,26 @@ class Swapper:
             layer.note_host_buffers(layer.buffers)
         as_of = pack.num_buffer_writes
         weights = device.empty(layout.num_bytes)
-        stayed = self.updates.take(pack)
-        uncast = device.empty(layout.staging_bytes if stayed is None else 0)
+        uncast = device.empty(layout.staging_bytes)
         slots, num_bytes = pack.buffer_layout()
         staging = self._stage(slots, num_bytes) if slots else None
         elsewhere = self._store.elsewhere.intersection(pack.parameters)
 
         def copy() -> None:
-            if stayed is not None:
-                for parameter, slot in layout.slots.items():
-                    source = stayed.parameters[parameter] if parameter in stayed.parameters else parameter.detach()
-                    slot.view(weights).copy_(source, non_blocking=True)
-            else:
-                for run in layout.runs:
-                    source = arena[run.arena_offset : run.arena_offset + run.num_bytes]
-                    weights[run.device_offset : run.device_offset + run.num_bytes].copy_(source, non_blocking=True)
-                for parameter in layout.casts:
-                    _cast(self._store.slot(parameter).flat(arena), layout.slots[parameter], weights, uncast)
-                for parameter in elsewhere:
-                    layout.slots[parameter].view(weights).copy_(parameter.detach())
+            for run in layout.runs:
+                source = arena[run.arena_offset : run.arena_offset + run.num_bytes]
+                weights[run.device_offset : run.device_offset + run.num_bytes].copy_(source, non_blocking=True)
+            for parameter in layout.casts:
+                _cast(self._store.slot(parameter).flat(arena), layout.slots[parameter], weights, uncast)
+            for parameter in elsewhere:
+                layout.slots[parameter].view(weights).copy_(parameter.detach())
             if staging is not None:
                 _copy(staging.on_device, staging.memory)
 
         # First: what the copy runs beside should not wait for the thread that copies.
         leaves = {p: make_resident(parameter_like(p, slot.view(weights))) for p, slot in layout.slots.items()}
-        copied = pack.buffer_bytes + (layout.copied_bytes if stayed is None else _frozen_bytes(pack, stayed))
-        after = [] if stayed is None else [stayed.updated]
-        ready = device.start_copy(Errand.SWAP_IN, "weights", copied, copy, after, pack.index)
+        copied = pack.buffer_bytes + layout.copied_bytes
+        ready = device.start_copy(Errand.SWAP_IN, "weights", copied, copy, pack=pack.index)
         self._traffic.count_in("weights", copied)
         # As `data`, each counts its own changes.
         buffers = {} if staging is None else {key: slot.view(staging.on_device).data for key, slot in slots.items()}
@@ -308,7 +294,7 @@ class Swapper:
             self._load(pack, accumulator, earlier)
         return accumulator
 
-    def _unpark(self, pack: SwappedPack, accumulator: Accumulator, parked: HostGradients) -> None:
+    def _unpark(self, pack: SwappedPack, accumulator: Accumulator, parked: SummedGradients) -> None:
         """Bring sums back, in one copy. Nothing but the device waits for it."""
         accumulator.includes_earlier = parked.includes_earlier
         accumulator.touched.update(parked.sums)
@@ -369,7 +355,7 @@ class Swapper:
 
     def swap_out_gradients(
         self, pack: SwappedPack, kind: Errand = Errand.SWAP_OUT, *, with_norms: bool = False
-    ) -> list[HostGradients]:
+    ) -> list[SummedGradients]:
         """Start to copy a pack's gradients to the host, and close its accumulators. Norms are computed before."""
         gradients = list(pack.parked.values())
         for use, accumulator in pack.accumulators.items():
@@ -389,8 +375,30 @@ class Swapper:
             self._device.keep_until(event, accumulator.buffer)
             self._traffic.count_out("gradients", num_bytes)
             norm_of = dict(zip(sums, norms, strict=False))
-            gradients.append(HostGradients(use, host, event, sums, accumulator.includes_earlier, norm_of))
+            gradients.append(SummedGradients(use, host, event, sums, accumulator.includes_earlier, norm_of))
         pack.accumulators, pack.parked = {}, {}
+        return gradients
+
+    def may_leave_gradients(self, pack: SwappedPack) -> bool:
+        """Whether the sums that a pack has here are all of its gradients, so that it can be updated with them as they are."""
+        if len(pack.accumulators) != 1 or pack.parked:
+            return False
+        (accumulator,) = pack.accumulators.values()
+        return not any(
+            self.is_shared(p) or (p.grad is not None and p not in accumulator.includes_earlier)
+            for _, p in accumulator.touched
+        )
+
+    def leave_gradients(self, pack: SwappedPack) -> list[SummedGradients]:
+        """Close the accumulator of a pack, and leave its sums where they are, for an update there."""
+        gradients: list[SummedGradients] = []
+        for use, accumulator in pack.accumulators.items():
+            if accumulator.gathered is not None:
+                accumulator.gathered.wait()
+            sums = {key: gradient for key, gradient in accumulator.sums.items() if key in accumulator.touched}
+            event, earlier = self._device.record(), accumulator.includes_earlier
+            gradients.append(SummedGradients(use, accumulator.buffer, event, sums, earlier, is_on_host=False))
+        pack.accumulators = {}
         return gradients
 
     def park_gradients(self, pack: SwappedPack) -> None:
@@ -427,11 +435,6 @@ def _cast(source: Tensor, slot: Slot, weights: Tensor, staging: Tensor) -> None:
         staged = space[: piece.numel()]
         staged.copy_(piece, non_blocking=True)
         destination[start : start + piece.numel()].copy_(staged)
-
-
-def _frozen_bytes(pack: SwappedPack, stayed: Stayed) -> int:
-    """Bytes of a pack's parameters that come from the host although the others stayed: they are not trained."""
-    return sum(parameter.nbytes for parameter in pack.parameters if parameter not in stayed.parameters)
 
 
 def _copy(destination: Tensor, source: Tensor) -> None:

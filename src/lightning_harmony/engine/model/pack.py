@@ -29,16 +29,17 @@ GradientKey = tuple[SwappedLayer, nn.Parameter]
 
 
 @dataclass
-class HostGradients:
-    """Gradients of one use of a pack's layers on their way to the host, or there.
+class SummedGradients:
+    """Gradients of one use of a pack's layers that nothing more is added to: on their way to the host, or where they were.
 
     Attributes:
         use: which call of its layer they belong to, counted within a microbatch.
-        buffer: host buffer that holds all of them.
-        event: the end of the copy.
+        buffer: holds all of them, where they come to.
+        event: when they are there.
         sums: the gradients, as views of the buffer.
         includes_earlier: the parameters whose earlier `grad` is part of the sum.
         norms: of the gradients, computed on their device, where somebody will ask for them.
+        is_on_host: whether they come to the host.
     """
 
     use: int
@@ -47,6 +48,7 @@ class HostGradients:
     sums: dict[GradientKey, Tensor]
     includes_earlier: set[nn.Parameter]
     norms: dict[GradientKey, Tensor] = field(default_factory=dict)
+    is_on_host: bool = True
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ class SwappedPack:
         self.residency: Residency | None = None
         self.leaving: LeavingBuffers | None = None
         self.accumulators: dict[int, Accumulator] = {}
-        self.parked: dict[int, HostGradients] = {}
+        self.parked: dict[int, SummedGradients] = {}
         self._gradient_layouts: dict[tuple[bool, ...], tuple[dict[GradientKey, Slot], int]] = {}
 
     @property

@@ -98,7 +98,6 @@ class Executor:
         root = devices[0]
         self._cuda_devices = [d.torch_device.index for d in devices if isinstance(d.torch_device.index, int)]
         self.traffic = Traffic()
-        self._updates_on_host = updates_on_host
         # Whether a step has come to its end: the first one changes nothing before.
         self.has_succeeded = False
         self.notify()
@@ -120,7 +119,7 @@ class Executor:
         self._lanes = LanePool((lambda: core) if launches else core_of_caller, computes=not launches)
         self.updater = Updater(
             self.pool,
-            StreamedUpdate(devices, self.store.__contains__, on_host=updates_on_host),
+            StreamedUpdate(devices, self.store.__contains__, on_host=updates_on_host, traffic=self.traffic),
             spared_cores=() if core is None else siblings_of(core),
             on_update=self.recorder.note_update,
         )
@@ -141,7 +140,6 @@ class Executor:
             profiler,
             observer.works[True],
             self.updater.speeds,
-            lambda number: residents[number].swapper.updates.passing_bytes(),
         )
         self._planner = planner = Planner(swapped.layers, devices, parallel, fingerprint, measured, plan, records)
         self._sums = sums = GradientSums(swapped, step, placement, transfers, self.updater, observer, profiler)
@@ -312,7 +310,6 @@ class Executor:
         self._model.begin_step(is_training=is_training)
         for residents in self._residents:
             residents.follows_moves = is_alone or not step.is_sequential
-            residents.swapper.updates.forget_stayed(stale_alone=True)
             residents.device.begin_lanes()
             for pack in residents.packs:
                 pack.is_narrow = is_training
@@ -469,9 +466,6 @@ class Executor:
             # A recorded step is whole.
             may_outlast=may_outlast and not self.recorder.is_recording,
         )
-        for residents in self._residents:
-            on_device = None if self._updates_on_host else self.updater.steps_alone
-            residents.swapper.updates.begin(on_device, clip, may_update=self.has_succeeded)
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
             self._sums.deliver_final(range(len(self._placement.packs)))
             self._drive(Phase.BACKWARD)
@@ -523,7 +517,6 @@ class Executor:
             observer.work.occupied_bytes = max(device.allocated_bytes() for device in self.devices)
         self.pool.trim()
         self.has_succeeded = True
-        self.updater.speeds.state_copies = self._residents[0].swapper.updates.state_copies()
         plan = self._planner.after_step(seen)
         if plan is not None:
             self._use(plan)

@@ -12,7 +12,7 @@ from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.memory.transfer import Transfers
 from lightning_harmony.engine.model.host_store import lay_out
 from lightning_harmony.engine.model.layer import SwappedLayer
-from lightning_harmony.engine.model.pack import HostGradients, SwappedPack
+from lightning_harmony.engine.model.pack import SummedGradients, SwappedPack
 from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.step import Step
 from lightning_harmony.engine.step.swapped_model import SwappedModel
@@ -174,13 +174,14 @@ class GradientSums:
         for index in packs:
             self._delivered.add(index)
             summing = self._summing(index)
-            sums = [placement.residents[number].packs[index].accumulators.values() for number in summing]
-            self._updater.await_room(sum(each.buffer.numel() for several in sums for each in several))
-            gradients: list[HostGradients] = []
+            gradients: list[SummedGradients] = []
             if placement.plan.just_in_time:
-                self._add_up(index, summing)
                 if self._updates_there(index, summing):
                     continue
+                self._await_room(index, summing)
+                self._add_up(index, summing)
+            else:
+                self._await_room(index, summing)
             for residents in (placement.residents[number] for number in summing):
                 pack = residents.packs[index]
                 with residents.device.scheduling():
@@ -190,19 +191,29 @@ class GradientSums:
             self._updater.deliver(placement.packs[index].parameters, gradients)
 
     def _updates_there(self, index: int, summing: Sequence[int]) -> bool:
-        """Let the device that has a pack's sums update it, where what that takes has come; whether it does."""
-        if not summing or self._factor != 1.0 or index not in self._placement.plan.device_updated:
+        """Have a pack updated where its sums are, if the plan tells so and they are all of its gradients; whether it is."""
+        if index not in self._placement.plan.device_updated or not self._updater.updates_in_place:
+            return False
+        if len(summing) != 1 or self._factor != 1.0:
             return False
         residents = self._placement.residents[summing[0]]
         pack = residents.packs[index]
-        with residents.device.scheduling():
-            on_host = residents.swapper.updates.update(pack)
-        if on_host is None:
+        if not residents.swapper.may_leave_gradients(pack):
             return False
-        self._updater.note_device_update(pack.parameters, on_host)
+        with residents.device.scheduling():
+            gradients = residents.swapper.leave_gradients(pack)
+        num_bytes = sum(each.buffer.numel() for each in gradients)
+        updated = self._updater.deliver(pack.parameters, gradients)
+        if updated is not None:
+            residents.device.note_update(updated, num_bytes)
         return True
 
-    def _swap_out(self, residents: Residents, pack: SwappedPack) -> list[HostGradients]:
+    def _await_room(self, index: int, summing: Sequence[int]) -> None:
+        """Wait until the host has room for the sums of a pack."""
+        sums = [self._placement.residents[number].packs[index].accumulators.values() for number in summing]
+        self._updater.await_room(sum(each.buffer.numel() for several in sums for each in several))
+
+    def _swap_out(self, residents: Residents, pack: SwappedPack) -> list[SummedGradients]:
         with_norms = self._updater.wants_norms
         if not self._observer.is_profiling:
             return residents.swapper.swap_out_gradients(pack, with_norms=with_norms)

@@ -109,7 +109,7 @@ def _aligned(num_bytes: int) -> int:
 
 def may_be_cut(share: Share, parameter: nn.Parameter) -> bool:
     """Whether a parameter's elements are updated one by one, with all that belongs to them in the same place."""
-    tensors = [share.stand_ins[parameter].grad, *share.state(parameter).values()]
+    tensors = [share.gradients[parameter], *share.state(parameter).values()]
     return (
         share.kind in _ELEMENTWISE
         and is_dense(parameter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -56,24 +56,25 @@ class Share:
 
     Attributes:
         kind: of the optimizer.
-        stand_ins: for each of the parameters, one with the same memory and gradient, whose ``grad`` nobody else takes away.
+        gradients: of the parameters that have one, wherever it is: nobody else takes these away.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Mapping[nn.Parameter, int]) -> None:
         self.kind = type(optimizer)
-        self.stand_ins = {parameter: _stand_in(parameter) for parameter in groups}
+        self.gradients: dict[nn.Parameter, Tensor] = {p: p.grad for p in groups if p.grad is not None}
         self._optimizer = optimizer
-        self._twin = twin_of(optimizer, groups, self.stand_ins)
+        self._stand_ins = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in groups}
+        self._twin = twin_of(optimizer, groups, self._stand_ins)
         self._groups = {parameter: optimizer.param_groups[number] for parameter, number in groups.items()}
 
     @property
-    def gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Of the parameters that have one."""
-        return {p: stand_in.grad for p, stand_in in self.stand_ins.items() if stand_in.grad is not None}
+    def parameters(self) -> Collection[nn.Parameter]:
+        """What is updated, where it has a gradient."""
+        return self._stand_ins.keys()
 
     def state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """The optimizer's state of a parameter: what changes in it has changed for the optimizer."""
-        state: dict[str, Any] = self._twin.state[self.stand_ins[parameter]]
+        state: dict[str, Any] = self._twin.state[self._stand_ins[parameter]]
         return state
 
     def group_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
@@ -90,29 +91,22 @@ class Share:
             gradients: theirs, and maybe others.
             states: of each parameter, the optimizer's state, and maybe of others. It is changed in place.
         """
-        there = {self.stand_ins[p]: nn.Parameter(tensor, p.requires_grad) for p, tensor in tensors.items()}
+        there = {self._stand_ins[p]: nn.Parameter(tensor, p.requires_grad) for p, tensor in tensors.items()}
         numbers = {
             p: number for number, group in enumerate(self._twin.param_groups) for p in group["params"] if p in there
         }
         twin = twin_of(self._twin, numbers, there)
         for parameter in tensors:
-            placed = there[self.stand_ins[parameter]]
+            placed = there[self._stand_ins[parameter]]
             placed.grad = gradients.get(parameter)
             twin.state[placed] = states[parameter]
         return twin
 
     def keep_states(self) -> None:
         """Let the optimizer have the state that steps have made."""
-        for parameter, stand_in in self.stand_ins.items():
+        for parameter, stand_in in self._stand_ins.items():
             if self._twin.state.get(stand_in):
                 self._optimizer.state[parameter] = self._twin.state[stand_in]
-
-
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """The same memory and gradient, as a parameter whose `grad` nobody else takes away."""
-    stand_in = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-    stand_in.grad = parameter.grad
-    return stand_in
 
 
 def twin_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -31,6 +31,21 @@ class Recorder(Protocol):
 
 
 @dataclass
+class Running:
+    """An update that is made.
+
+    Attributes:
+        parameters: what it updates.
+        since: when it began, or went on, by `time.perf_counter`.
+        seconds: what it took before.
+    """
+
+    parameters: Iterable[nn.Parameter]
+    since: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+
+
+@dataclass
 class Overlap:
     """How long updates took, and how long they held up all else.
 
@@ -46,16 +61,28 @@ class Overlap:
     on_update: UpdateHeard = lambda parameters, start, end: None
     has_failed: bool = False
 
+    _running: Running | None = None
+
     @contextmanager
-    def updating(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """The context of a piece of an update, in the thread that does it."""
-        start = time.perf_counter()
+    def updating(self, parameters: Iterable[nn.Parameter]) -> Iterator[Running]:
+        """The context of an update, in the thread that does it. A more urgent one may come in the middle of it."""
+        interrupted = self._running
+        if interrupted is not None:
+            self._pause(interrupted)
+        self._running = running = Running(parameters)
         try:
-            yield
+            yield running
         finally:
-            end = time.perf_counter()
-            self.busy_seconds += end - start
-            self.on_update(parameters, start, end)
+            self._pause(running)
+            self._running = interrupted
+            if interrupted is not None:
+                interrupted.since = time.perf_counter()
+
+    def _pause(self, running: Running) -> None:
+        end = time.perf_counter()
+        running.seconds += end - running.since
+        self.busy_seconds += end - running.since
+        self.on_update(running.parameters, running.since, end)
 
     def take_hidden(self) -> float:
         """The share of the updates' seconds in which other work went on, since this was last asked; 0 without an update."""
@@ -144,7 +171,7 @@ class PostponedUpdate:
         self._follow(optimizer, events, known)
 
     def _update(self, share: Share, clip: Clip | None) -> None:
-        with self._overlap.updating(share.stand_ins):
+        with self._overlap.updating(share.parameters):
             self._streamed.update(share, clip, keeps_gradients=True)
 
     def follow(self, optimizer: Optimizer, events: dict[nn.Parameter, Event], known: Collection[Tensor]) -> None:

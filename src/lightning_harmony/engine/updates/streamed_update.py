@@ -1,7 +1,10 @@
-"""Updates of what is on the host, made on devices: parameters, gradients and optimizer state come in pieces, and go back.
+"""Updates on devices of what lives on the host: parameters and optimizer state come in pieces, and go back.
+
+Gradients come with them, or are used where they are: on the device that has summed them.
 
 Each piece is stepped by the user's own optimizer, so that results have the bits of plain training on that device. Two pieces
-are under way at a time: one comes, or is stepped, while the other goes back.
+are under way at a time: one comes, or is stepped, while the other goes back. No more are asked for: all copies to a device
+queue for one engine, and what lanes need at once would wait behind them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.device import Device, flat_buffer
 from lightning_harmony.engine.devices.stream import Event, Happened
+from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.host_store import Slot, lay_out
 from lightning_harmony.engine.updates.device_step import (
     Part,
@@ -31,18 +35,19 @@ from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.values.memory_size import format_bytes
 
 # What a piece may take on a device: a share of its capacity, and at most. Two are there at a time.
-_SHARE_OF_CAPACITY, _LEAST_BYTES, _MOST_BYTES = 32, 8 << 10, 256 << 20
+_SHARE_OF_CAPACITY, _LEAST_BYTES, _MOST_BYTES = 32, 8 << 10, 128 << 20
 # Bytes of state for each byte of a parameter, where there is none yet: the two moments of Adam.
 _ASSUMED_COPIES = 2
 
 
 class StreamedUpdate:
-    """Updates what is on the host, piece by piece on devices.
+    """Updates what lives on the host, piece by piece on devices.
 
     Args:
         devices: where pieces are stepped, in turns.
         is_swapped: whether the host is the home of a parameter because layers are swapped. Any other is stepped where it is.
         on_host: whether all parameters are stepped where they are.
+        traffic: counts what comes and goes.
     """
 
     def __init__(
@@ -51,24 +56,39 @@ class StreamedUpdate:
         is_swapped: Callable[[nn.Parameter], bool] = lambda parameter: True,
         *,
         on_host: bool = False,
+        traffic: Traffic | None = None,
     ) -> None:
         self.devices = devices
         self._is_swapped = is_swapped
         self._on_host = on_host
-        self._stages = [_Stage(device) for device in devices]
+        traffic = traffic or Traffic()
+        self._stages = [_Stage(device, traffic) for device in devices]
+
+    @property
+    def is_on_devices(self) -> bool:
+        """Whether what is swapped is updated on devices."""
+        return not self._on_host
 
     def open(self) -> None:
         """Take the memory on the devices, before anybody plans with what is left."""
         for stage in () if self._on_host else self._stages:
             stage.open()
 
-    def update(self, share: Share, clip: Clip | None = None, *, keeps_gradients: bool = False) -> None:
+    def update(
+        self,
+        share: Share,
+        clip: Clip | None = None,
+        *,
+        keeps_gradients: bool = False,
+        between: Callable[[], None] | None = None,
+    ) -> None:
         """Clip gradients and step, and return when the host has what has changed.
 
         Args:
             share: what is updated.
             clip: changes gradients before they are used; None if they are used as they are.
             keeps_gradients: whether somebody may look at gradients afterwards.
+            between: called between pieces. It may make another update.
         """
         gradients = share.gradients
         streamed = [] if self._on_host else [parameter for parameter in gradients if self._is_swapped(parameter)]
@@ -77,7 +97,7 @@ class StreamedUpdate:
         if elsewhere:
             make_step(share, clip, elsewhere, gradients, {parameter: share.state(parameter) for parameter in elsewhere})
         if streamed:
-            self._stream(share, streamed, gradients, clip, keeps_gradients=keeps_gradients)
+            self._stream(share, streamed, gradients, clip, between or (lambda: None), keeps_gradients=keeps_gradients)
         share.keep_states()
 
     def _stream(
@@ -86,16 +106,26 @@ class StreamedUpdate:
         streamed: Sequence[nn.Parameter],
         gradients: Mapping[nn.Parameter, Tensor],
         clip: Clip | None,
+        between: Callable[[], None],
         *,
         keeps_gradients: bool,
     ) -> None:
-        most_bytes = min(stage.num_bytes for stage in self._stages) // (2 + _state_copies(share, streamed))
         self.open()
+        having = {p: stage for p in streamed for stage in self._stages if stage.device.owns(gradients[p])}
+        coming = [p for p in streamed if p not in having]
         homes: _Values = {}
         try:
-            cuts = partial(may_be_cut, share)
-            for piece, stage in zip(Pieces(streamed, most_bytes, cuts), cycle(self._stages), strict=False):
-                stage.launch(share, piece, gradients, clip, homes, keeps_gradients=keeps_gradients)
+            for stages, parameters in [
+                (self._stages, coming),
+                *(([stage], [p for p in streamed if having.get(p) is stage]) for stage in self._stages),
+            ]:
+                num_copies = _state_copies(share, parameters) + (2 if parameters is coming else 1)
+                most_bytes = min(stage.num_bytes for stage in stages) // num_copies
+                pieces = Pieces(parameters, most_bytes, partial(may_be_cut, share))
+                for number, (piece, stage) in enumerate(zip(pieces, cycle(stages), strict=False)):
+                    if number > 0:
+                        between()
+                    stage.launch(share, piece, gradients, clip, homes, keeps_gradients=keeps_gradients)
         finally:
             for stage in self._stages:
                 stage.finish()
@@ -127,11 +157,13 @@ class _Stage:
     """The memory and the streams of one device in which pieces are stepped.
 
     Attributes:
+        device: which one.
         num_bytes: what a piece has there.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, traffic: Traffic) -> None:
+        self.device = device
+        self._traffic = traffic
         self.num_bytes = _MOST_BYTES
         if device.capacity_bytes is not None:
             self.num_bytes = max(min(device.capacity_bytes // _SHARE_OF_CAPACITY, _MOST_BYTES), _LEAST_BYTES)
@@ -147,7 +179,7 @@ class _Stage:
             self._buffers = [(self._allocate(self.num_bytes), Happened()) for _ in range(2)]
 
     def _allocate(self, num_bytes: int) -> Tensor:
-        return self._device.staging(num_bytes, self._streams[0])
+        return self.device.staging(num_bytes, self._streams[0])
 
     def _large_buffer(self, num_bytes: int) -> Tensor:
         """One for a piece that is too large for the others. It stays: the next step needs it again.
@@ -188,7 +220,7 @@ class _Stage:
             keeps_gradients: whether gradients go back if they are clipped.
         """
         coming, stepping, leaving = self._streams
-        with self._device.on_host():
+        with self.device.on_host():
             self._make_fast(share, piece)
             values = {
                 (part.parameter, name): own_of(part, value)
@@ -198,26 +230,31 @@ class _Stage:
             }
         parameters = {part.parameter: part.of(part.parameter.detach()) for part in piece}
         gradients = {part.parameter: part.of(gradients[part.parameter]) for part in piece}
-        hosts = [*parameters.values(), *gradients.values(), *values.values()]
+        coming_gradients = {p: gradient for p, gradient in gradients.items() if not self.device.owns(gradient)}
+        hosts = [*parameters.values(), *coming_gradients.values(), *values.values()]
         slots, num_bytes = lay_out(hosts)
         fits = num_bytes <= self.num_bytes
         buffer, left = self._buffers[0] if fits else (self._large_buffer(num_bytes), Happened())
         there = [slot.view(buffer) for slot in slots]
-        arrived = coming.submit(partial(copy_all, list(zip(there, hosts, strict=True))), [left])
+        # Copies that wait in the engine's queue would hold up all behind them.
+        left.synchronize()
+        arrived = coming.submit(partial(copy_all, list(zip(there, hosts, strict=True))))
         rest = iter(there)
         parameters_there = {parameter: next(rest) for parameter in parameters}
-        gradients_there = {parameter: next(rest) for parameter in gradients}
+        gradients_there = gradients | {parameter: next(rest) for parameter in coming_gradients}
         values_there = {key: next(rest) for key in values}
-        with self._device.on_host():
+        with self.device.on_host():
             states = {part.parameter: _state_of(share, part, values_there) for part in piece}
         step = partial(make_step, share, clip, parameters_there, gradients_there, states)
         stepped = stepping.submit(step, [arrived])
         changed = [(parameters[parameter], value) for parameter, value in parameters_there.items()]
         if clip is not None and keeps_gradients:
-            changed += [(gradients[parameter], value) for parameter, value in gradients_there.items()]
-        with self._device.on_host():
+            changed += [(gradient, gradients_there[parameter]) for parameter, gradient in coming_gradients.items()]
+        with self.device.on_host():
             made = self._made(share, piece, states, values, homes)
         left = leaving.submit(partial(copy_all, changed + made), [stepped])
+        self._traffic.count_in("optimizer", sum(host.nbytes for host in hosts))
+        self._traffic.count_out("optimizer", sum(value.nbytes for _, value in changed + made))
         if fits:
             self._buffers = [self._buffers[1], (buffer, left)]
         if not fits or any(value.untyped_storage()._cdata != buffer.untyped_storage()._cdata for _, value in made):
@@ -239,7 +276,7 @@ class _Stage:
             own = share.state(part.parameter)
             for name, value in states[part.parameter].items():
                 key = part.parameter, name
-                is_here = isinstance(value, Tensor) and (value.dim() > 0 or key in values or self._device.owns(value))
+                is_here = isinstance(value, Tensor) and (value.dim() > 0 or key in values or self.device.owns(value))
                 if not is_here:
                     if part.is_last:
                         own[name] = value
@@ -273,7 +310,7 @@ class _Stage:
             for name, value in share.state(part.parameter).items()
             if part.is_first
             and is_on_device(name, value, share.group_of(part.parameter))
-            and not self._device.copies_fast(value)
+            and not self.device.copies_fast(value)
         ]
         homes = self._homes([value for _, _, value in slow], [value.dtype for _, _, value in slow])
         for (state, name, value), home in zip(slow, homes, strict=True):
@@ -287,7 +324,7 @@ class _Stage:
         buffers: list[Tensor] = []
         try:
             # As work of this GPU: in a thread that has chosen none, the first one would lock the memory.
-            self._streams[0].submit(lambda: buffers.append(self._device.host_buffer(num_bytes)))
+            self._streams[0].submit(lambda: buffers.append(self.device.host_buffer(num_bytes)))
         except (RuntimeError, OSError, MemoryError):
             # The system locks no more memory: copies are slower.
             buffers.append(flat_buffer(num_bytes, torch.device("cpu")))

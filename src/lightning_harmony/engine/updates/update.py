@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from lightning_harmony.engine.devices.stream import Event, HostEvent, HostStream, wait_for_one
 from lightning_harmony.engine.measure.profile import Speed, UpdateSpeeds
 from lightning_harmony.engine.model.host_store import HostPool, lies_in, num_users
-from lightning_harmony.engine.model.pack import HostGradients
+from lightning_harmony.engine.model.pack import SummedGradients
 from lightning_harmony.engine.updates.norms import Norms
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
 from lightning_harmony.engine.updates.postponed import Overlap, PostponedUpdate, UpdateHeard, sort_state
@@ -98,7 +97,7 @@ class _Part:
 
     order: tuple[int, int]
     gradient: Tensor
-    source: HostGradients
+    source: SummedGradients
     norm: Tensor | None
 
 
@@ -163,9 +162,9 @@ class Updater:
         self._num_owners: dict[nn.Parameter, int] = defaultdict(int)
         self._parts: dict[nn.Parameter, list[_Part]] = {}
         self._unused: dict[int, int] = {}
-        self._held: list[tuple[HostGradients, int]] = []
+        self._held: list[tuple[SummedGradients, int]] = []
         self._submitted: list[HostEvent] = []
-        self._on_devices: list[Event] = []
+        self._from_host: list[HostEvent] = []
         self._updated: dict[nn.Parameter, Event] = {}
 
     def begin(
@@ -194,11 +193,12 @@ class Updater:
         # A step that failed never came to its end: what it left must not run into this one.
         self.drain()
         self._streamed.open()
-        self._submitted, self._updated = [], {}
+        self._submitted, self._from_host, self._updated = [], [], {}
         self._held_back = [] if hold_back else None
         separable = optimizer is not None and why_not_separable(optimizer) is None
         self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back, separable)
         self.speeds.outlast = may_outlast or bool(self.speeds.outlast)
+        self.speeds.in_place = separable and self._streamed.is_on_devices
         self._known = frozenset[Tensor]() if optimizer is None else frozenset(optimizer.state)
         self.norms.clear()
         self._parts = defaultdict(list)
@@ -209,11 +209,6 @@ class Updater:
                 self._num_owners[parameter] += 1
                 self._ranks.setdefault(parameter, rank)
         self._places = {} if optimizer is None else _places(optimizer)
-
-    @property
-    def steps_alone(self) -> Optimizer | None:
-        """The optimizer whose step may be made for some parameters by themselves; None if there is none."""
-        return self._step.optimizer if self._step.separable else None
 
     @property
     def wants_norms(self) -> bool:
@@ -240,8 +235,21 @@ class Updater:
             self._num_owners[parameter] += 1
             self._ranks.setdefault(parameter, len(self._ranks))
 
-    def deliver(self, parameters: Sequence[nn.Parameter], gradients: Sequence[HostGradients]) -> None:
-        """Take the final gradients of a pack; those parameters that no other pack owns are ready."""
+    @property
+    def updates_in_place(self) -> bool:
+        """Whether gradients that are delivered may still be on the device, where their update is made."""
+        return self._step.separable and self._held_back is None and self._streamed.is_on_devices
+
+    def deliver(self, parameters: Sequence[nn.Parameter], gradients: Sequence[SummedGradients]) -> HostEvent | None:
+        """Take the final gradients of a pack; those parameters that no other pack owns are ready.
+
+        Args:
+            parameters: of the pack.
+            gradients: of these. Where they are still on the device, no other pack owns the parameters.
+
+        Returns:
+            The end of the update of those that are ready; None if none is, or that comes later.
+        """
         for source in gradients:
             self._unused[id(source)] = len(source.sums)
             for (layer, parameter), gradient in source.sums.items():
@@ -255,30 +263,25 @@ class Updater:
                 ready.append(parameter)
         parts = [self._parts.pop(parameter) for parameter in ready]
         if not ready:
-            return
+            return None
         after = list({id(part.source): part.source.event for several in parts for part in several}.values())
         if self._held_back is not None:
             self._held_back.append((ready, parts, after))
-            return
-        event = self._stream.submit(self._work(ready, parts), after, min(self._ranks[p] for p in ready))
+            return None
+        rank = min(self._ranks[p] for p in ready)
+        event = self._stream.submit(self._work(ready, parts, rank), after, rank)
         self._submitted.append(event)
+        if any(source.is_on_host for source in gradients):
+            self._from_host.append(event)
         self._updated.update(dict.fromkeys(ready, event))
+        return event
 
-    def _work(self, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]]) -> Callable[[], None]:
+    def _work(
+        self, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]], rank: int | None = None
+    ) -> Callable[[], None]:
         """What there is to do for some parameters, with the gradients that are there, as the optimizer is now."""
-        return partial(self._take, self._step, self._share(parameters), parameters, parts)
-
-    def note_device_update(self, parameters: Sequence[nn.Parameter], on_host: Event) -> None:
-        """A device has updated a pack of these parameters, for which `deliver` is not called.
-
-        Args:
-            parameters: of the pack.
-            on_host: the end of the copy of what that has changed.
-        """
-        for parameter in parameters:
-            self._num_owners[parameter] -= 1
-        self._on_devices.append(on_host)
-        self._updated.update(dict.fromkeys(parameters, on_host))
+        between = None if rank is None else partial(self._stream.run_more_urgent, rank)
+        return partial(self._take, self._step, self._share(parameters), parameters, parts, between)
 
     def _share(self, parameters: Sequence[nn.Parameter]) -> Share | None:
         """What is updated by itself, and not by the optimizer, which somebody may look at meanwhile."""
@@ -296,14 +299,14 @@ class Updater:
         return sum(source.buffer.numel() for source, _ in self._held)
 
     def await_room(self, num_bytes: int) -> None:
-        """Wait until the gradients of few packs alone wait for an update just in time, and there is room for others.
+        """Wait until the gradients of few packs alone wait for an update on the host, and there is room for others.
 
         Args:
             num_bytes: what those take.
         """
         if self._step.optimizer is None or self._held_back is not None:
             return
-        while waiting := [event for event in self._submitted if not event.done()]:
+        while waiting := [event for event in self._from_host if not event.done()]:
             if len(waiting) < RING and self._pool.has_room(num_bytes):
                 return
             wait_for_one(waiting)
@@ -316,7 +319,7 @@ class Updater:
         held_back, self._held_back = self._held_back or [], None
         self._submitted += [self._stream.submit(self._work(ready, parts), after) for ready, parts, after in held_back]
         held_back.clear()
-        submitted, self._submitted = self._submitted, []
+        submitted, self._submitted, self._from_host = self._submitted, [], []
         updated, self._updated = self._updated, {}
         optimizer = self._step.optimizer
         # Before anybody plans with what updates take, some have to be timed.
@@ -336,24 +339,27 @@ class Updater:
     def drain(self) -> None:
         """Wait until nothing is under way, on the way out of an error or before the next step."""
         self._stream.submit(lambda: None).synchronize()
-        on_devices, self._on_devices = self._on_devices, []
-        for event in on_devices:
-            event.synchronize()
         # Nobody times any more.
         self.speeds.note(self._speed_of_step)
         self._speed_of_step = Speed()
 
     def _take(
-        self, step: _Step, share: Share | None, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]]
+        self,
+        step: _Step,
+        share: Share | None,
+        parameters: Sequence[nn.Parameter],
+        parts: Sequence[list[_Part]],
+        between: Callable[[], None] | None,
     ) -> None:
-        targets = {parameter: parameter for parameter in parameters} if share is None else share.stand_ins
         for parameter, contributions in zip(parameters, parts, strict=True):
-            if parameter in targets:
-                is_whole = _set_gradient(targets[parameter], parameter, contributions)
+            if share is None:
+                parameter.grad, is_whole = _total(parameter, contributions, parameter.grad)
                 if is_whole and step.with_norms and contributions[0].norm is not None:
                     self.norms.note(parameter, contributions[0].norm)
+            elif parameter in share.parameters:
+                share.gradients[parameter], _ = _total(parameter, contributions, share.gradients.get(parameter))
         if step.optimizer is not None:
-            self._update(step.optimizer, step, share, parameters)
+            self._update(step.optimizer, step, share, parameters, between)
         for contributions in parts:
             for part in contributions:
                 self._use_up(step, part.source)
@@ -362,12 +368,16 @@ class Updater:
             self.reclaim()
 
     def _update(
-        self, optimizer: Optimizer, step: _Step, share: Share | None, parameters: Sequence[nn.Parameter]
+        self,
+        optimizer: Optimizer,
+        step: _Step,
+        share: Share | None,
+        parameters: Sequence[nn.Parameter],
+        between: Callable[[], None] | None,
     ) -> None:
-        start = time.perf_counter()
-        with self.overlap.updating(parameters):
+        with self.overlap.updating(parameters) as running:
             if share is not None:
-                self._streamed.update(share, step.clip)
+                self._streamed.update(share, step.clip, between=between)
             else:
                 with _only(optimizer, self._places, parameters):
                     if step.clip is not None:
@@ -377,9 +387,9 @@ class Updater:
                     parameter.grad = None
         # The first step of all, the one that is held back, also makes the state.
         if step.reuses:
-            self._speed_of_step.note(sum(p.numel() * p.element_size() for p in parameters), time.perf_counter() - start)
+            self._speed_of_step.note(sum(p.numel() * p.element_size() for p in parameters), running.seconds)
 
-    def _use_up(self, step: _Step, source: HostGradients) -> None:
+    def _use_up(self, step: _Step, source: SummedGradients) -> None:
         self._unused[id(source)] -= 1
         if self._unused[id(source)] > 0:
             return
@@ -388,7 +398,7 @@ class Updater:
             grads = [parameter.grad for _, parameter in source.sums if parameter.grad is not None]
             num_grads = sum(lies_in(gradient, source.buffer) for gradient in grads)
             self._held.append((source, num_users(source.buffer) - num_grads))
-        elif step.reuses:
+        elif step.reuses and source.is_on_host:
             self._pool.give(source.buffer, None)
 
     def reclaim(self) -> None:
@@ -407,19 +417,17 @@ class Updater:
         self._streamed.close()
 
 
-def _set_gradient(target: nn.Parameter, parameter: nn.Parameter, parts: list[_Part]) -> bool:
-    """Give a parameter, or what stands in for it, its gradient; whether that has come from the device as it is."""
+def _total(parameter: nn.Parameter, parts: list[_Part], earlier: Tensor | None) -> tuple[Tensor, bool]:
+    """The gradient of a parameter, added to what it has from earlier, and whether it has come from the device as it is."""
     parts.sort(key=lambda part: part.order)
     total = parts[0].gradient
     for part in parts[1:]:
         total.add_(part.gradient)
     includes_earlier = any(parameter in part.source.includes_earlier for part in parts)
-    if target.grad is not None and not includes_earlier:
-        target.grad.add_(total)
-        return False
+    if earlier is not None and not includes_earlier:
+        return earlier.add_(total), False
     # A tensor of its own: whoever keeps it is seen to use the buffer.
-    target.grad = total.detach()
-    return len(parts) == 1
+    return total.detach(), len(parts) == 1
 
 
 def _places(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:

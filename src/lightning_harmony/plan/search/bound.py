@@ -24,11 +24,10 @@ def least_seconds(plan: Plan, packs: Sequence[Cost], machine: MachineLimits) -> 
     stay = plan.device_updated
     first = visited[0]
     way_in = _seconds(first.copied_bytes, machine.swap_in_bytes_per_second)
-    way_out = _seconds(first.gradient_bytes, machine.swap_out_bytes_per_second)
-    way_out += _seconds(first.gradient_bytes, machine.update_bytes_per_second)
-    if plan.visits[0] in stay:
-        way_in = way_out = 0.0
-    updated = sum(packs[pack].gradient_bytes for pack in set(plan.visits) - stay)
+    way_out = _seconds(first.gradient_bytes, machine.update_bytes_per_second)
+    if plan.visits[0] not in stay:
+        way_out += _seconds(first.gradient_bytes, machine.swap_out_bytes_per_second)
+    updated = sum(packs[pack].gradient_bytes for pack in set(plan.visits))
     bounds = [_seconds(updated, machine.update_bytes_per_second)]
     for runs in runs_of(plan):
         if not runs:
@@ -37,7 +36,7 @@ def least_seconds(plan: Plan, packs: Sequence[Cost], machine: MachineLimits) -> 
         # A microbatch comes to a device through what is before it, and goes back through that at the end.
         around = sum(forward[: places[0]]) + sum(backward[: places[0]])
         computing = sum(number * (forward[place] + backward[place]) for place, number in runs.items())
-        here = [packs[pack] for pack in {plan.visits[place] for place in places} - stay]
+        here = [packs[pack] for pack in {plan.visits[place] for place in places}]
         stashed = sum(
             number * visited[place].stash_bytes for place, number in runs.items() if not plan.keeps_graph(place)
         )

@@ -1,51 +1,40 @@
-"""Which packs are updated where their gradients are, so that the next forward, which begins with them, need not wait."""
+"""Which packs are updated where their gradients are, so that these need not go to the host, and come from there again."""
 
 from dataclasses import replace
-from itertools import takewhile
 
-from lightning_harmony.plan.search.search import SHORT_SECONDS
 from lightning_harmony.plan.simulate.replay import with_prediction
 from lightning_harmony.plan.values.plan import Plan
 
-# A pack has to make a step shorter by so much, for its state crosses the bus. What else is wrong in a prediction is wrong
-# without, too.
-WORTHWHILE_SHARE = 0.005
-# What a few packs don't hide, more won't.
-MOST_PACKS = 4
+# Gradients that stay take room, for which others may have to wait: a step may become longer by so much, for the bus that is
+# spared has more uses than a prediction knows.
+TOLERATED_SHARE = 0.01
 
 
 def with_device_updates(plan: Plan) -> Plan:
-    """The plan with the first packs updated where their gradients are, if that is predicted to make a step shorter.
+    """The plan with as many packs as there is room for updated where their gradients are.
 
-    The last packs of a backward are the first ones of the next forward. If their gradients go to the host first, that waits
-    until they have come back in pieces and been used, and the weights have come, too: the turn of the step. But where
-    gradients are, the optimizer's state has to find room beside all else.
+    Those come first that a backward comes to last: their update holds up the next forward.
 
     Args:
-        plan: the plan, with its profile and its prediction, all of its packs updated from the host. It stays as it is where it
-            has none of these, or where the optimizer's state is not known.
+        plan: the plan, with its profile and its prediction, all of its packs updated from the host. It stays as it is where
+            optimizers do not step by themselves on one device.
     """
     if plan.profile is None or plan.predicted is None or not _can_be(plan):
         return plan
-    best, chosen = plan, frozenset[int]()
-    for pack in takewhile(lambda pack: _may_be(plan, pack), plan.visits[:MOST_PACKS]):
-        chosen |= {pack}
-        other = with_prediction(replace(plan, device_updated=chosen))
-        if other.predicted is None:
-            break
-        if other.predicted_seconds < best.predicted_seconds * (1 - WORTHWHILE_SHARE):
-            best = other
-    return best
+    packs = [pack for pack in dict.fromkeys(plan.visits) if plan.visits.count(pack) == 1 and pack not in plan.spread]
+    number = len(packs)
+    while number > 0:
+        other = with_prediction(replace(plan, device_updated=frozenset(packs[:number])))
+        if other.predicted_seconds <= plan.predicted_seconds * (1 + TOLERATED_SHARE):
+            return other
+        number //= 2
+    return plan
 
 
 def _can_be(plan: Plan) -> bool:
-    """Whether packs of a plan may be updated so, and its step is long enough for it to matter."""
+    """Whether packs of a plan may be updated so.
+
+    Updates run one after the other. On several devices, those from the host use the bus of each.
+    """
     assert plan.profile is not None
-    if plan.profile.machine.state_copies is None or plan.predicted_seconds < SHORT_SECONDS:
-        return False
-    return plan.just_in_time and (plan.num_devices == 1 or plan.parallel == "pipeline")
-
-
-def _may_be(plan: Plan, pack: int) -> bool:
-    """Whether a pack is visited once, before the fused ones, and on one device."""
-    return plan.visits.count(pack) == 1 and pack not in plan.fused | plan.spread
+    return plan.profile.machine.updates_in_place and plan.just_in_time and plan.num_devices == 1

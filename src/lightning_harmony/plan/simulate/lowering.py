@@ -7,23 +7,21 @@ does as told here: what it finds on a device in the middle of a step depends on 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 from lightning_harmony.plan.simulate.fetching import Residence, fetch_ahead
 from lightning_harmony.plan.simulate.footprint import Footprint, footprints
-from lightning_harmony.plan.simulate.order import Run, Stay, device_update_bytes, owner, stays, summing_devices
+from lightning_harmony.plan.simulate.order import Run, Stay, owner, stays, summing_devices
 from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import Errand, Phase, Task
 
-# What comes and goes before lanes run through a place in the order of a phase, in order: swap-ins and evictions, and the
-# optimizer's state where the device updates.
+# What comes and goes before lanes run through a place in the order of a phase, in order: swap-ins and evictions.
 Moves = Mapping[tuple[Phase, int], Sequence[Task]]
 
 
 def weight_moves(plan: Plan) -> tuple[Moves, ...]:
-    """The swap-ins and evictions of weights on each device, and what its updates bring.
+    """The swap-ins and evictions of weights on each device.
 
     There are none where a plan doesn't know what its layers cost, and none where nothing is left to be decided, as each visit
     brings its pack and takes it away.
@@ -109,8 +107,6 @@ class _Lowering:
         self._residences: list[Residence] = []
         self._held = _Held()
         self._parked: set[tuple[int, int]] = set()
-        self._arriving = self._state_arrivals()
-        self._state_bytes = {pack: device_update_bytes(plan, packs[pack]) for pack in chain(*self._arriving.values())}
         # Of the stay that is lowered: what comes behind its computing.
         self._behind: list[Task] = []
         self._now = 0
@@ -133,17 +129,6 @@ class _Lowering:
             return False
         return owner(self._plan, self._plan.visits[run.position]) == self._device
 
-    def _state_arrivals(self) -> dict[int, list[int]]:
-        """The packs that are updated here, by the stay before which their optimizer's state comes.
-
-        One stay ahead of their last backward: what runs meanwhile hides the copy.
-        """
-        arriving: defaultdict[int, list[int]] = defaultdict(list)
-        for pack, number in sorted(self._last.items(), key=lambda item: (item[1], item[0])):
-            if pack in self._plan.device_updated and self._packs[pack].gradient_bytes:
-                arriving[max(number - 1, 0)].append(pack)
-        return arriving
-
     def _summed(self, stay: Stay) -> list[int]:
         """The packs that run backward in a stay."""
         visits = self._plan.visits
@@ -152,10 +137,6 @@ class _Lowering:
     def _lower(self) -> None:
         """First on demand; then what is fetched ahead comes earlier."""
         computing, behind, needed = [], [], []
-        profile = self._plan.profile
-        # A step begins while the last one's updates leave, unless that was waited for.
-        passing = sum(self._state_bytes.values()) if profile is None or profile.machine.updates_outlast else 0
-        self._held.num_bytes = passing
         for stay in self._stays:
             tasks, held = self._compute(stay)
             if self._plan.just_in_time:
@@ -168,8 +149,6 @@ class _Lowering:
             needed.append(held.most_bytes + held.leaving_bytes + self._held.leaving_bytes)
             self._held, self._behind = held, []
             held.most_bytes = held.num_bytes
-            if not self._now:
-                held.num_bytes -= passing
             for pack in self._summed(stay):
                 if self._last[pack] == self._now:
                     self._send_gradients(pack, stay)
@@ -194,7 +173,6 @@ class _Lowering:
         moves: list[Task] = []
         for number, stay in enumerate(self._stays):
             now = sorted(going[number, False]) + coming[number]
-            now += [Task(pack, Errand.STATE_IN) for pack in self._arriving.get(number, ())]
             self.moves[self._place(stay.runs[0])] = (*moves, *now)
             moves = sorted(going[number + 1, True])
             self.tasks += [*now, *computing[number], *moves, *behind[number]]
@@ -211,8 +189,6 @@ class _Lowering:
         tasks: list[Task] = []
         before = self._held
         held = _Held(before.num_bytes, before.num_bytes, 0, set(before.sums), dict(before.outputs))
-        for pack in self._arriving.get(self._now, ()):
-            held.take(self._state_bytes[pack], self._state_bytes[pack])
         # Else all of them compute here.
         has_spread = bool(self._plan.spread)
         for run in stay.runs:
@@ -378,10 +354,9 @@ class _Lowering:
             if others:
                 self._make_room(self._held.num_bytes + num_bytes * len(sums), stay, frozenset(), at_once=True)
             self._behind += [Task(pack, Errand.REDUCE, device) for device in others]
-            if pack in self._plan.device_updated:
-                self._behind += [Task(pack, Errand.DEVICE_UPDATE), Task(pack, Errand.STATE_OUT)]
-            else:
-                self._behind += [Task(pack, Errand.SWAP_OUT), Task(pack, Errand.UPDATE)]
+            if pack not in self._plan.device_updated:
+                self._behind.append(Task(pack, Errand.SWAP_OUT))
+            self._behind.append(Task(pack, Errand.UPDATE))
         self._let_go_of_sums(pack)
 
     def _let_go_of_sums(self, pack: int) -> set[tuple[int, int]]:

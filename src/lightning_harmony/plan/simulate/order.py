@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import product
 
 from lightning_harmony.errors import PlanError
-from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import Phase
 
@@ -72,11 +71,6 @@ def summing_devices(plan: Plan, pack: int) -> range:
         device = plan.device_of(pack, 0)
         return range(device, device + 1)
     return range(min(plan.num_devices, _num_microbatches(plan)))
-
-
-def device_update_bytes(plan: Plan, pack: Cost) -> int:
-    """What an update of a pack on the device brings there, and takes back: its parameters, and the optimizer's state."""
-    return pack.gradient_bytes if plan.profile is None else plan.profile.machine.device_update_bytes(pack)
 
 
 def _num_microbatches(plan: Plan) -> int:

@@ -15,9 +15,7 @@ The rules:
    the order of the devices. The update follows, once. Where nothing is done just in time, each device sends its own, and no
    update begins before the whole backward has ended. Sums that are not final may make way: they are parked on the host, and
    come back before the next backward that adds to them.
-8. Or the device updates the pack: after its last backward, when its parameters and the optimizer's state have come. What
-   that has changed goes to the host, and its weights stay for the next forward, which begins while they leave. Where something
-   looks at weights between steps, the step waits until they have left, and they come again.
+8. Or they stay on the device until the pack has been updated with them there.
 9. What is on a device never exceeds the capacity.
 
 Times: each device has a stream of each kind, and the host one for updates, which may go on from step to step. A task begins
@@ -37,7 +35,7 @@ from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.simulate.device_memory import DeviceMemory
 from lightning_harmony.plan.simulate.footprint import footprints
 from lightning_harmony.plan.simulate.lowering import lower
-from lightning_harmony.plan.simulate.order import device_update_bytes, owner, summing_devices
+from lightning_harmony.plan.simulate.order import owner, summing_devices
 from lightning_harmony.plan.simulate.replay_state import Device, Lane, Made, Stashed
 from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.simulate.update_stream import UpdateStream
@@ -94,7 +92,11 @@ def replay(plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: Machi
         PlanError: if a rule is broken; the message shows where.
     """
     refuse_invalid(plan)
-    return _Replay(plan, schedule, packs, machine).run()
+    step = _Replay(plan, schedule, packs, machine)
+    prediction = step.run()
+    left = step.left_behind(prediction.seconds)
+    # A step begins with what the one before it leaves.
+    return _Replay(plan, schedule, packs, machine, left).run() if left else prediction
 
 
 class _BrokenError(Exception):
@@ -102,9 +104,24 @@ class _BrokenError(Exception):
 
 
 class _Replay:
-    """One go through the tasks. Handlers return what a task waits for, or "" when it is done."""
+    """One go through the tasks. Handlers return what a task waits for, or "" when it is done.
 
-    def __init__(self, plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: MachineLimits) -> None:
+    Args:
+        plan: what the tasks are for.
+        schedule: the tasks of each device.
+        packs: what each pack costs.
+        machine: what they run on.
+        left: the gradients that updates of the step before use up on devices: by device, their bytes, and until when.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        packs: Sequence[Cost],
+        machine: MachineLimits,
+        left: Sequence[tuple[int, int, float]] = (),
+    ) -> None:
         if plan.num_microbatches is None or len(schedule.devices) != plan.num_devices:
             raise PlanError(
                 f"the plan is for {plan.num_devices} devices and {plan.num_microbatches} microbatches, the schedule for "
@@ -129,9 +146,13 @@ class _Replay:
         # By pack and microbatch.
         self._made: dict[tuple[int, int], Made] = {}
         self._sent: dict[int, dict[int, float]] = {}
-        self._leave_from_last_step()
+        for number, num_bytes, end in left:
+            self._devices[number].memory.take(num_bytes, 0.0)
+            self._devices[number].memory.give(num_bytes, end, lingers=True)
+        # Gradients that are updated where they are, by pack.
+        self._staying: dict[int, tuple[Device, int]] = {}
         ranks = {pack: rank for rank, pack in enumerate(dict.fromkeys(plan.visits))}
-        self._updates = UpdateStream(ranks, [self._update_seconds(cost) for cost in packs])
+        self._updates = UpdateStream(ranks, [self._update_seconds(cost) for cost in packs], self._use_up)
         self._handlers: dict[Phase | Errand, Callable[[Device, int, int], str]] = {
             Phase.FORWARD: self._forward,
             Phase.BACKWARD: self._backward,
@@ -141,9 +162,6 @@ class _Replay:
             Errand.PARK: self._park,
             Errand.UNPARK: self._unpark,
             Errand.UPDATE: self._update,
-            Errand.STATE_IN: self._state_in,
-            Errand.DEVICE_UPDATE: self._device_update,
-            Errand.STATE_OUT: self._state_out,
             Errand.STASH_OUT: self._stash_out,
             Errand.STASH_IN: self._stash_in,
             Errand.TRANSFER_FORWARD: self._transfer_forward,
@@ -152,15 +170,20 @@ class _Replay:
             Errand.REDUCE: self._reduce,
         }
 
-    def _leave_from_last_step(self) -> None:
-        """What the devices updated in the step before is on its way out; the weights among it are there as this one begins."""
-        for pack in sorted(self._plan.device_updated) if self._machine.updates_outlast else ():
-            device = self._devices[owner(self._plan, pack)]
-            num_bytes = device_update_bytes(self._plan, self._packs[pack])
-            end = device.streams["swap-out"] + self._seconds(num_bytes, self._machine.swap_out_bytes_per_second)
-            device.memory.take(num_bytes, 0.0)
+    def _use_up(self, pack: int, end: float) -> None:
+        """A pack has been updated: gradients that stayed for it go."""
+        if pack in self._staying:
+            device, num_bytes = self._staying[pack]
             device.memory.give(num_bytes, end, lingers=True)
-            device.streams["swap-out"] = end
+
+    def left_behind(self, seconds: float) -> list[tuple[int, int, float]]:
+        """The gradients that updates still use up when the next step begins, after so many seconds; as `left`."""
+        ends = {pack: end for pack, _, end in self._updates.done}
+        return [
+            (device.number, num_bytes, ends[pack] - seconds)
+            for pack, (device, num_bytes) in self._staying.items()
+            if ends[pack] > seconds
+        ]
 
     def run(self) -> Prediction:
         while self._advance():
@@ -174,9 +197,7 @@ class _Replay:
 
     def _end_updates(self) -> float:
         """Run the updates that are left. How long each step takes."""
-        outlasting = {Errand.STATE_OUT} if self._machine.updates_outlast else set()
-        spans = [span for device in self._devices for span in device.spans if span.task.kind not in outlasting]
-        period = max((span.end_seconds for span in spans), default=0.0)
+        period = max((span.end_seconds for device in self._devices for span in device.spans), default=0.0)
         self._updates.run_all()
         for pack, start, end in self._updates.done:
             span = Span(Task(pack, Errand.UPDATE), UPDATE, start, end)
@@ -250,8 +271,6 @@ class _Replay:
             return f"the gradients of pack {min(device.sums)} are never swapped out"
         if device.parked:
             return f"the gradients of pack {plan.visits[min(device.parked)]} are parked for ever"
-        if left := device.state.keys() | device.changed.keys():
-            return f"the optimizer's state of pack {min(left)} never goes to the host"
         waiting = [pack for pack in self._sent if pack not in self._updates and owner(plan, pack) == device.number]
         return f"pack {waiting[0]} is never updated" if waiting else ""
 
@@ -276,7 +295,7 @@ class _Replay:
         """Run the task at hand as soon as it can; None if there is no room."""
         task = device.tasks[device.place]
         stream = STREAM_OF[task.kind]
-        room = device.memory.room_at(num_bytes) if num_bytes else 0.0
+        room = self._room_at(device, num_bytes) if num_bytes else 0.0
         if room is None:
             return None
         start = max(after, room, device.streams[stream], 0.0 if stream is COMPUTE else device.issued)
@@ -289,6 +308,13 @@ class _Replay:
             device.memory.note_turn()
         device.spans.append(Span(task, stream, start, end))
         return start, end
+
+    def _room_at(self, device: Device, num_bytes: int) -> float | None:
+        """When a device has room; None if there is none, whatever has been updated."""
+        self._updates.run_until(device.issued)
+        while (room := device.memory.room_at(num_bytes)) is None and self._updates.run_next():
+            pass
+        return room
 
     def _no_room(self, device: Device, num_bytes: int) -> str:
         """With several devices, another one may still fetch what is in the way."""
@@ -307,10 +333,7 @@ class _Replay:
         if pack in device.weights:
             raise _BrokenError(f"pack {pack} is there already")
         cost = self._packs[pack]
-        # The first time in a step, those of packs that the device has updated are there, unless all was waited for.
-        stayed = self._machine.updates_outlast and pack in self._plan.device_updated and pack not in device.last_use
-        copied = 0 if stayed else cost.copied_bytes
-        seconds = self._seconds(copied, self._machine.swap_in_bytes_per_second)
+        seconds = self._seconds(cost.copied_bytes, self._machine.swap_in_bytes_per_second)
         after = 0.0 if self._plan.lookahead else device.streams[COMPUTE]
         num_bytes = cost.weight_bytes + cost.staging_bytes
         run = self._begin(device, num_bytes, after, seconds)
@@ -318,7 +341,7 @@ class _Replay:
             return self._no_room(device, num_bytes)
         device.memory.give(cost.staging_bytes, run[1], lingers=True)
         device.weights[pack] = device.last_use[pack] = run[1]
-        device.swapped_in["weights"] += copied
+        device.swapped_in["weights"] += cost.copied_bytes
         return ""
 
     def _evict(self, device: Device, pack: int, _: int) -> str:
@@ -549,7 +572,7 @@ class _Replay:
         if self._plan.just_in_time:
             self._refuse_other_owner(device, pack)
         if pack in self._plan.device_updated:
-            raise _BrokenError(f"the plan has pack {pack} updated on the device")
+            raise _BrokenError(f"the plan has pack {pack} updated where its gradients are")
         sent = self._sent.setdefault(pack, {})
         if device.number in sent:
             raise _BrokenError(f"the gradients of pack {pack} are on the host already")
@@ -610,6 +633,11 @@ class _Replay:
         self._refuse_other_owner(device, pack)
         if pack in self._updates:
             raise _BrokenError(f"pack {pack} has been updated")
+        if pack in self._plan.device_updated:
+            self._refuse_unfinished_sums(device, pack)
+            self._staying[pack] = device, device.sums.pop(pack)
+            self._updates.add(pack, device.summed_at[pack], is_on_host=False)
+            return ""
         sent, after = self._sent.get(pack, {}), 0.0
         if self._plan.just_in_time and not sent:
             raise _BrokenError(f"the gradients of pack {pack} are not on the host")
@@ -621,42 +649,4 @@ class _Replay:
             after = max(lane.ready for lane in self._lanes)
         # A deferred one is listed behind all computing.
         self._updates.add(pack, max(*sent.values(), after, device.streams[COMPUTE]))
-        return ""
-
-    # ---- updates on the device -----------------------------------------------------------------------------------------
-
-    def _state_in(self, device: Device, pack: int, _: int) -> str:
-        self._refuse_other_owner(device, pack)
-        if pack not in self._plan.device_updated:
-            raise _BrokenError(f"the plan has pack {pack} updated on the host")
-        if pack in device.state or pack in device.changed:
-            raise _BrokenError(f"the optimizer's state of pack {pack} has come already")
-        num_bytes = device_update_bytes(self._plan, self._packs[pack])
-        seconds = self._seconds(num_bytes, self._machine.swap_in_bytes_per_second)
-        run = self._begin(device, num_bytes, 0.0, seconds)
-        if run is None:
-            return self._no_room(device, num_bytes)
-        device.state[pack] = run[1]
-        device.swapped_in["optimizer"] += num_bytes
-        return ""
-
-    def _device_update(self, device: Device, pack: int, _: int) -> str:
-        if pack not in device.state:
-            raise _BrokenError(f"the optimizer's state of pack {pack} is not there")
-        self._refuse_unfinished_sums(device, pack)
-        run = self._begin(device, 0, max(device.state.pop(pack), device.summed_at[pack]), 0.0)
-        assert run is not None
-        device.memory.give(device.sums.pop(pack), run[1])
-        device.changed[pack] = run[1]
-        return ""
-
-    def _state_out(self, device: Device, pack: int, _: int) -> str:
-        if pack not in device.changed:
-            raise _BrokenError(f"the device has not updated pack {pack}")
-        num_bytes = device_update_bytes(self._plan, self._packs[pack])
-        seconds = self._seconds(num_bytes, self._machine.swap_out_bytes_per_second)
-        run = self._begin(device, 0, device.changed.pop(pack), seconds)
-        assert run is not None
-        device.memory.give(num_bytes, run[1], lingers=True)
-        device.swapped_out["optimizer"] += num_bytes
         return ""

@@ -82,8 +82,6 @@ class Device:
     parked: dict[int, float] = field(default_factory=dict)
     reduced: dict[int, list[int]] = field(default_factory=dict)
     next_sum: dict[int, int] = field(default_factory=dict)
-    state: dict[int, float] = field(default_factory=dict)
-    changed: dict[int, float] = field(default_factory=dict)
     swapped_in: Counter[str] = field(default_factory=Counter)
     swapped_out: Counter[str] = field(default_factory=Counter)
     transferred_bytes: int = 0

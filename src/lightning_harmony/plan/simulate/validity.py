@@ -30,17 +30,17 @@ def refuse_invalid(plan: Plan) -> None:
             f"the forward of visit {place} is joined to the one before, but isn't between the first one and the fused ones"
             for place in sorted(plan.joined - set(range(1, plan.first_fused)))
         ]
-        once = {pack for pack in before if plan.visits.count(pack) == 1}
+        once = {pack for pack in plan.visits if plan.visits.count(pack) == 1}
         problems += [
-            f"pack {pack} is updated on the device, but isn't visited once, before the fused ones, or is spread"
+            f"pack {pack} is updated where its gradients are, but isn't visited once, or is spread"
             for pack in sorted(plan.device_updated - (once - plan.spread))
         ]
         if plan.device_updated and not plan.just_in_time:
             problems.append(
-                f"it updates packs on the device, but with reuse={plan.reuse!r} updates follow the whole backward"
+                f"it updates packs where their gradients are, but with reuse={plan.reuse!r} updates follow the whole backward"
             )
         if plan.device_updated and plan.num_devices > 1 and plan.parallel == "data":
-            problems.append("it updates packs on the device, but several devices sum their gradients")
+            problems.append("it updates packs where their gradients are, but several devices sum these")
         if plan.joined and plan.num_devices > 1 and plan.parallel == "pipeline":
             problems.append("it joins forwards, but consecutive packs are on several devices")
         if plan.joined and not plan.just_in_time:

@@ -19,12 +19,11 @@ class MachineLimits:
         swap_in_bytes_per_second: host to device.
         swap_out_bytes_per_second: device to host.
         transfer_bytes_per_second: device to device.
-        update_bytes_per_second: gradients that the host's optimizer works off.
+        update_bytes_per_second: gradients that updates use up.
         occupied_bytes: what of the capacity a step finds taken: by the batch, by buffers of no layer, by what user code keeps.
         updates_outlast: whether updates just in time may go on under the next step's forward. Where something may look at
             weights between steps, each step waits for its own.
-        state_copies: bytes of optimizer state for each byte of a parameter, where a device can update with the host's bits;
-            None where none can.
+        updates_in_place: whether packs may be updated with their gradients where these were summed.
     """
 
     capacity_bytes: int | None = None
@@ -34,16 +33,12 @@ class MachineLimits:
     update_bytes_per_second: float | None = None
     occupied_bytes: int = 0
     updates_outlast: bool = True
-    state_copies: float | None = None
+    updates_in_place: bool = False
 
     @property
     def free_bytes(self) -> int | None:
         """What a step may take of a device; None for no limit."""
         return None if self.capacity_bytes is None else max(self.capacity_bytes - self.occupied_bytes, 0)
-
-    def device_update_bytes(self, cost: Cost) -> int:
-        """What crosses the bus each way for an update of a pack on the device: its parameters, and the optimizer's state."""
-        return int(cost.gradient_bytes * (1 + (self.state_copies or 0)))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,4 @@ STREAM_OF: dict[Phase | Errand, str] = {
     Errand.SWAP_OUT: "swap-out",
     Errand.PARK: "swap-out",
     Errand.UPDATE: UPDATE,
-    Errand.STATE_IN: "swap-in",
-    Errand.DEVICE_UPDATE: COMPUTE,
-    Errand.STATE_OUT: "swap-out",
 }

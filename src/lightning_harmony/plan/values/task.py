@@ -21,10 +21,7 @@ class Errand(Enum):
         SWAP_OUT: the pack's gradients go to the host.
         PARK: what is summed of them so far goes there.
         UNPARK: it comes back, for the backward of a microbatch.
-        UPDATE: the pack is updated from the host, where its gradients are.
-        STATE_IN: the optimizer's state and the parameters that it is for come, for an update on the device.
-        DEVICE_UPDATE: the device updates the pack. Its weights stay for the next forward.
-        STATE_OUT: what that has changed goes to the host.
+        UPDATE: the pack is updated with its gradients, from the host or where they were summed.
         STASH_OUT: what a forward leaves for its backward goes to the host.
         STASH_IN: it comes back.
         TRANSFER_FORWARD: the input of a forward comes from the device where the lane was.
@@ -39,9 +36,6 @@ class Errand(Enum):
     PARK = "PARK"
     UNPARK = "UNPARK"
     UPDATE = "U"
-    STATE_IN = "STATE_IN"
-    DEVICE_UPDATE = "DEVICE_U"
-    STATE_OUT = "STATE_OUT"
     STASH_OUT = "STASH_OUT"
     STASH_IN = "STASH_IN"
     TRANSFER_FORWARD = "TRANSFER_F"
@@ -53,10 +47,7 @@ class Errand(Enum):
 Kind: TypeAlias = Phase | Errand
 
 _KINDS: dict[str, Kind] = {kind.value: kind for kinds in (Phase, Errand) for kind in kinds}
-_WITHOUT_NUMBER = frozenset({
-    Errand.SWAP_IN, Errand.EVICT, Errand.SWAP_OUT, Errand.PARK, Errand.UPDATE, Errand.STATE_IN, Errand.DEVICE_UPDATE,
-    Errand.STATE_OUT,
-})  # fmt: skip
+_WITHOUT_NUMBER = frozenset({Errand.SWAP_IN, Errand.EVICT, Errand.SWAP_OUT, Errand.PARK, Errand.UPDATE})
 _TASK = re.compile(r"([0-9]+)([A-Z_]+)([0-9]*)")
 
 
