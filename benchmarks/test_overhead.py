@@ -188,7 +188,7 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_a_step_beside_plain_lightning_with_recompute(benchmark: Any, hidden: int, device_memory: str | None) -> None:
     """The ratio of medians, both ways in turn in one run. Capacities are a third and a fifth of the training state.
 
-    A row takes one to two minutes where nothing else runs: a step takes one to five seconds.
+    A step takes seconds: run one row at a time, as with ``-k "beside and 512-None-one"``.
     """
     plain: list[float] = []
     harmony: list[float] = []
