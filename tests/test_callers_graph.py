@@ -200,6 +200,91 @@ class Classes(Stack):
         return (x + 0.01 * rest).as_subclass(Tensor)
 
 
+class TakesAClass(Stack):
+    """What goes from layer to layer is of a class of its own, as is what is computed from it."""
+
+    class Keeps(Block):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            assert isinstance(y, Marked)
+            return y
+
+    def __init__(self) -> None:
+        super().__init__(TakesAClass.Keeps)
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().run(x.as_subclass(Marked)).as_subclass(Tensor)
+
+
+class Grown:
+    """What all layers so far have made."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+        self.sum: Tensor | None = None
+
+    def add(self, part: Tensor) -> Tensor:
+        self.parts.append(part.mean())
+        self.sum = part if self.sum is None else self.sum + part
+        return self.sum
+
+
+class Grows(Stack):
+    """Layers add to an object that all of them are given, and compute with what it has by then."""
+
+    class Adds(Block):
+        def forward(self, x: Tensor, grown: Grown) -> Tensor:  # type: ignore[override]
+            return x + self.down(F.gelu(grown.add(self.up(self.norm(x)))))
+
+    def __init__(self) -> None:
+        super().__init__(Grows.Adds)
+
+    def run(self, x: Tensor) -> Tensor:
+        grown = Grown()
+        for block in self.blocks:
+            x = block(x, grown)
+        assert len(grown.parts) == len(self.blocks)
+        return x + torch.stack(grown.parts).mean() + grown.sum.mean()
+
+
+class ReturnsFunctions(Stack):
+    """Functions that have tensors of the layer in their closures."""
+
+    class Closes(Block):
+        def forward(self, x: Tensor) -> Any:
+            hidden = F.gelu(self.up(self.norm(x)))
+            return x + self.down(hidden), lambda y: y * hidden.mean()
+
+    def __init__(self) -> None:
+        super().__init__(ReturnsFunctions.Closes)
+
+    def run(self, x: Tensor) -> Tensor:
+        functions = []
+        for block in self.blocks:
+            x, function = block(x)
+            functions.append(function)
+        return torch.stack([function(x) for function in functions]).sum(0)
+
+
+class Yields(Stack):
+    """The forward of each layer is a generator, which runs when its caller takes what comes of it."""
+
+    class Generator(Block):
+        def forward(self, x: Tensor) -> Any:
+            hidden = F.gelu(self.up(self.norm(x)))
+            yield x + self.down(hidden)
+            yield hidden.mean()
+
+    def __init__(self) -> None:
+        super().__init__(Yields.Generator)
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, mean = block(x)
+            x = x + mean
+        return x
+
+
 class Jagged(Stack):
     """What goes from layer to layer is one tensor of sequences of several lengths."""
 
@@ -222,6 +307,10 @@ REACHING: dict[str, Callable[[], Stack]] = {
     "objects that are returned": ReturnsObjects,
     "several readers": SeveralReaders,
     "tensors of a class": Classes,
+    "arguments of a class": TakesAClass,
+    "an object that grows": Grows,
+    "functions": ReturnsFunctions,
+    "generators": Yields,
     "a jagged tensor": Jagged,
 }
 SAMPLES = 24

@@ -531,6 +531,28 @@ class TestThreadState:
         assert found == dtypes
         assert torch.get_default_dtype() is torch.float32
 
+    def test_default_dtype_is_its_own_whoever_had_the_baton_before(self, pool: LanePool) -> None:
+        """One that has parked, one that has ended, one that begins, the lane itself, or who drives them."""
+        found: list[torch.dtype] = []
+
+        def parks(dtype: torch.dtype) -> None:
+            torch.set_default_dtype(dtype)
+            for _ in range(3):
+                parking().park(None)
+                found.append(torch.ones(1).dtype)
+
+        def ends() -> None:
+            found.append(torch.ones(1).dtype)
+            torch.set_default_dtype(torch.bfloat16)
+
+        first, second, third = pool.lanes([lambda: parks(torch.float64), lambda: parks(torch.float16), ends])
+        run(pool, first, second, first, third, second, second)
+        assert torch.get_default_dtype() is torch.float32
+        run(pool, first, second, first)
+        callers, one, other = torch.float32, torch.float64, torch.float16
+        assert found == [one, callers, other, other, one, other, one]
+        assert torch.get_default_dtype() is torch.float32
+
     def test_default_dtype_of_an_aborted_lane_does_not_escape(self, pool: LanePool) -> None:
         def job() -> None:
             torch.set_default_dtype(torch.float64)

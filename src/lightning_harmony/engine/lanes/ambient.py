@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ def _autocast(device_type: str) -> OfThread:
 
 def _default_device() -> torch.device | None:
     """As it was given: `torch.get_default_device` would make a tensor to find its index."""
-    for mode in reversed(_get_current_function_mode_stack()):
+    for mode in reversed(_get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()):
         if isinstance(mode, DeviceContext):
             return torch.device(mode.device)
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
@@ -149,7 +150,7 @@ def _precision() -> tuple[Any, ...]:
     except RuntimeError:
         # The user sets those of backends, and has told torch nothing else.
         of_all = None
-    return of_all, *(() if _get_of_backend is None else (_get_of_backend(*backend) for backend in _BACKENDS))
+    return of_all, *([] if _get_of_backend is None else [_get_of_backend(*backend) for backend in _BACKENDS])
 
 
 def _set_precision(value: tuple[Any, ...]) -> None:
@@ -161,29 +162,33 @@ def _set_precision(value: tuple[Any, ...]) -> None:
             torch._C._set_fp32_precision_setter(*backend, precision)
 
 
-class _Same:
-    """An object of which the one and not its equal is meant, such as a list of filters that somebody will change."""
+class _Objects(tuple[Any, ...]):
+    """Objects of which these and not their equals are meant, such as a list of filters that somebody will change."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
+    __slots__ = ()
     __hash__ = object.__hash__
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Objects) and len(self) == len(other) and all(map(is_, self, other))
 
-def _attributes(module: Any, *names: str) -> tuple[Callable[[], tuple[_Same, ...]], Callable[[Any], None]]:
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def _attributes(module: Any, *names: str) -> tuple[Callable[[], _Objects], Callable[[Any], None]]:
     """How attributes of a module of Python's are read and written."""
     content = vars(module)
+    newest = _Objects()
 
-    def read() -> tuple[_Same, ...]:
-        return tuple([_Same(content.get(name)) for name in names])
+    def read() -> _Objects:
+        nonlocal newest
+        values = [content.get(name) for name in names]
+        if not newest or not all(map(is_, newest, values)):
+            newest = _Objects(values)
+        return newest
 
-    def write(values: tuple[_Same, ...]) -> None:
-        content.update(zip(names, [each.value for each in values], strict=True))
+    def write(values: _Objects) -> None:
+        content.update(zip(names, values, strict=True))
 
     return read, write
 
@@ -191,9 +196,9 @@ def _attributes(module: Any, *names: str) -> tuple[Callable[[], tuple[_Same, ...
 def _stream(name: str) -> OfProcess:
     read, write = _attributes(sys, name)
 
-    def write_if_open(value: tuple[_Same]) -> None:
+    def write_if_open(value: _Objects) -> None:
         # A recompute may come when who redirected it is done.
-        if not getattr(value[0].value, "closed", False):
+        if not getattr(value[0], "closed", False):
             write(value)
 
     return OfProcess(f"sys.{name}", read, write_if_open)
@@ -220,6 +225,10 @@ OF_PROCESS = (
 )
 
 
+_GETS = [kind.get for kind in OF_PROCESS]
+_GETS_OF_THREAD = [kind.get for kind in OF_THREAD]
+
+
 class ProcessState(tuple[Any, ...]):
     """The state of the process at one moment, in the order of `OF_PROCESS`."""
 
@@ -228,11 +237,19 @@ class ProcessState(tuple[Any, ...]):
     @classmethod
     def capture(cls) -> ProcessState:
         """The state now."""
-        return cls([kind.get() for kind in OF_PROCESS])
+        return cls([get() for get in _GETS])
 
-    def enter(self) -> ProcessState:
-        """Make it so again; return what was found, which leaves it when it is entered."""
-        found = ProcessState.capture()
+    def enter(self, found: ProcessState | None = None) -> ProcessState:
+        """Make it so again.
+
+        Args:
+            found: the state now, if that is known.
+
+        Returns:
+            What was found, which leaves it when it is entered.
+        """
+        if found is None:
+            found = ProcessState.capture()
         if found != self:
             for kind, now, wanted in zip(OF_PROCESS, found, self, strict=True):
                 # To set some takes longer than a change of lanes.
@@ -246,7 +263,7 @@ class AmbientState:
 
     def __init__(self) -> None:
         self._process = ProcessState.capture()
-        self._thread = [kind.get() for kind in OF_THREAD]
+        self._thread = [get() for get in _GETS_OF_THREAD]
         self._context = contextvars.copy_context()
 
     @classmethod
@@ -258,8 +275,7 @@ class AmbientState:
     def entered(self) -> Iterator[None]:
         """The context in which code finds the same again, but for context variables. What it sets does not last."""
         with ExitStack() as stack:
-            stack.callback(ProcessState.capture().enter)
-            self._process.enter()
+            stack.callback(self._process.enter().enter)
             for kind, value in zip(OF_THREAD, self._thread, strict=True):
                 if kind.get() != value:
                     stack.enter_context(kind.applied(value))

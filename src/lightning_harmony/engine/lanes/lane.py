@@ -79,9 +79,9 @@ class Lane:
             raise LaneAborted
         state = ProcessState.capture()
         self.request = request
-        self._pool.hand_on(self)
+        found = self._pool.hand_on(self, state)
         self.request = None
-        state.enter()
+        state.enter(found)
         if self._aborted:
             raise LaneAborted
 
@@ -195,6 +195,8 @@ class LanePool:
         self._choose: Choose | None = None
         self._holder: Lane | None = None
         self._error: BaseException | None = None
+        # What the lane that handed the baton on has left; None if that is not known.
+        self._left: ProcessState | None = None
         self._back = threading.Lock()
         self._back.acquire()
 
@@ -240,13 +242,22 @@ class LanePool:
         if error is not None:
             raise error
 
-    def hand_on(self, lane: Lane) -> None:
-        """Called by the lane that has the baton: choose who goes on, and wait for the baton unless it is the lane."""
+    def hand_on(self, lane: Lane, state: ProcessState) -> ProcessState | None:
+        """Called by the lane that has the baton: choose who goes on, and wait for the baton unless it is the lane.
+
+        Args:
+            lane: who has it.
+            state: the state of the process that it leaves.
+
+        Returns:
+            The state that it finds afterwards; None if that is not known.
+        """
         following = self._following(lane)
         if following is lane:
-            return
-        self._give(following)
+            return state
+        self._give(following, state)
         lane.go.acquire()
+        return self._left
 
     def note(self, lane: Lane, error: BaseException | None) -> None:
         """Called by the lane whose job has ended, with what it raised."""
@@ -293,8 +304,8 @@ class LanePool:
             self._error = error
             return None
 
-    def _give(self, to: Lane | None) -> None:
-        self._holder = to
+    def _give(self, to: Lane | None, state: ProcessState | None = None) -> None:
+        self._holder, self._left = to, state
         (self._back if to is None else to.go).release()
 
     def _run_until_back(self, lane: Lane, patience: float = inf) -> str | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_harmony.engine.glue.glue import StandIn
-from lightning_harmony.engine.memory.guise import Guise
+from lightning_harmony.engine.memory.guise import dressed
 from lightning_harmony.engine.memory.opaque import is_opaque
 from lightning_harmony.engine.structures.tree import Arguments
 
@@ -57,7 +57,7 @@ class CallArguments:
         Args:
             bring: returns the tensor that takes a tensor's place, or the tensor itself.
         """
-        self.tensors = [_dressed(bring(tensor), tensor) for tensor in self.tensors]
+        self.tensors = [dressed(bring(tensor), tensor) for tensor in self.tensors]
         pairs = zip(self._originals, self.tensors, strict=True)
         others = {id(original): tensor for original, tensor in pairs if tensor is not original}
         if not others:
@@ -94,15 +94,7 @@ def _prepared(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         tensor = tensor.use()
     if dtype is None or not tensor.is_floating_point():
         return tensor
-    return _dressed(tensor.to(dtype), tensor)
-
-
-def _dressed(tensor: Tensor, original: Tensor) -> Tensor:
-    """A tensor that takes another one's place. What the layer sets on it, the caller finds on its own."""
-    if tensor is not original and (guise := Guise.of(original)) is not None:
-        tensor = guise.on(tensor)
-        tensor.__dict__ = original.__dict__
-    return tensor
+    return dressed(tensor.to(dtype), tensor)
 
 
 class _Exchanged:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
+from torch.utils._mode_utils import no_dispatch
 
 from lightning_harmony.engine.lanes.ambient import AmbientState
 from lightning_harmony.engine.lanes.rng import RandomState
@@ -33,6 +34,7 @@ from lightning_harmony.engine.model.layer import (
     own_code_of,
 )
 from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.tree import flatten
 from lightning_harmony.engine.updates.asked import asked_for
 from lightning_harmony.errors import UnsupportedModelError
@@ -148,6 +150,7 @@ class LayerCall:
         self._inputs: list[_Input] = []
         self._objects: list[Any] | None = None
         self._with_graph = torch.is_grad_enabled()
+        self._trained = [parameter for parameter in self.layer.parameters if parameter.requires_grad]
         # In the graph, too: with it the node of the weights lives where no other node is behind that.
         self._end: Tensor | None = None
         self._keeps = self._is_running = self._is_announced = self._is_over = False
@@ -218,9 +221,9 @@ class LayerCall:
                 "module that does so with HarmonyStrategy(layers=...)"
             )
         tensors = self._arguments.tensors
-        if self._trained() or any(tensor.requires_grad for tensor in tensors):
+        if self._trained or any(tensor.requires_grad for tensor in tensors):
             self._keep_inputs()
-        if self._trained():
+        if self._trained:
             self.use, self._is_announced = runtime.expect_backward(layer), True
 
     def _keep_inputs(self) -> None:
@@ -245,18 +248,16 @@ class LayerCall:
             )
         layer.changes_inputs = bool(layer.changes_inputs) or has_changed
 
-    def _trained(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.layer.parameters if parameter.requires_grad]
-
     def _weights(self) -> Mapping[nn.Parameter, Tensor]:
         """The weights for the layer's code, in the caller's graph: their gradients go to the pack's sum."""
-        trained, leaves = self._trained(), self.residency.leaves
+        trained, leaves = self._trained, self.residency.leaves
         if not trained:
             return leaves
         self._gradients = WeightGradients(self, trained)
-        weights = [leaves[parameter].detach() for parameter in trained]
-        with saved_tensors_hooks(self._gradients.save, self._gradients.load):
-            *taps, self._end = _Weights.apply(self._anchor, self._gradients, weights)
+        # Modes that are active in the caller's code are not to see this.
+        with saved_tensors_hooks(self._gradients.save, self._gradients.load), no_dispatch():
+            weights = [leaves[parameter] for parameter in trained]
+            *taps, self._end = _apply_weights(self._anchor, self._gradients, weights)
         return self._as_found(trained, taps)
 
     def _weights_again(self) -> Mapping[nn.Parameter, Tensor]:
@@ -344,7 +345,7 @@ class LayerCall:
                 with torch.no_grad():
                     narrow = {p: make_resident(parameter_like(p, leaves[p].detach().to(dtype))) for p in casts}
                 self.residency.leaves = {**leaves, **narrow}
-                trained = self._trained() if self._with_graph else []
+                trained = self._trained if self._with_graph else []
                 # Leaves of no graph, and else what the layer found.
                 weights = [self.residency.leaves[parameter].detach().requires_grad_() for parameter in trained]
                 with self._bound(self._as_found(trained, weights)):
@@ -527,7 +528,7 @@ class _Input:
 
     def load(self) -> Tensor:
         """The tensor as it was, without its graph."""
-        tensor = Tensor.detach(self.stashed.load())
+        tensor = detached(self.stashed.load())
         Tensor.requires_grad_(tensor, self._requires_grad)
         return tensor if self._guise is None else self._guise.on(tensor)
 
@@ -575,7 +576,8 @@ class WeightGradients:
         call, (parameter, dtype) = self._call(), saved
         assert call is not None
         # It may have come in another type since.
-        return call.residency.leaves[parameter].detach().to(dtype)
+        leaf = detached(call.residency.leaves[parameter])
+        return leaf if leaf.dtype is dtype else leaf.to(dtype)
 
     def take(self, gradients: Sequence[Tensor | None], anchor: Any) -> None:
         """Gradients have come.
@@ -611,13 +613,18 @@ class _Weights(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, gradients: WeightGradients, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*weights)
-        return *weights, torch.empty(0)
+        taps = [weight.detach() for weight in weights]
+        ctx.save_for_backward(*taps)
+        return *taps, torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.gradients.take(gradients[:-1], ctx.next_functions[0][0])
         return None, None, None
+
+
+# As `_Weights.apply`, which looks for transformations of torch.func first: there are none where layers are called.
+_apply_weights = vars(torch._C._FunctionBase)["apply"].__get__(None, _Weights)
 
 
 def _double_backward(layer: SwappedLayer) -> UnsupportedModelError:

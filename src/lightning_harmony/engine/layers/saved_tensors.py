@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._mode_utils import no_dispatch
 
 from lightning_harmony.engine.model.layer import version_of
+from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.errors import UnsupportedModelError
 
 _EMPTY = torch.empty(0)
@@ -33,12 +34,12 @@ class SavedTensor:
 
     def __init__(self, tensor: Tensor, what: str, open: Callable[[SavedTensor], None], *, keep: bool) -> None:
         # Without the node that made it, which would hold itself where it saves its result.
-        alias = Tensor.detach(tensor)
+        alias = detached(tensor)
         self.content = alias if keep else None
         self._layout = _layout_of(tensor)
         self._shape = tensor.shape
         self._what, self._open = what, open
-        self._counter = _version_counter(alias.detach() if keep else alias)
+        self._counter = _version_counter(detached(alias) if keep else alias)
         self._version = 0 if self._counter is None else version_of(tensor)
 
     def load(self) -> Tensor:
@@ -147,7 +148,7 @@ class _Filling:
         if self.is_over:
             raise Filled
         with DisableTorchFunction():
-            tensor = Tensor.detach(tensor)
+            tensor = detached(tensor)
         place = self._remaining.pop()
         if place is not None:
             self._is_wrong = not place.fits(tensor)

@@ -42,6 +42,14 @@ class Guise(NamedTuple):
         return tensor
 
 
+def dressed(tensor: Tensor, original: Tensor) -> Tensor:
+    """A tensor that takes another one's place: of its class, and what is set on one is on both."""
+    if tensor is not original and (guise := Guise.of(original)) is not None:
+        tensor = guise.on(tensor)
+        tensor.__dict__ = original.__dict__
+    return tensor
+
+
 def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
     """A parameter with other values, which has the class of another parameter and what was set on that one.
 

@@ -34,8 +34,8 @@ class Placement:
         self.plan = Plan((), (), 0)
         self.pack_of: dict[int, int] = {}
         self._store = store
-        # The packs that have some of the same buffers, itself included, of each that has any.
-        self._sharing: dict[int, list[int]] = {}
+        # Of each pack that has buffers: the packs that have some of them, on each device, itself included.
+        self._sharing: dict[int, list[tuple[Residents, SwappedPack]]] = {}
 
     @property
     def packs(self) -> list[SwappedPack]:
@@ -57,7 +57,11 @@ class Placement:
             for key in pack.buffers:
                 having[key].append(pack.index)
         self._sharing = {
-            pack.index: list(dict.fromkeys(chain.from_iterable(having[key] for key in pack.buffers)))
+            pack.index: [
+                (residents, residents.packs[index])
+                for residents in self.residents
+                for index in dict.fromkeys(chain.from_iterable(having[key] for key in pack.buffers))
+            ]
             for pack in self.packs
             if pack.buffers
         }
@@ -78,9 +82,8 @@ class Placement:
 
     def others_with_buffers_of(self, pack: SwappedPack) -> list[tuple[Residents, SwappedPack]]:
         """Where some of a pack's buffers may be, too: the same pack on other devices, and packs whose layers share modules."""
-        indices = self._sharing.get(pack.index, ())
-        found = [(residents, residents.packs[index]) for residents in self.residents for index in indices]
-        return [(residents, other) for residents, other in found if other is not pack]
+        sharing = self._sharing.get(pack.index)
+        return [] if sharing is None else [(residents, other) for residents, other in sharing if other is not pack]
 
     def device_of(self, pack: int) -> int:
         """The number of the device where a pack runs for the current lane; outside of lanes, the root."""

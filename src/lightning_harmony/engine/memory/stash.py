@@ -16,6 +16,7 @@ from lightning_harmony.engine.devices.stream import Event, current_cuda_stream
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.host_store import HostPool
 from lightning_harmony.engine.model.layer import version_of
+from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.strides import compact, copied, restore
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Errand
@@ -44,8 +45,17 @@ class Alias(Stashed):
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
-        self._version = version_of(tensor)
+        self._keep(tensor.detach())
+
+    @classmethod
+    def of_copy(cls, tensor: Tensor) -> Alias:
+        """A copy of a tensor in its place: code between layers may change the tensor itself afterwards."""
+        alias = cls.__new__(cls)
+        alias._keep(copied(detached(tensor)))
+        return alias
+
+    def _keep(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, version_of(tensor)
 
     def load(self) -> Tensor:
         """The tensor itself.
@@ -59,8 +69,7 @@ class Alias(Stashed):
 
     def settle(self) -> None:
         """Keep a copy."""
-        self._tensor = copied(self._tensor)
-        self._version = version_of(self._tensor)
+        self._keep(copied(self._tensor))
 
 
 class HostCopy(Stashed):

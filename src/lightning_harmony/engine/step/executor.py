@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._mode_utils import no_dispatch
 
 from lightning_harmony.engine.devices.cores import core_of_caller, siblings_of
 from lightning_harmony.engine.devices.device import Device
@@ -48,6 +47,7 @@ from lightning_harmony.engine.step.step import Grant, Step, StepWatch
 from lightning_harmony.engine.step.swapped_model import SwappedModel
 from lightning_harmony.engine.step.turns import LaneProgress, Microbatch, Request
 from lightning_harmony.engine.step.visits import Visits
+from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.updates.optimizer_twin import Clip
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.engine.updates.update import Updater
@@ -394,7 +394,8 @@ class Executor:
                 with self._working(progress):
                     self._run_backward(progress, loss)
             lane.finished = progress.loss is None
-            self._end_turn()
+            with Unseen():
+                self._end_turn()
 
     @contextmanager
     def _working(self, progress: LaneProgress) -> Iterator[None]:
@@ -614,9 +615,10 @@ class Executor:
 
     def _next(self, until: Phase, previous: Lane | None) -> Lane | None:
         """The lane whose turn it is, everything ready for it. Called in whichever lane has the baton."""
-        self._end_turn()
         step = self._step
-        with torch.no_grad(), no_dispatch():
+        # Modes that are active in the lane are not to see this.
+        with Unseen():
+            self._end_turn()
             progress = step.turns.next(until, step.of(previous))
             if progress is None:
                 return None
@@ -626,20 +628,17 @@ class Executor:
 
     def _grant_here(self, lane: CallerLane) -> None:
         """The turn of a lane is over, and its next one begins."""
-        self._end_turn()
         progress = self._step.of(lane)
         assert progress is not None
-        with torch.no_grad(), no_dispatch():
+        with Unseen():
+            self._end_turn()
             self._grant(progress)
 
     def _end_turn(self) -> None:
-        step = self._step
-        # Modes that are active in the lane are not to see this.
-        with torch.no_grad(), no_dispatch():
-            granted, step.granted = step.granted, None
-            if granted is not None:
-                with self.devices[granted.device].scheduling():
-                    self._take_stock(granted)
+        granted, self._step.granted = self._step.granted, None
+        if granted is not None:
+            with self.devices[granted.device].scheduling():
+                self._take_stock(granted)
 
     def _grant(self, progress: LaneProgress) -> None:
         number = self._step.turns.device_of(progress)

@@ -25,7 +25,6 @@ from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.step import Step
 from lightning_harmony.engine.step.swapped_model import SwappedModel
 from lightning_harmony.engine.step.visits import Visits
-from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
 
@@ -257,10 +256,8 @@ class Runtime:
 
     def stash(self, tensor: Tensor) -> Stashed:
         """Keep what a layer takes for the backward: on the host, unless it is small or needed again at once."""
-        if is_small(tensor):
-            # Counters and the like, which code between layers may change afterwards.
-            tensor = copied(Tensor.detach(tensor))
-        return self.stash_unchanged(tensor)
+        # Small ones are counters and the like, which code between layers may change afterwards.
+        return Alias.of_copy(tensor) if is_small(tensor) else self.stash_unchanged(tensor)
 
     def stash_unchanged(self, tensor: Tensor) -> Stashed:
         """Keep a tensor that nobody may change, such as those that autograd saves."""

@@ -120,6 +120,8 @@ class Turns:
         self._has_several_devices = plan.num_devices > 1
         self._having_buffers = having_buffers
         self._fuses = fuses
+        self._groups = plan.groups
+        self._last_position = len(plan.visits) - 1
         self._free_at = [0] * plan.num_devices
 
     def next(self, until: Phase, previous: LaneProgress | None) -> LaneProgress | None:
@@ -133,7 +135,7 @@ class Turns:
         if (
             previous is not None
             and self._has_several_devices
-            and self._plan.groups
+            and self._groups
             and not previous.lane.finished
             and self._is_first_on_its_device(previous)
             and self._may_run(previous, until)
@@ -180,7 +182,7 @@ class Turns:
         """
         request = progress.lane.request
         place = _FIRST if request is None else request.place
-        number = 0 if self._plan.groups else progress.lane.microbatch
+        number = 0 if self._groups else progress.lane.microbatch
         if not self._has_several_devices:
             return 0, number, place
         if request is None:
@@ -230,7 +232,7 @@ class Turns:
         """
         if not self._has_several_devices:
             return False
-        if request.pack not in self._having_buffers and request.position != len(self._plan.visits) - 1:
+        if request.pack not in self._having_buffers and request.position != self._last_position:
             return False
         return any(
             not other.has_come_to_its_loss and _is_before(other.lane.request, request)

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch.utils._mode_utils import no_dispatch
 
 from lightning_harmony.engine.layers.narrow import autocast_dtype
 from lightning_harmony.engine.measure.profile import Profiler
@@ -20,6 +19,7 @@ from lightning_harmony.engine.model.pack import Residency, SwappedPack
 from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.step import Step
 from lightning_harmony.engine.step.turns import LaneProgress, Request
+from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase, Task
 
@@ -83,7 +83,7 @@ class Visits:
             position = placement.plan.position(phase, index, progress.position[phase])
             request = Request(phase, index, position)
             if self._may_go_on(progress, request):
-                with torch.no_grad(), no_dispatch(), residents.device.scheduling():
+                with Unseen(), residents.device.scheduling():
                     self._recorder.leave()
                     self.enter(progress, Place(pack, phase, position))
                     self.note_task(number, progress, phase, pack)
@@ -143,7 +143,7 @@ class Visits:
 
     def _widen(self, residents: Residents, place: Place) -> None:
         """Give a pack its weights as they are."""
-        with torch.no_grad(), no_dispatch(), residents.device.scheduling():
+        with Unseen(), residents.device.scheduling():
             residents.evict(place.pack)
             for pack in self._placement.copies(place.pack.index):
                 pack.widen()
@@ -187,7 +187,7 @@ class Visits:
             return
         index = plan.visits[-1]
         residents = self._placement.residents[plan.device_of(index, progress.lane.microbatch)]
-        with torch.no_grad(), no_dispatch(), residents.device.scheduling():
+        with Unseen(), residents.device.scheduling():
             if self._observer.is_measuring:
                 residents.await_leaving()
                 return
