@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
-from torch.utils._mode_utils import no_dispatch
 
 from lightning_harmony.engine.lanes.ambient import AmbientState
 from lightning_harmony.engine.lanes.rng import RandomState
@@ -254,10 +253,9 @@ class LayerCall:
         if not trained:
             return leaves
         self._gradients = WeightGradients(self, trained)
-        # Modes that are active in the caller's code are not to see this.
-        with saved_tensors_hooks(self._gradients.save, self._gradients.load), no_dispatch():
-            weights = [leaves[parameter] for parameter in trained]
-            *taps, self._end = _apply_weights(self._anchor, self._gradients, weights)
+        weights = [detached(leaves[parameter]) for parameter in trained]
+        with saved_tensors_hooks(self._gradients.save, self._gradients.load):
+            *taps, self._end = _Weights.apply(self._anchor, self._gradients, weights)
         return self._as_found(trained, taps)
 
     def _weights_again(self) -> Mapping[nn.Parameter, Tensor]:
@@ -613,18 +611,13 @@ class _Weights(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, gradients: WeightGradients, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
-        taps = [weight.detach() for weight in weights]
-        ctx.save_for_backward(*taps)
-        return *taps, torch.empty(0)
+        ctx.save_for_backward(*weights)
+        return *weights, torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.gradients.take(gradients[:-1], ctx.next_functions[0][0])
         return None, None, None
-
-
-# As `_Weights.apply`, which looks for transformations of torch.func first: there are none where layers are called.
-_apply_weights = vars(torch._C._FunctionBase)["apply"].__get__(None, _Weights)
 
 
 def _double_backward(layer: SwappedLayer) -> UnsupportedModelError:

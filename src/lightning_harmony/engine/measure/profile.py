@@ -77,7 +77,7 @@ class UpdateSpeeds:
         newest: of the newest step in which there were any.
         outlast: whether those of a step may go on when it has ended; None before the first. After some step something looks
             at weights at once, as when a validation follows: that says nothing of the others.
-        in_place: whether the newest step's could use gradients where they were summed.
+        in_place: whether the newest step's could use gradients where they were summed, and that spares a bus.
     """
 
     fastest: Speed = field(default_factory=Speed)

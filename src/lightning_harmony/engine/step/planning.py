@@ -268,8 +268,7 @@ class Planner:
         if self._given is None:
             if sees_faster_updates or _is_clearly_faster(plan, self._plan):
                 plan = improved(plan, self._names(self._calls))
-            if self._devices[0].computes_apart:
-                plan = with_device_updates(plan)
+            plan = with_device_updates(plan)
         self._plan = plan
         self._write(self._with_newest_seconds(self._record, seen.num_elements))
         return plan

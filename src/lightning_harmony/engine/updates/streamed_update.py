@@ -69,6 +69,11 @@ class StreamedUpdate:
         """Whether what is swapped is updated on devices."""
         return not self._on_host
 
+    @property
+    def spares_the_bus(self) -> bool:
+        """Whether there is one, which gradients need not cross where they stay on their device."""
+        return self.is_on_devices and self.devices[0].computes_apart
+
     def open(self) -> None:
         """Take the memory on the devices, before anybody plans with what is left."""
         for stage in () if self._on_host else self._stages:

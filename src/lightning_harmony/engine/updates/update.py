@@ -198,7 +198,7 @@ class Updater:
         separable = optimizer is not None and why_not_separable(optimizer) is None
         self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back, separable)
         self.speeds.outlast = may_outlast or bool(self.speeds.outlast)
-        self.speeds.in_place = separable and self._streamed.is_on_devices
+        self.speeds.in_place = separable and self._streamed.spares_the_bus
         self._known = frozenset[Tensor]() if optimizer is None else frozenset(optimizer.state)
         self.norms.clear()
         self._parts = defaultdict(list)
