@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
 ]
-MEMORIES = pytest.mark.parametrize("memory", [None, "24KiB"], ids=["in memory", "swapped"])
+MEMORIES = pytest.mark.parametrize("memory", [None, "32KiB"], ids=["in memory", "swapped"])
 
 
 class Model(pl.LightningModule):
@@ -30,7 +30,7 @@ class Model(pl.LightningModule):
     def __init__(self, tensors: Callable[[Any], Tensor]) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(8)])
+        self.net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(16)])
         self.tensors = tensors
         self.rows: list[int] = []
 
@@ -84,7 +84,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "memory"), in_turns(KINDS, [("24KiB",), (None,)]))
+@pytest.mark.parametrize(("kind", "memory"), in_turns(KINDS, [("32KiB",), (None,)]))
 def test_a_batch_of_certain_samples_trains_as_under_accumulation(kind: str, memory: str | None) -> None:
     """Of a list of samples, each sample's own tensor was cut: every microbatch had a part of all samples."""
     collate, tensors = KINDS[kind]
@@ -136,7 +136,7 @@ UNCERTAIN: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "memory"), in_turns(UNCERTAIN, [("24KiB",), (None,)]))
+@pytest.mark.parametrize(("kind", "memory"), in_turns(UNCERTAIN, [("32KiB",), (None,)]))
 def test_a_batch_of_uncertain_samples_runs_whole_and_says_so_once(kind: str, memory: str | None) -> None:
     collate, tensors, why = UNCERTAIN[kind]
     data = DataLoader(samples(), 8, collate_fn=collate)
