@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import lightning.pytorch as pl
 import pytest
 import torch
+from sampling import IS_WHOLE
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -224,8 +225,10 @@ def assert_same_training(
     return reports
 
 
-def update_for(device_memory: Any) -> tuple[Update]:
-    """One update for each capacity: for what is about neither, and is tried in each of them."""
+def update_for(device_memory: Any) -> tuple[Update, ...]:
+    """One update for each capacity: for what is about neither, and is tried in each of them. In whole matrices, both."""
+    if IS_WHOLE:
+        return get_args(Update)
     return ("after the backward",) if device_memory is None else ("just in time",)
 
 

@@ -12,6 +12,11 @@ IS_WHOLE = bool(os.environ.get("WHOLE_MATRICES"))
 
 
 def in_turns(rows: Iterable[Any], columns: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Each row with one of the columns, these in turns; with each of them if whole matrices are asked for."""
+    """Each row with one of the columns, these in turns; with each of them if whole matrices are asked for.
+
+    Args:
+        rows: values of one parameter, or tuples of several parameters' values.
+        columns: tuples of the other parameters' values.
+    """
     pairs = product(rows, columns) if IS_WHOLE else ((row, columns[i % len(columns)]) for i, row in enumerate(rows))
-    return [(row, *column) for row, column in pairs]
+    return [(*(row if isinstance(row, tuple) else (row,)), *column) for row, column in pairs]

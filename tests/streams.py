@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 import lightning_harmony.strategy
 from lightning_harmony.engine.devices import cuda_device
@@ -278,22 +278,23 @@ class Backward:
 
     Args:
         detector: it looks at.
-        roots: the nodes where it begins.
+        roots: the edges where it begins, each a node and the number of its gradient.
         ends: the nodes at which gradients are asked for.
         waits_for_default: what torch does up to 2.8 with a gradient that comes from a node of another device: who takes it
             waits for the default stream of its own device, where later releases wait for the node's stream.
     """
 
     def __init__(
-        self, detector: Detector, roots: Iterable[Any], ends: Iterable[Any], *, waits_for_default: bool
+        self, detector: Detector, roots: Iterable[tuple[Any, int]], ends: Iterable[Any], *, waits_for_default: bool
     ) -> None:
         self._detector, self._here = detector, detector.here
         self._waits_for_default = waits_for_default
         self._before = self._here.device, self._here.streams
         self._outer, self._here.backward = self._here.backward, self
         self._running: tuple[Any, FakeStream] | None = None
-        self._nodes: dict[Any, Any] = {_key(node): node for node in roots}
-        self._roots = frozenset(self._nodes)
+        roots = list(roots)
+        self._nodes: dict[Any, Any] = {_key(node): node for node, _ in roots}
+        self._roots = frozenset((_key(node), slot) for node, slot in roots)
         self._ends = [_key(node) for node in ends]
         self._producers: dict[Any, list[Any]] = {}
         self._slots: dict[tuple[Any, int], list[Any]] = {}
@@ -349,10 +350,13 @@ class Backward:
             self._num_given += 1
             earlier = self._slots.get((_key(following), slot), []) if following is not None else []
             earlier = [each for each in earlier if each in self._ended]
-            if earlier:
+            is_root = following is not None and (_key(following), slot) in self._roots
+            if earlier or is_root:
                 taking = self._here.stream_of(following, block.pool.device)
                 if taking.device is block.pool.device:
                     self._ended[key] = stream, stream.clock.copy()
+                    if is_root:
+                        self._wait_for_caller(taking, [there])
                     self._wait(earlier, taking, [there])
                     self._wait([key], taking, [gradient])
                     self._here.set(taking.device, {**self._before[1], taking.device.number: taking})
@@ -364,11 +368,8 @@ class Backward:
         self._finish()
         blocks = [self._detector.block(gradient) for gradient in gradients if gradient is not None]
         stream = self._here.stream_of(node, next((block.pool.device for block in blocks if block is not None), None))
-        if key in self._roots:
-            caller = self._here._stream(self._before[1], stream.device.number)
-            if caller is not stream:
-                stream.clock.join(caller.clock)
-                self._tell_allocator(stream, gradients)
+        if any(key == root for root, _ in self._roots):
+            self._wait_for_caller(stream, gradients)
         self._wait(self._producers.get(key, ()), stream, gradients)
         self._running, self._num_given = (key, stream), 0
         self._here.set(stream.device, {**self._before[1], stream.device.number: stream})
@@ -378,6 +379,13 @@ class Backward:
             key, stream = self._running
             self._ended[key] = stream, stream.clock.copy()
             self._running = None
+
+    def _wait_for_caller(self, stream: FakeStream, gradients: Iterable[Tensor | None]) -> None:
+        """Let a stream wait for what the caller begins with, and tell the allocator that it uses that."""
+        caller = self._here._stream(self._before[1], stream.device.number)
+        if caller is not stream:
+            stream.clock.join(caller.clock)
+            self._tell_allocator(stream, gradients)
 
     def _wait(self, producers: Iterable[Any], stream: FakeStream, gradients: Iterable[Tensor | None]) -> None:
         """Let a stream wait for some nodes on others, and tell the allocator that it uses what they made."""
@@ -410,8 +418,10 @@ class Engine:
     def run_backward(self, outputs: Sequence[Any], gradients: Any, *options: Any, **named: Any) -> Any:
         """Run it."""
         inputs = options[2] if len(options) > 2 else named.get("inputs", ())
-        roots, ends = ([_node(each) for each in several or ()] for several in (outputs, inputs))
-        backward = Backward(self._detector, roots, ends, waits_for_default=self._detector.waits_for_default)
+        roots, ends = ([_edge(each) for each in several or ()] for several in (outputs, inputs))
+        backward = Backward(
+            self._detector, roots, [node for node, _ in ends], waits_for_default=self._detector.waits_for_default
+        )
         try:
             return self._engine.run_backward(outputs, gradients, *options, **named)
         finally:
@@ -432,8 +442,9 @@ class Engine:
         return getattr(self._engine, name)
 
 
-def _node(end: Any) -> Any:
-    return (get_gradient_edge(end) if isinstance(end, Tensor) else end).node
+def _edge(end: Any) -> tuple[Any, int]:
+    edge = get_gradient_edge(end) if isinstance(end, Tensor) else end
+    return edge.node, edge.output_nr
 
 
 class Detector:
@@ -687,14 +698,23 @@ class Mode(TorchDispatchMode):
         super().__init__()
         self._detector = detector
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # There is nothing to compile in it, and to tell so takes longer than to look.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if torch.is_grad_enabled():
-            operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self._detector.here.note_leaves(leaf for leaf in operands if leaf.requires_grad and leaf.is_leaf)
-        if not func.is_view:
-            self._detector.note(func, args, kwargs, result)
+        # On a GPU, nothing calls this: a mode of torch functions sees nothing of it.
+        with torch._C.DisableTorchFunction():
+            result = func(*args, **kwargs)
+            if torch.is_grad_enabled():
+                operands = [
+                    leaf for leaf in _tensors_of([*args, *kwargs.values()]) if leaf.requires_grad and leaf.is_leaf
+                ]
+                self._detector.here.note_leaves(operands)
+            if not func.is_view:
+                self._detector.note(func, args, kwargs, result)
         return result
 
 
@@ -756,11 +776,12 @@ def _operands(operation: Operation, args: Any, kwargs: Any) -> tuple[list[Tensor
 
 
 def _tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of an operand or a result: what torch shows to modes has them in lists and tuples only."""
     if isinstance(value, Tensor):
         return [value]
-    if value is None or isinstance(value, int | float | torch.dtype | torch.device):
-        return []
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in _tensors_of(each)]
+    return []
 
 
 def _is_any(tensor: Tensor, others: Iterable[Tensor]) -> bool:

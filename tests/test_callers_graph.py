@@ -16,7 +16,8 @@ import same_training
 import torch
 import torch.nn.functional as F
 from nets import WIDTH
-from same_training import Net, assert_same_training, trainer_for
+from same_training import Net, Update, assert_same_training, trainer_for, update_for
+from sampling import in_turns
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -331,13 +332,15 @@ def refused_on_gpus(name: str, devices: int) -> AbstractContextManager[Any]:
 def test_what_reaches_out_of_layers_has_the_gradients_of_plain_training(name: str, memory: str | None) -> None:
     """Graphs are kept with all memory, and recomputed with less."""
     with refused_on_gpus(name, same_training.default_devices):
-        assert_same_training(Net(REACHING[name]()), samples(), device_memory=memory, layers=[Block])
+        assert_same_training(
+            Net(REACHING[name]()), samples(), device_memory=memory, layers=[Block], updates=update_for(memory)
+        )
 
 
-@pytest.mark.parametrize("name", REACHING)
-def test_what_reaches_out_of_layers_on_two_devices(name: str) -> None:
+@pytest.mark.parametrize(("name", "update"), in_turns(REACHING, [("after the backward",), ("just in time",)]))
+def test_what_reaches_out_of_layers_on_two_devices(name: str, update: Update) -> None:
     with refused_on_gpus(name, 2):
-        assert_same_training(Net(REACHING[name]()), samples(), devices=2, layers=[Block])
+        assert_same_training(Net(REACHING[name]()), samples(), devices=2, layers=[Block], updates=[update])
 
 
 # ---- changes in place --------------------------------------------------------------------------------------------------
@@ -372,7 +375,9 @@ class ChangesWhatItMade(Relu):
 @pytest.mark.parametrize("block", [Relu, AddsInPlace, ChangesWhatItMade])
 def test_a_layer_may_change_in_place_what_plain_training_lets_it_change(block: type[Relu], memory: str | None) -> None:
     """It was refused, as its backward ran on copies of its inputs."""
-    assert_same_training(Net(Stack(block)), samples(), device_memory=memory, layers=[block, nn.Linear])
+    assert_same_training(
+        Net(Stack(block)), samples(), device_memory=memory, layers=[block, nn.Linear], updates=update_for(memory)
+    )
 
 
 class ReadsWhatLayersChanged(Stack):

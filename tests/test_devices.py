@@ -13,6 +13,7 @@ import pytest
 import same_training
 import torch
 from same_training import Net, Training, assert_same_training, assert_within, compare, room, train_harmony, trainer_for
+from sampling import in_turns
 from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,15 +40,13 @@ def train(module: Net, devices: int, samples: Any = None, **options: Any) -> Tra
     return training
 
 
-@pytest.mark.parametrize("net", [*NETS, "tied-by-code", "used-twice", "skip-connections"])
-def test_the_number_of_devices_changes_no_bit(net: str) -> None:
-    module = build({**NETS, **SUMMED_IN_ANOTHER_ORDER, "skip-connections": nets.SkipConnections}[net])
-    one = train(module, 1, device_memory="96KiB")
-    for devices in (2, 3):
-        several = train(module, devices, device_memory="96KiB")
-        compare(one, several)
-        assert_within(several.reports, "96KiB")
-        assert all(len(report.peak_device_bytes) == devices for report in several.reports)
+@pytest.mark.parametrize(("net", "devices"), in_turns([*NETS, "tied-by-code", "used-twice"], [(2,), (3,)]))
+def test_the_number_of_devices_changes_no_bit(net: str, devices: int) -> None:
+    module = build({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net])
+    one, several = (train(module, number, device_memory="96KiB") for number in (1, devices))
+    compare(one, several)
+    assert_within(several.reports, "96KiB")
+    assert all(len(report.peak_device_bytes) == devices for report in several.reports)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import nets
@@ -22,6 +23,7 @@ from same_training import (
     train_plain,
     update_for,
 )
+from sampling import in_turns
 from torch import nn
 
 from lightning_harmony import HarmonyStrategy
@@ -93,8 +95,9 @@ def test_every_network_trains_bit_for_bit_as_plain_lightning(net: str, capacity:
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize(("capacity", "update"), [("some", "after the backward"), ("tight", "just in time")])
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize(
+    ("net", "capacity", "update"), in_turns(NETS, [("some", "after the backward"), ("tight", "just in time")])
+)
 def test_every_network_whose_copies_lanes_make_themselves(
     net: str, capacity: str, update: Update, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,9 +106,11 @@ def test_every_network_whose_copies_lanes_make_themselves(
     assert_trains_as_plain(net, capacity, update)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
-def test_every_optimizer_and_number_of_microbatches(optimizer: str, num_microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("num_microbatches", "optimizer", "update"),
+    in_turns(product([1, 3, 8], OPTIMIZERS), [("after the backward",), ("just in time",)]),
+)
+def test_every_optimizer_and_number_of_microbatches(num_microbatches: int, optimizer: str, update: Update) -> None:
     batch_size = num_microbatches * (8 // num_microbatches)
     samples = nets.tokens(3 * batch_size)
     assert_same_training(
@@ -114,6 +119,7 @@ def test_every_optimizer_and_number_of_microbatches(optimizer: str, num_microbat
         device_memory="96KiB",
         num_microbatches=num_microbatches,
         batch_size=batch_size,
+        updates=[update],
     )
 
 
@@ -179,7 +185,8 @@ SUMMED_IN_ANOTHER_ORDER = {
 @pytest.mark.parametrize("net", SUMMED_IN_ANOTHER_ORDER)
 def test_gradients_with_several_sources_differ_by_the_rounding_of_their_sum_only(net: str, capacity: str) -> None:
     """Plain Lightning adds the sources of one microbatch, then microbatches; here each source adds its microbatches."""
-    assert_trains_as_plain(net, capacity, *update_for(CAPACITIES[capacity]), tolerance=2e-6)
+    for update in update_for(CAPACITIES[capacity]):
+        assert_trains_as_plain(net, capacity, update, tolerance=2e-6)
 
 
 @pytest.mark.parametrize("net", {**NETS, **SUMMED_IN_ANOTHER_ORDER})

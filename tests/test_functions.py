@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from nets import WIDTH
-from same_training import Net, assert_same_training, room, train_harmony
+from same_training import Net, Update, assert_same_training, room, train_harmony
+from sampling import in_turns
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
@@ -104,9 +106,7 @@ class Around(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("num_microbatches", [1, 4])
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(("use", "num_microbatches", "devices"), in_turns(USES, [(4, 2), (1, 1), (4, 1), (1, 2)]))
 def test_a_function_between_layers_may_be_given_parameters(use: str, num_microbatches: int, devices: int) -> None:
     # It computed with the stand-in, and the gradient that it returned went to no parameter.
     torch.manual_seed(1)
@@ -177,12 +177,14 @@ TRANSFORMS: Mapping[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("use", TRANSFORMS)
-def test_a_transform_between_layers_may_find_parameters(use: str, devices: int) -> None:
+@pytest.mark.parametrize(
+    ("use", "devices", "update"),
+    in_turns(product(TRANSFORMS, [1, 2]), [("after the backward",), ("just in time",)]),
+)
+def test_a_transform_between_layers_may_find_parameters(use: str, devices: int, update: Update) -> None:
     torch.manual_seed(1)
     module, samples = Net(Around(TRANSFORMS[use])), torch.randn(24, WIDTH)
-    assert_same_training(module, samples, devices=devices, layers=[nn.Linear], tolerance=1e-6)
+    assert_same_training(module, samples, devices=devices, layers=[nn.Linear], tolerance=1e-6, updates=[update])
 
 
 def test_a_gradient_that_would_reach_no_parameter_is_refused() -> None:

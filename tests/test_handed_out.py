@@ -10,6 +10,7 @@ import pytest
 import torch
 from nets import WIDTH
 from same_training import Net, assert_same_training, room, trainer_for, update_for
+from sampling import in_turns
 from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.utils.data import DataLoader
@@ -67,9 +68,9 @@ class Predicting(Net):
         return loss
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("memory", [None, "12KiB"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "memory", "devices"), in_turns(WAYS, [(None, 2), ("12KiB", 1), ("12KiB", 2), (None, 1)])
+)
 def test_a_frozen_weight_is_what_it_was(way: str, memory: str | None, devices: int) -> None:
     # It was what lay in its place when it was read.
     torch.manual_seed(0)
@@ -81,8 +82,7 @@ def test_a_frozen_weight_is_what_it_was(way: str, memory: str | None, devices: i
     assert_same_training(module, samples, device_memory=room(memory), devices=devices, layers=layers, updates=updates)
 
 
-@pytest.mark.parametrize("memory", [None, "12KiB"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "memory"), in_turns(WAYS, [(None,), ("12KiB",)]))
 def test_a_prediction_finds_weights_as_they_are(way: str, memory: str | None) -> None:
     torch.manual_seed(0)
     module, loader = Predicting(Matched(way)), DataLoader(torch.randn(24, WIDTH), batch_size=8)

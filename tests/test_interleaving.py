@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from same_training import Net, Update, assert_same_training, placed, room, trainer_for
+from sampling import in_turns
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
@@ -405,8 +406,11 @@ LATE = [
 ]
 
 
-@pytest.mark.parametrize("kind", [Later, WithStatistics, WithStatisticsOfNoLayer, WithLateStatistics])
-@pytest.mark.parametrize("does", LATE, ids=lambda does: does.__name__)
+@pytest.mark.parametrize(
+    ("does", "kind"),
+    in_turns(LATE, [(Later,), (WithStatistics,), (WithStatisticsOfNoLayer,), (WithLateStatistics,)]),
+    ids=lambda value: value.__name__,
+)
 def test_a_step_in_which_that_shows_late_is_run_again(does: Any, kind: Any) -> None:
     updates = get_args(Update) if kind is Later else ["just in time"]
     assert_same_training(Net(kind(does)), samples(40), batch_size=8, updates=updates)

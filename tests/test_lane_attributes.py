@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from same_training import Net, assert_same_training, update_for
+from sampling import in_turns
 from torch import Tensor, nn
 from torchmetrics import SumMetric
 
@@ -165,20 +166,19 @@ class EvaluatesWithin(Blocks):
         return F.mse_loss(self.run(x), y + target)
 
 
-@pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "44KiB"), (2, "44KiB")])
-@pytest.mark.parametrize(
-    "net",
-    [
-        SetsWhatGlueReads,
-        SetsWhatLayersRead,
-        ReadsWhatLayersSet,
-        CollectsInADict,
-        CollectsInAList,
-        CollectsInADeque,
-        CollectsDeepInADict,
-        EvaluatesWithin,
-    ],
-)
+KEEPING = [
+    SetsWhatGlueReads,
+    SetsWhatLayersRead,
+    ReadsWhatLayersSet,
+    CollectsInADict,
+    CollectsInAList,
+    CollectsInADeque,
+    CollectsDeepInADict,
+    EvaluatesWithin,
+]
+
+
+@pytest.mark.parametrize(("net", "devices", "memory"), in_turns(KEEPING, [(2, "44KiB"), (1, None), (1, "44KiB")]))
 def test_what_a_microbatch_keeps_on_modules_is_its_own(net: type[nn.Module], devices: int, memory: Any) -> None:
     torch.manual_seed(0)
     assert_same_training(
@@ -360,8 +360,10 @@ class ChangesForAWhile(Blocks):
         return F.mse_loss(self.change(self.run, self.blocks[2], x), y)
 
 
-@pytest.mark.parametrize(("num_microbatches", "devices"), [(1, 1), (4, 1), (4, 2)])
-@pytest.mark.parametrize("change", [by_name, by_flag, by_list, by_function, by_hook, by_hook_within, by_context])
+CHANGES = [by_name, by_flag, by_list, by_function, by_hook, by_hook_within, by_context]
+
+
+@pytest.mark.parametrize(("change", "num_microbatches", "devices"), in_turns(CHANGES, [(4, 2), (4, 1), (1, 1)]))
 def test_what_is_changed_for_a_part_of_a_step_no_other_microbatch_finds(
     change: Any, num_microbatches: int, devices: int
 ) -> None:

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nets import VOCABULARY, WIDTH
-from same_training import SEED, Net, assert_same_training, trainer_for
+from same_training import SEED, Net, Update, assert_same_training, trainer_for
+from sampling import in_turns
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -762,10 +763,10 @@ SUMMED_IN_ANOTHER_ORDER = {
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo asks.
-@pytest.mark.parametrize("name", CASES)
-def test_a_model_that_swaps_trains_bit_for_bit_as_plain_lightning(name: str) -> None:
+@pytest.mark.parametrize(("name", "update"), in_turns(CASES, [("just in time",), ("after the backward",)]))
+def test_a_model_that_swaps_trains_bit_for_bit_as_plain_lightning(name: str, update: Update) -> None:
     case = CASES[name]
-    assert_same_and_swapped(build(case.net), case.samples(), case.memory, layers=case.layers)
+    assert_same_and_swapped(build(case.net), case.samples(), case.memory, layers=case.layers, updates=[update])
 
 
 @pytest.mark.parametrize("name", SUMMED_IN_ANOTHER_ORDER)
@@ -778,11 +779,15 @@ def test_a_model_with_tied_or_shared_sources_differs_by_the_rounding_of_sums_onl
 
 @pytest.mark.devices(2)
 @pytest.mark.parametrize(
-    "name", ["vit", "gemma2", "mixture-of-experts", "unet", "vae", "buffers", "checkpoint-around", "lora"]
+    ("name", "update"),
+    in_turns(
+        ["vit", "gemma2", "mixture-of-experts", "unet", "vae", "buffers", "checkpoint-around", "lora"],
+        [("just in time",), ("after the backward",)],
+    ),
 )
-def test_a_model_that_swaps_on_several_devices_trains_bit_for_bit_as_plain_lightning(name: str) -> None:
+def test_a_model_that_swaps_on_several_devices_trains_bit_for_bit_as_plain_lightning(name: str, update: Update) -> None:
     case = CASES[name]
-    assert_same_and_swapped(build(case.net), case.samples(), case.memory, layers=case.layers)
+    assert_same_and_swapped(build(case.net), case.samples(), case.memory, layers=case.layers, updates=[update])
 
 
 @pytest.mark.parametrize("name", ["vit", "gemma2", "resnet", "lora"])

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from same_training import root
+from sampling import in_turns
 from test_lightning import (
     BATCH_SIZE,
     NUM_MICROBATCHES,
@@ -54,9 +55,8 @@ CLIP = CLIPS["norm"]
 # What makes an update go on when its step has ended: it is deferred and postponed, or it runs just in time and outlasts the
 # step. In the first epoch, the first step of all changes nothing before it has succeeded, the second is timed, and the last
 # of an epoch waits.
-BOTH_WAYS = pytest.mark.parametrize(
-    "options", [{**CLIP, "max_epochs": 1}, {"max_epochs": 2}], ids=["postponed", "outlasting"]
-)
+WAYS: dict[str, dict[str, Any]] = {"postponed": {**CLIP, "max_epochs": 1}, "outlasting": {"max_epochs": 2}}
+BOTH_WAYS = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 # A microbatch as large as the batch needs more room.
 WHOLE = "96KiB"
 UNDER = "under the forward of the next batch"
@@ -233,9 +233,8 @@ def test_a_shared_parameter_is_updated_once(options: dict[str, Any], postponed: 
     assert any(postponed)
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("parallel", ["pipeline", "data"])
-def test_several_devices_wait_for_it(parallel: Any, options: dict[str, Any], postponed: list[bool]) -> None:
+@pytest.mark.parametrize(("way", "parallel"), in_turns(WAYS, [("pipeline",), ("data",)]))
+def test_several_devices_wait_for_it(way: str, parallel: Any, postponed: list[bool]) -> None:
     runs = [
         fit(
             "harmony",
@@ -243,7 +242,7 @@ def test_several_devices_wait_for_it(parallel: Any, options: dict[str, Any], pos
             strategy=harmony(parallel=parallel),
             devices=2,
             callbacks=looks,
-            **options,
+            **WAYS[way],
         )
         for looks in ([], [Looks(["on_train_batch_end"])])
     ]
@@ -350,20 +349,23 @@ def test_callbacks_see_finished_weights(hooks: list[str], options: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "hook",
-    [
-        "on_train_batch_start",
-        "on_train_batch_end",
-        "on_before_zero_grad",
-        "optimizer_step",
-        "lr_scheduler_step",
-        "transfer_batch_to_device",
-        "on_validation_model_eval",
-    ],
+    ("hook", "way"),
+    in_turns(
+        [
+            "on_train_batch_start",
+            "on_train_batch_end",
+            "on_before_zero_grad",
+            "optimizer_step",
+            "lr_scheduler_step",
+            "transfer_batch_to_device",
+            "on_validation_model_eval",
+        ],
+        [("postponed",), ("outlasting",)],
+    ),
 )
-@BOTH_WAYS
 @pytest.mark.usefixtures("postponed")
-def test_the_module_sees_finished_weights(hook: str, options: dict[str, Any]) -> None:
+def test_the_module_sees_finished_weights(hook: str, way: str) -> None:
+    options = WAYS[way]
     seen = assert_same_sights(lambda: (LooksBack(hook), []), lambda trainer: trainer.lightning_module.seen, **options)
     assert seen != []
 

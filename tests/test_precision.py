@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from same_training import (
     train_plain,
     trainer_for,
 )
+from sampling import in_turns
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -225,18 +226,24 @@ COMPUTE_NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("net", COMPUTE_NETS)
-def test_bf16_compute_is_a_bfloat16_copy_with_float32_masters(net: str) -> None:
+@pytest.mark.parametrize(("net", "with_gradients"), in_turns(COMPUTE_NETS, [(True,), (False,)]))
+def test_bf16_compute_is_a_bfloat16_copy_with_float32_masters(net: str, with_gradients: bool) -> None:
     make, samples = COMPUTE_NETS[net]
     module = build(make, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
-    assert_as_reference(module, samples(), "60KiB")
+    assert_as_reference(module, samples(), "60KiB", ways=[with_gradients])
 
 
 def assert_as_reference(
-    module: Net, samples: Any, capacity: str | None, tolerance: float = 0.0, **options: Any
+    module: Net,
+    samples: Any,
+    capacity: str | None,
+    tolerance: float = 0.0,
+    ways: Sequence[bool] = (True, False),
+    **options: Any,
 ) -> None:
+    """Compare with the reference, each time with or without a hook that reads gradients."""
     expected = train_reference(copy.deepcopy(module), samples, 4, 8, **options)
-    for with_gradients in (True, False):
+    for with_gradients in ways:
         strategy = HarmonyStrategy(device_memory=capacity, num_microbatches=4, **options)
         plugin = HarmonyPrecision("bf16-compute")
         harmony = train_harmony(

@@ -7,13 +7,16 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import nets
 import pytest
 import torch
 from same_training import SEED, Net, Training, compare, room, train_harmony, train_plain
+from sampling import in_turns
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.step.executor import Executor
@@ -67,6 +70,23 @@ def file_in(folder: Path) -> Path:
     return file
 
 
+@cache
+def measured() -> tuple[str, bytes]:
+    """The name and the content of the file that a fit leaves."""
+    with TemporaryDirectory() as folder:
+        train(folder)
+        file = file_in(Path(folder))
+        return file.name, file.read_bytes()
+
+
+def file_of_a_fit(folder: Path) -> Path:
+    """That file, in a folder that is made for it."""
+    name, content = measured()
+    folder.mkdir()
+    (folder / name).write_bytes(content)
+    return folder / name
+
+
 class TestFirstStep:
     def test_runs_by_a_plan_and_measures_nothing(self, folder: Path, begun: list[tuple[Plan, bool]]) -> None:
         train(folder, device_memory="200KiB")
@@ -114,26 +134,28 @@ class TestFirstStep:
         assert begun[1][0].predicted is not None
 
     @pytest.mark.parametrize(
-        ("net", "precision"),
-        [
-            (nets.Language, "32-true"),
-            (nets.Language, "bf16-mixed"),
-            (nets.SkipConnections, "32-true"),
-            (nets.Tied, "bf16-mixed"),
-            (nets.TiedByCode, "32-true"),
-            (nets.OwnParameters, "bf16-mixed"),
-            (nets.Frozen, "bf16-mixed"),
-            (nets.Repeated, "32-true"),
-            (nets.RandomlySkipped, "32-true"),
-            (nets.Reordered, "bf16-mixed"),
-        ],
+        ("net", "precision", "update"),
+        in_turns(
+            [
+                (nets.Language, "32-true"),
+                (nets.Language, "bf16-mixed"),
+                (nets.SkipConnections, "32-true"),
+                (nets.TiedByCode, "32-true"),
+                (nets.Tied, "bf16-mixed"),
+                (nets.OwnParameters, "bf16-mixed"),
+                (nets.Repeated, "32-true"),
+                (nets.RandomlySkipped, "32-true"),
+                (nets.Frozen, "bf16-mixed"),
+                (nets.Reordered, "bf16-mixed"),
+            ],
+            [("auto",), ("deferred",)],
+        ),
     )
-    def test_changes_no_bit(self, net: Any, precision: str, folder: Path) -> None:
+    def test_changes_no_bit(self, net: Any, precision: str, update: str, folder: Path) -> None:
         options: Any = {"device_memory": "128KiB", "precision": precision}
         expected = train(False, net, **options)
         compare(expected, train(folder, net, **options))
-        compare(expected, train(folder, net, **options))
-        compare(expected, train(folder, net, **{**options, "update": "deferred"}))
+        compare(expected, train(folder, net, **{**options, "update": update}))
 
     def test_gives_what_plain_lightning_gives(self, folder: Path) -> None:
         plain = train_plain(build(), SAMPLES, 4, 8)
@@ -224,16 +246,14 @@ class TestFiles:
         ],
     )
     def test_what_is_no_profile_is_named_and_replaced(self, content: bytes, why: str, folder: Path) -> None:
-        train(folder)
-        file = file_in(folder)
+        file = file_of_a_fit(folder)
         file.write_bytes(content)
         with pytest.warns(UserWarning, match=f"the cached profile '{file}' is not used, and measured anew: .*{why}"):
             train(folder)
         assert Record.from_json(file.read_text()).sizes
 
     def test_so_is_one_cut_off(self, folder: Path) -> None:
-        train(folder)
-        file = file_in(folder)
+        file = file_of_a_fit(folder)
         whole = file.read_text()
         file.write_text(whole[: len(whole) // 2])
         with pytest.warns(UserWarning, match="is not JSON"):
@@ -243,8 +263,7 @@ class TestFiles:
         "change", [{"model": "another"}, {"machine": "another"}, {"versions": "torch 1.0"}], ids=lambda c: next(iter(c))
     )
     def test_so_is_one_of_another_model_machine_or_version(self, change: dict[str, str], folder: Path) -> None:
-        train(folder)
-        file = file_in(folder)
+        file = file_of_a_fit(folder)
         record = Record.from_json(file.read_text())
         file.write_text(replace(record, origin=replace(record.origin, **change)).to_json())
         with pytest.warns(UserWarning, match=f"is not used, and measured anew: it is of {next(iter(change))}"):
@@ -252,8 +271,7 @@ class TestFiles:
         assert Record.from_json(file.read_text()).origin == record.origin
 
     def test_so_is_one_that_contradicts_itself(self, folder: Path) -> None:
-        train(folder)
-        file = file_in(folder)
+        file = file_of_a_fit(folder)
         data = json.loads(file.read_text())
         data["sizes"][0]["layers"][0]["forward_seconds"] = float("nan")
         file.write_text(json.dumps(data))
@@ -273,8 +291,7 @@ class TestFiles:
         assert file_in(folder).read_text() == before
 
     def test_what_is_read_while_others_write_is_whole(self, folder: Path) -> None:
-        train(folder)
-        file = file_in(folder)
+        file = file_of_a_fit(folder)
         record = Record.from_json(file.read_text())
         caches = [ProfileCache(folder, record.origin, pytest.fail, is_chosen=True) for _ in range(3)]
         caches[0].file = caches[1].file = caches[2].file = file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from same_training import SEED, Net, assert_same_training, placed, room, root, update_for
+from sampling import in_turns
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics import MeanMetric
@@ -276,8 +278,7 @@ def test_kernels_that_a_step_chooses_for_a_while(devices: int, memory: Any) -> N
 BLOCKS = [Counts, BeginsOnce, Collects, CountsInATensor, Measures, TorchGenerator, OtherGenerators]
 
 
-@pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "44KiB"), (2, "44KiB")])
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("block", "devices", "memory"), in_turns(BLOCKS, [(2, "44KiB"), (1, None), (1, "44KiB")]))
 def test_what_a_layer_keeps_in_python(block: type[nn.Module], devices: int, memory: Any) -> None:
     torch.manual_seed(0)
     net = Net(Blocks(block))
@@ -292,8 +293,10 @@ def test_what_a_layer_keeps_in_python(block: type[nn.Module], devices: int, memo
     )
 
 
-@pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "44KiB"), (2, "44KiB")])
-@pytest.mark.parametrize("net", [EvaluatedThenTrained, Lists, Dicts])
+@pytest.mark.parametrize(
+    ("net", "devices", "memory"),
+    in_turns([EvaluatedThenTrained, Lists, Dicts], [(1, None), (1, "44KiB"), (2, "44KiB")]),
+)
 def test_what_a_layer_is_given(net: type[nn.Module], devices: int, memory: Any) -> None:
     torch.manual_seed(0)
     # Tensors with two readers each.
@@ -310,13 +313,15 @@ def test_what_a_layer_is_given(net: type[nn.Module], devices: int, memory: Any) 
     )
 
 
-@pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "44KiB"), (2, "44KiB")])
+GIVEN: dict[str, Any] = {"slices": Slices, "an object": GivesAMask, "calls itself": lambda: Blocks(CallsItself)}
+
+
 @pytest.mark.parametrize(
-    "net", [Slices, GivesAMask, lambda: Blocks(CallsItself)], ids=["slices", "an object", "calls itself"]
+    ("name", "smallest", "devices", "memory"),
+    in_turns(product(GIVEN, [64, 16 * 1024]), [(1, None), (1, "44KiB"), (2, "44KiB")]),
 )
-@pytest.mark.parametrize("smallest", [64, 16 * 1024])
 def test_what_a_layer_is_given_and_how_it_is_called(
-    net: Any, devices: int, memory: Any, smallest: int, monkeypatch: pytest.MonkeyPatch
+    name: str, smallest: int, devices: int, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slice too small for the stash came to the second run of a call without gaps.
 
@@ -325,7 +330,7 @@ def test_what_a_layer_is_given_and_how_it_is_called(
     monkeypatch.setattr("lightning_harmony.engine.memory.stash.SMALLEST_BYTES", smallest)
     torch.manual_seed(0)
     assert_same_training(
-        Net(net()),
+        Net(GIVEN[name]()),
         samples(),
         num_microbatches=2,
         batch_size=4,
@@ -509,6 +514,7 @@ def test_a_tensor_that_comes_by_an_attribute_or_in_an_object_keeps_its_gradient(
         batch_size=4,
         devices=devices,
         device_memory=memory,
+        updates=update_for(memory),
     )
 
 

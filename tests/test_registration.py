@@ -1,5 +1,10 @@
-"""Fresh interpreters, because imports happen once in a process; few, because each takes seconds to import Lightning."""
+"""Fresh interpreters, because imports happen once in a process; few, because each takes seconds to import Lightning.
 
+Most of that time goes to torch and to libraries that know neither Lightning nor this package. Where nothing depends on when
+these are imported, interpreters are forks of one that has imported them.
+"""
+
+import json
 import os
 import subprocess
 import sys
@@ -24,14 +29,56 @@ for each in ("lightning.pytorch", "pytorch_lightning"):
 """
 
 
+FORKS = """
+import json, os, sys, traceback
+import torch, torch._dynamo, torchmetrics
+assert "lightning" not in sys.modules and "pytorch_lightning" not in sys.modules
+for line in sys.stdin:
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(writes, 2)
+        try:
+            exec(json.loads(line), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        sys.stderr.flush()
+        os._exit(0)
+    os.close(writes)
+    with open(reads) as said:
+        text = said.read()
+    print(json.dumps([os.waitpid(child, 0)[1], text]), flush=True)
+os._exit(0)
+"""
+
+
 def run(code, autoload=True):
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if autoload else "0"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done
 
 
-def test_registered_in_both_trees_without_an_import_of_ours_and_built_only_when_a_trainer_asks_for_it():
+@pytest.fixture(scope="module")
+def run_in_fork():
+    """Runs code in a fork of an interpreter that has imported torch, where this package is loaded with it."""
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+
+        def run(code):
+            print(json.dumps(code), file=parent.stdin, flush=True)
+            status, said = json.loads(parent.stdout.readline())
+            assert status == 0, said
+            return said
+
+        yield run
+        parent.stdin.close()
+
+
+def test_registered_in_both_trees_without_an_import_of_ours_and_built_only_when_a_trainer_asks_for_it(run_in_fork):
     built = """
 import {tree} as tree
 from {tree}.strategies import StrategyRegistry
@@ -41,7 +88,7 @@ assert isinstance(trainer.strategy, tree.strategies.SingleDeviceStrategy)
 StrategyRegistry.register("harmony_again", StrategyRegistry["harmony"]["strategy"])
 assert type(StrategyRegistry.get("harmony_again")).__name__ == "HarmonyStrategy"
 """
-    run(
+    run_in_fork(
         "\n".join(
             [
                 f"import {TREES[1]}, {TREES[0]}, sys",
@@ -72,8 +119,8 @@ assert any(type(finder).__module__ == "lightning_harmony.autoload" for finder in
     run(code.format(module="lightning_harmony"))
 
 
-def test_installing_twice_adds_one_finder_and_keeps_a_name_that_is_taken():
-    run("""
+def test_installing_twice_adds_one_finder_and_keeps_a_name_that_is_taken(run_in_fork):
+    run_in_fork("""
 import sys
 from lightning_harmony import autoload
 from lightning_harmony.setup import registration
@@ -86,8 +133,8 @@ assert StrategyRegistry["harmony"]["strategy"] is dict
 """)
 
 
-def test_a_broken_registration_breaks_no_import():
-    done = run("""
+def test_a_broken_registration_breaks_no_import(run_in_fork):
+    said = run_in_fork("""
 from lightning_harmony.setup import registration
 def broken(message):
     def fail(*args):
@@ -100,13 +147,13 @@ import lightning.pytorch
 import lightning_harmony.autoload
 lightning_harmony.autoload.install()
 """)
-    assert "RuntimeError: broken for one tree" in done.stderr
-    assert "RuntimeError: broken for those that are loaded" in done.stderr
-    assert "harmony" in done.stderr
+    assert "RuntimeError: broken for one tree" in said
+    assert "RuntimeError: broken for those that are loaded" in said
+    assert "harmony" in said
 
 
-def test_once_imported_the_module_looks_as_without_us_and_before_the_loader_answers_as_the_real_one():
-    run("""
+def test_once_imported_the_module_looks_as_without_us_and_before_the_loader_answers_as_the_real_one(run_in_fork):
+    run_in_fork("""
 import importlib, importlib.util, inspect, pickle
 from importlib.machinery import SourceFileLoader
 import lightning.pytorch.strategies as strategies
@@ -136,8 +183,8 @@ assert "harmony" in module.StrategyRegistry
 """)
 
 
-def test_finders_that_ask_each_other_do_not_go_round_in_circles():
-    run("""
+def test_finders_that_ask_each_other_do_not_go_round_in_circles(run_in_fork):
+    run_in_fork("""
 import sys
 import lightning_harmony.autoload
 lightning_harmony.autoload.install()
@@ -157,8 +204,8 @@ assert "harmony" in strategies.StrategyRegistry
 """)
 
 
-def test_a_missing_lightning_stays_an_import_error():
-    run("""
+def test_a_missing_lightning_stays_an_import_error(run_in_fork):
+    run_in_fork("""
 import sys, lightning_harmony
 sys.path = [path for path in sys.path if "site-packages" not in path]
 try:

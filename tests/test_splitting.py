@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from same_training import trainer_for
+from sampling import in_turns
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -29,7 +30,7 @@ class Model(pl.LightningModule):
     def __init__(self, tensors: Callable[[Any], Tensor]) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(24)])
+        self.net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(16)])
         self.tensors = tensors
         self.rows: list[int] = []
 
@@ -83,8 +84,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@MEMORIES
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "memory"), in_turns(KINDS, [("32KiB",), (None,)]))
 def test_a_batch_of_certain_samples_trains_as_under_accumulation(kind: str, memory: str | None) -> None:
     """Of a list of samples, each sample's own tensor was cut: every microbatch had a part of all samples."""
     collate, tensors = KINDS[kind]
@@ -136,8 +136,7 @@ UNCERTAIN: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@MEMORIES
-@pytest.mark.parametrize("kind", UNCERTAIN)
+@pytest.mark.parametrize(("kind", "memory"), in_turns(UNCERTAIN, [("32KiB",), (None,)]))
 def test_a_batch_of_uncertain_samples_runs_whole_and_says_so_once(kind: str, memory: str | None) -> None:
     collate, tensors, why = UNCERTAIN[kind]
     data = DataLoader(samples(), 8, collate_fn=collate)

@@ -23,6 +23,7 @@ from same_training import (
     train_plain,
     trainer_for,
 )
+from sampling import in_turns
 from spreading import spread_packs
 from test_devices import Explodes, Mixing
 from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
@@ -108,20 +109,18 @@ def test_a_spread_head_trains_as_on_one_device_and_as_plain_lightning_does(with_
         assert len(several.gradients) == (NUM_STEPS if with_gradients else 0)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"device_memory": "128KiB"},
-        {"gradient_clip_val": 0.05},
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        {"precision": "bf16-mixed"},
-        {"accumulate_grad_batches": 2},
-    ],
-    ids=["tight", "clipped", "clipped by value", "bf16-mixed", "accumulated"],
-)
-@pytest.mark.parametrize("devices", [2, 3])
-def test_a_spread_head_changes_no_bit(devices: int, options: dict[str, Any]) -> None:
-    module = build()
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tight": {"device_memory": "128KiB"},
+    "clipped": {"gradient_clip_val": 0.05},
+    "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "accumulated": {"accumulate_grad_batches": 2},
+}
+
+
+@pytest.mark.parametrize(("name", "devices"), in_turns(OPTIONS, [(2,), (3,)]))
+def test_a_spread_head_changes_no_bit(name: str, devices: int) -> None:
+    module, options = build(), OPTIONS[name]
     one, several = train(module, 1, **options), train(module, devices, plan_for(devices), **options)
     compare(one, several)
     if memory := options.get("device_memory"):
@@ -192,13 +191,15 @@ def test_gradients_cross_over_as_they_are(precision: str, dtype: torch.dtype, mo
 ON_ONE_DEVICE: dict[str, Training] = {}
 
 
-@pytest.mark.parametrize(("which", "memory"), [("last", None), ("some", "96KiB"), ("all", "72KiB")])
-@pytest.mark.parametrize("net", [*NETS, "tied-by-code", "used-twice", "skip-connections"])
+@pytest.mark.parametrize(
+    ("net", "which", "memory"),
+    in_turns([*NETS, "tied-by-code", "used-twice"], [("last", None), ("some", "96KiB"), ("all", "72KiB")]),
+)
 def test_whatever_is_spread_changes_no_bit(
     net: str, which: str, memory: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hooks, parameters that glue uses, layers that are used twice, frozen or skipped, or whose graphs are kept."""
-    module = build({**NETS, **SUMMED_IN_ANOTHER_ORDER, "skip-connections": nets.SkipConnections}[net], "sgd")
+    module = build({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net], "sgd")
     if net not in ON_ONE_DEVICE:
         ON_ONE_DEVICE[net] = train(module, 1, samples=nets.tokens())
     made = spread_packs(monkeypatch, which)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -85,6 +85,12 @@ def planned(module: Net, **options: Any) -> Plan:
     return replace(plan, device_updated=frozenset(plan.visits), predicted=None)
 
 
+@cache
+def usually_planned() -> Plan:
+    """Such a plan for the network and the optimizer that most tests have."""
+    return planned(build())
+
+
 def train(module: Net, plan: Plan, *more: pl.Callback, **options: Any) -> tuple[Training, list[StepReport]]:
     """Train with a plan, and no hook that would have each step wait for its update."""
     seen = Seen()
@@ -153,7 +159,7 @@ CHANGING = ("on_train_batch_end", "on_train_batch_start")
 def test_a_hook_finds_finished_weights_and_what_it_makes_of_them_is_trained(hook: str) -> None:
     """Weights that stayed on the device would be those from before."""
     module = build()
-    plan = planned(module)
+    plan = usually_planned()
     here, there = Looks(hook), Looks(hook)
     training, _ = train(module, plan, here)
     compare(train(module, replace(plan, device_updated=frozenset()), there)[0], training)
@@ -212,7 +218,7 @@ def test_gradients_are_clipped_by_value_before() -> None:
 def test_where_there_is_little_room_packs_wait_for_updates() -> None:
     """Gradients that stay are waited for until they are used up."""
     module = build()
-    plan = replace(planned(module), profile=None)
+    plan = replace(usually_planned(), profile=None)
     training, reports = train(module, plan, device_memory="60KiB")
     compare(plain(module), training)
     assert all(max(report.peak_device_bytes) <= 60 * 1024 for report in reports)
@@ -222,7 +228,7 @@ def test_where_there_is_little_room_packs_wait_for_updates() -> None:
 @pytest.mark.parametrize("options", [{"gradient_clip_val": 0.02}, {"accumulate_grad_batches": 2}])
 def test_where_all_gradients_are_needed_they_go_to_the_host_first(options: dict[str, Any]) -> None:
     module = build()
-    plan = planned(module)
+    plan = usually_planned()
     training, reports = train(module, plan, **options)
     compare(train(module, replace(plan, device_updated=frozenset()), **options)[0], training)
     assert not stay(module, reports)
@@ -231,7 +237,7 @@ def test_where_all_gradients_are_needed_they_go_to_the_host_first(options: dict[
 @pytest.mark.cpu
 def test_an_error_in_the_middle_of_a_step_leaves_what_was_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     module = build()
-    plan = planned(module)
+    plan = usually_planned()
     update, num_updates = StreamedUpdate.update, 0
 
     def failing(self: StreamedUpdate, share: Share, clip: Any = None, **options: Any) -> None:

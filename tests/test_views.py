@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from nets import WIDTH
 from same_training import Net, Update, assert_same_training, room
+from sampling import IS_WHOLE
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
@@ -85,7 +86,7 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("seed", range(32))
+@pytest.mark.parametrize("seed", range(32 if IS_WHOLE else 16))
 def test_layers_train_the_same_whatever_views_they_are_given(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As small as users' own tests are: what is too small for the stash stays on the device."""
     monkeypatch.setattr("lightning_harmony.engine.memory.stash.SMALLEST_BYTES", 16 * 1024)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from traceback import extract_stack
 from typing import Any
 
@@ -267,23 +268,22 @@ def test_nothing_races(monkeypatch: pytest.MonkeyPatch, net: str, device_memory:
     assert find_races(monkeypatch, net, device_memory=device_memory, parallel=parallel) == []
 
 
-@pytest.mark.parametrize(("device_memory", "parallel"), [(None, "pipeline"), ("22KiB", "data")])
-@pytest.mark.parametrize("net", MOST_ENTANGLED)
+@pytest.mark.parametrize(
+    ("net", "device_memory", "parallel"), in_turns(MOST_ENTANGLED, [(None, "pipeline"), ("22KiB", "data")])
+)
 def test_nothing_races_the_other_way(
     monkeypatch: pytest.MonkeyPatch, net: str, device_memory: str | None, parallel: Any
 ) -> None:
     assert find_races(monkeypatch, net, device_memory=device_memory, parallel=parallel) == []
 
 
-@pytest.mark.parametrize("device_memory", [None, "22KiB"])
-@pytest.mark.parametrize("net", OF_OTHER_DEVICES)
+@pytest.mark.parametrize(("net", "device_memory"), in_turns(OF_OTHER_DEVICES, [(None,), ("22KiB",)]))
 def test_layers_reach_tensors_on_other_devices(monkeypatch: pytest.MonkeyPatch, net: str, device_memory: Any) -> None:
     """Such operations used to be refused by torch, operands of two GPUs in one."""
     assert find_races(monkeypatch, net, device_memory=device_memory) == []
 
 
-@pytest.mark.parametrize("device_memory", [None, "22KiB"])
-@pytest.mark.parametrize("net", THAT_FIND_TENSORS)
+@pytest.mark.parametrize(("net", "device_memory"), in_turns(THAT_FIND_TENSORS, [(None,), ("22KiB",)]))
 def test_transforms_and_layers_find_tensors_on_other_devices(
     monkeypatch: pytest.MonkeyPatch, net: str, device_memory: Any
 ) -> None:
@@ -310,10 +310,14 @@ class Writes(pl.Callback):
                     tensor.mul_(0.99)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_end"])
-@pytest.mark.parametrize("net", ["own-parameters", "frozen", "rich"])
-def test_hooks_may_write_weights(monkeypatch: pytest.MonkeyPatch, net: str, hook: str, devices: int) -> None:
+@pytest.mark.parametrize(
+    ("hook", "devices", "net"),
+    in_turns(
+        product(["on_train_batch_end", "on_validation_batch_end"], [2, 1]),
+        [("own-parameters",), ("frozen",), ("rich",)],
+    ),
+)
+def test_hooks_may_write_weights(monkeypatch: pytest.MonkeyPatch, hook: str, devices: int, net: str) -> None:
     """The last layers of a validation used to run with what a hook wrote behind it: copies were still to come."""
     options: Any = {"device_memory": "22KiB", "callbacks": (Writes(hook),), "validates": True}
     assert find_races(monkeypatch, net, devices, **options) == []
@@ -349,8 +353,7 @@ class ByHand(OnGpu):
             parameter.mul_(0.99)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("net", ["plain", "frozen", "skip-connections"])
+@pytest.mark.parametrize(("net", "devices"), in_turns(["frozen", "plain", "skip-connections"], [(2,), (1,)]))
 def test_steps_that_optimize_by_hand_may_write_weights(monkeypatch: pytest.MonkeyPatch, net: str, devices: int) -> None:
     monkeypatch.setattr("test_races.OnGpu", ByHand)
     assert find_races(monkeypatch, net, devices, device_memory="22KiB") == []
@@ -390,8 +393,7 @@ def test_nothing_races_where_a_turn_of_the_forward_takes_several_packs(
     assert find_races(monkeypatch, "dropout", **options) == []
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("device_memory", [None, "64KiB"])
+@pytest.mark.parametrize(("device_memory", "precision"), in_turns([None, "64KiB"], [("32-true",), ("bf16-mixed",)]))
 def test_nothing_races_in_updates_on_devices(
     monkeypatch: pytest.MonkeyPatch, device_memory: str | None, precision: str
 ) -> None:
@@ -564,8 +566,7 @@ def test_glue_waits_for_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("swap.py" in race and "glue.py" in race for race in races)
 
 
-@pytest.mark.parametrize("parallel", ["pipeline", "data"])
-@pytest.mark.parametrize("net", MOST_ENTANGLED)
+@pytest.mark.parametrize(("net", "parallel"), in_turns(MOST_ENTANGLED, [("pipeline",), ("data",)]))
 def test_nothing_races_where_everything_makes_way(monkeypatch: pytest.MonkeyPatch, net: str, parallel: Any) -> None:
     """Devices are always full: each visit starts with everything else on its way out."""
     monkeypatch.setattr(FakeCudaDevice, "room_for", lambda device, num_bytes: False)

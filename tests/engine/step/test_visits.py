@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import nets
@@ -109,6 +110,12 @@ def train(module: Net, plan: Plan | None, precision: str, devices: int = 1) -> P
     return strategy.plan
 
 
+@cache
+def planned(precision: str) -> Plan:
+    """The plan of the model's own."""
+    return train(language(), None, precision)
+
+
 def repacked(plan: Plan, sizes: list[int], **changes: Any) -> Plan:
     """A plan with packs of so many layers, whose last one is fused."""
     layers = [name for pack in plan.packs for name in pack]
@@ -131,12 +138,11 @@ def test_there_is_room_for_what_a_visit_allocates(
 ) -> None:
     # On an H200, two microbatches of a model of 5 B parameters once took 17 MiB more than their capacity: the backward of the
     # loss found the head's graph, for which nobody had counted. Several layers that keep graphs were short of one, too.
-    module = language()
     changes: dict[str, Any] = {"kept": frozenset(kept)} | ({} if fused else {"first_fused": len(sizes)})
-    plan = repacked(train(module, None, precision), sizes, **changes)
+    plan = repacked(planned(precision), sizes, **changes)
     watch = Watch()
     with watch.on(monkeypatch):
-        train(module, plan, precision)
+        train(language(), plan, precision)
     assert len(watch.short) == 2 * len(sizes)
     assert {where: short for where, short in watch.short.items() if short > NUMBERS} == {}
 

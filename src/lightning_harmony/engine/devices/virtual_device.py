@@ -141,6 +141,8 @@ class VirtualDevice(Device):
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether its storage is counted here."""
+        if tensor.layout is torch.strided:
+            return _owners.get(tensor.untyped_storage()._cdata) is self
         return any(_owners.get(part.untyped_storage()._cdata) is self for part in parts_of(tensor))
 
     @contextmanager
@@ -233,9 +235,11 @@ class _Meter(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = run_as_without_mode(func, args, kwargs or {})
-        if self.device is not None:
-            self.device.count_results(result)
+        # On a GPU nothing calls this: modes of torch functions see nothing of it, such as the one of glue on several devices.
+        with torch._C.DisableTorchFunction():
+            result = run_as_without_mode(func, args, kwargs or {})
+            if self.device is not None:
+                self.device.count_results(result)
         return result
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
@@ -72,12 +72,13 @@ class OneDevice(TorchFunctionMode):
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
         if func in _DIFFERENTIATING and not is_transformed:
             return self._differentiate(func, args, kwargs)
-        target = self._target(func, args, kwargs, tensors)
-        args, kwargs, originals = self._brought(args, kwargs, tensors, target)
+        homes = [self._home(tensor) for tensor in tensors]
+        target = self._target(_changed(func, args, kwargs), tensors, homes)
+        args, kwargs, originals = self._brought(args, kwargs, tensors, homes, target)
         if is_transformed:
             return func(*args, **kwargs)
         # Those that were moved are the lane's own.
-        used = [tensor for tensor in tensors if self._transfers.home(tensor) == target]
+        used = [tensor for tensor, home in zip(tensors, homes, strict=True) if home == target]
         with self._transfers.devices[target].selected():
             self._lane.use(used, target, _changed(func, args, kwargs))
             versions = [version_of(tensor) for tensor in used]
@@ -102,30 +103,38 @@ class OneDevice(TorchFunctionMode):
             tensor.copy_(back)
         self._lane.made([tensor])
 
-    def _target(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> int:
-        """The number of the device that an operation runs on."""
+    def _target(self, changed: Sequence[Tensor], tensors: Sequence[Tensor], homes: Sequence[int | None]) -> int:
+        """The number of the device that an operation runs on.
+
+        Args:
+            changed: the operands that it changes.
+            tensors: all operands.
+            homes: where these are.
+        """
         # What a transform such as torch.vmap has wrapped stays where it is.
         wrapped = [unwrapped(tensor) for tensor in tensors if is_functorch_wrapped_tensor(tensor)]
+        found = _largest(wrapped, map(self._transfers.home, wrapped))
         # A layer's operations are where its recompute will be, for the sake of what they save.
-        for deciding in (wrapped, *(() if self._at is not None else (_changed(func, args, kwargs), tensors))):
-            homes = [
-                (tensor.numel(), home) for tensor in deciding if (home := self._transfers.home(tensor)) is not None
-            ]
-            if homes:
-                return max(homes, key=itemgetter(0))[1]
-        return self._at or 0
+        if found is None and self._at is None:
+            found = _largest(changed, map(self._home, changed))
+            if found is None:
+                found = _largest(tensors, homes)
+        return (self._at or 0) if found is None else found
+
+    def _home(self, tensor: Tensor) -> int | None:
+        """The number of the device where an operand is; None for one on the host, or in the wrapper of a transform."""
+        return None if is_functorch_wrapped_tensor(tensor) else self._transfers.home(tensor)
 
     def _brought(
-        self, args: Any, kwargs: Any, tensors: Sequence[Tensor], target: int
+        self, args: Any, kwargs: Any, tensors: Sequence[Tensor], homes: Sequence[int | None], target: int
     ) -> tuple[Any, Any, Mapping[int, tuple[Tensor, Tensor, int]]]:
         """The operands on a device; by the identities of copies among them, each with what it is of, and its version."""
         originals: dict[int, tuple[Tensor, Tensor, int]] = {}
 
-        def is_away(tensor: Tensor) -> bool:
-            return not is_functorch_wrapped_tensor(tensor) and self._transfers.home(tensor) not in (None, target)
+        away = {id(tensor) for tensor, home in zip(tensors, homes, strict=True) if home is not None and home != target}
 
         def brought(tensor: Tensor) -> Tensor:
-            if not is_away(tensor):
+            if id(tensor) not in away:
                 return tensor
             # Out of sight of transforms: it is a constant to them.
             with temporarily_clear_interpreter_stack():
@@ -133,7 +142,7 @@ class OneDevice(TorchFunctionMode):
             originals[id(moved)] = moved, tensor, version_of(moved)
             return moved
 
-        if any(is_away(tensor) for tensor in tensors):
+        if away:
             args, kwargs = tree_map_only(Tensor, brought, (args, kwargs))
         return args, kwargs, originals
 
@@ -207,6 +216,12 @@ _DIFFERENTIATING = {
     torch.autograd.backward: "grad_tensors",
     Tensor.backward: "gradient",
 }
+
+
+def _largest(tensors: Iterable[Tensor], homes: Iterable[int | None]) -> int | None:
+    """The number of the device of the largest tensor that is on one; None if none is."""
+    found = [(tensor.numel(), home) for tensor, home in zip(tensors, homes, strict=True) if home is not None]
+    return max(found, key=itemgetter(0))[1] if found else None
 
 
 def _listed(value: Any) -> list[Any]:
