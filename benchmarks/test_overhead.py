@@ -46,11 +46,21 @@ class Nothing(nn.Module):
         return x
 
 
-class Step:
-    """A step through layers that do nothing; after the first, each layer is a pack, or all are one."""
+class Little(Nothing):
+    """A layer that does little, so that a backward comes to it."""
 
-    def __init__(self, *, packs: bool) -> None:
-        self._model = nn.ModuleList(Nothing() for _ in range(NUM_LAYERS))
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight[0]
+
+
+class Step:
+    """A step through layers of a kind; after the first, each layer is a pack, or all are one.
+
+    What these do by themselves, their recompute included, is the same for both.
+    """
+
+    def __init__(self, kind: type[Nothing], *, packs: bool) -> None:
+        self._model = nn.ModuleList(kind() for _ in range(NUM_LAYERS))
         layers = [Layer(str(number), module) for number, module in enumerate(self._model)]
         self._executor = Executor(self._model, layers, VirtualDevice(24 * 1024 if packs else None))
         self._x = torch.zeros(1)
@@ -61,30 +71,36 @@ class Step:
         x = self._x
         for layer in self._model:
             x = layer(x)
-        return x
+        return x.sum()
 
-    def seconds(self, num_microbatches: int) -> float:
-        """Run a step; what its forward takes."""
+    def seconds(self, num_microbatches: int) -> tuple[float, float]:
+        """Run a step; what its forward and its backward take."""
         microbatches = [Microbatch(self._run_layers, 1.0, number) for number in range(num_microbatches)]
         start = time.perf_counter()
         self._executor.forward(microbatches, num_elements=0, predicted_gradient=None)
-        seconds = time.perf_counter() - start
+        between = time.perf_counter()
         self._executor.backward(torch.ones(()), None)
-        return seconds
+        end = time.perf_counter()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        return between - start, end - between
 
     def close(self) -> None:
         self._executor.close()
 
 
-def test_handing_a_lane_over_at_a_layer_boundary(benchmark: Any) -> None:
+@pytest.mark.parametrize("kind", [Nothing, Little], ids=["forward", "forward and backward"])
+def test_handing_a_lane_over_at_a_layer_boundary(benchmark: Any, kind: type[Nothing]) -> None:
     """What a further lane costs where each layer is a pack, and what it costs where all are one: there it parks once."""
-    apart, together = Step(packs=True), Step(packs=False)
+    apart, together = Step(kind, packs=True), Step(kind, packs=False)
     seconds: dict[tuple[Step, int], list[float]] = {}
 
     def all_four() -> None:
         for step in (apart, together):
             for num_microbatches in (1, NUM_MICROBATCHES):
-                seconds.setdefault((step, num_microbatches), []).append(step.seconds(num_microbatches))
+                forward, backward = step.seconds(num_microbatches)
+                taken = forward if kind is Nothing else forward + backward
+                seconds.setdefault((step, num_microbatches), []).append(taken)
 
     benchmark.pedantic(all_four, rounds=20, iterations=1, warmup_rounds=2)
     # A change of lanes takes tens of microseconds: the fastest of many runs is the one that nothing else disturbed.

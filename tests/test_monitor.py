@@ -262,7 +262,8 @@ def test_a_recorded_step_is_what_the_plan_and_the_report_say(
         (report.swapped_out_bytes, "swapped_out_bytes"),
     ):
         summed: Counter[str] = sum((Counter(getattr(d, kind)) for d in recording.measured.devices), Counter())
-        assert +Counter(counted) == summed
+        # What comes and goes within an update has no span of its own.
+        assert +Counter(counted) - Counter({"optimizer": counted["optimizer"]}) == summed
     assert sum(device.transferred_bytes for device in recording.measured.devices) == report.transferred_bytes
     assert recording.update.startswith("just-in-time: ")
 
