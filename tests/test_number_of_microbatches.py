@@ -116,8 +116,8 @@ def test_one_that_does_not_is_split_as_far_as_it_must_be_and_leaves_no_trace_of_
     assert fit.numbers == [number] * 3
     (line,) = [message for message in caplog.messages if SAID in message]
     assert f"HarmonyStrategy(num_microbatches={number})" in line
-    asked_for = Fit(harmony(CAPACITIES[number], num_microbatches=number), Module(), **options)
-    fit.assert_equals(asked_for)
+    requested = Fit(harmony(CAPACITIES[number], num_microbatches=number), Module(), **options)
+    fit.assert_equals(requested)
     assert not [message for message in caplog.messages if SAID in message][1:]
 
 

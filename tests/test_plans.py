@@ -195,10 +195,10 @@ class TestPrediction:
         self, capacity: str | None, joined: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from lightning_harmony.engine.step.executor import Executor
-        from lightning_harmony.engine.step.visits import Visits
+        from lightning_harmony.engine.step.pack_preparation import PackPreparation
 
         entered: list[Task] = []
-        enter, forward = Visits.enter, Executor.forward
+        enter, forward = PackPreparation.enter, Executor.forward
 
         def spy(self: Any, progress: Any, place: Any) -> None:
             entered.append(Task(place.pack.index, place.phase, progress.lane.microbatch))
@@ -208,7 +208,7 @@ class TestPrediction:
             entered.clear()
             forward(self, *args, **options)
 
-        monkeypatch.setattr(Visits, "enter", spy)
+        monkeypatch.setattr(PackPreparation, "enter", spy)
         monkeypatch.setattr(Executor, "forward", begin)
         plan = fit(HarmonyStrategy(device_memory=capacity, num_microbatches=4))[0] if not joined else planned(capacity)
         if joined:

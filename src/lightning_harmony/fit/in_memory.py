@@ -18,7 +18,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.lanes.rng import RandomStreams, stream_seed
 from lightning_harmony.engine.structures.nested import map_tensors
-from lightning_harmony.engine.updates.asked import anchored, asked_for
+from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.fit.training import DeferredBackward
 from lightning_harmony.fit.unchanged import UnchangedBatch
@@ -330,9 +330,9 @@ class InMemory:
     def _backward(self, losses: Sequence[Tensor], weights: Sequence[float], gradient: Tensor, node: Any) -> None:
         """The gradient of the batch's loss has come, for which the graphs of all microbatches wait."""
         every = frozenset(self._module.parameters())
-        asked = asked_for(node, every, "the module")
+        requested = requested_gradients(node, every, "the module")
         for loss, weight in zip(losses, weights, strict=True):
-            _differentiate(loss, gradient, weight, None if asked == every else asked)
+            _differentiate(loss, gradient, weight, None if requested == every else requested)
 
     def _give(self, made: Sequence[tuple[nn.Parameter, Tensor]], gradient: Tensor, node: Any) -> None:
         """The gradient of the batch's loss has come as predicted: Lightning has zeroed what these take the place of."""
@@ -390,10 +390,10 @@ class InMemory:
         return self.trainer.lightning_module
 
 
-def _differentiate(loss: Tensor, upstream: Tensor, weight: float, asked: frozenset[nn.Parameter] | None) -> None:
+def _differentiate(loss: Tensor, upstream: Tensor, weight: float, requested: frozenset[nn.Parameter] | None) -> None:
     """Run the backward of a microbatch's loss, for some parameters or for all."""
     gradient = (upstream.to(loss.device) * weight).to(loss.dtype).expand_as(loss)
-    torch.autograd.backward(loss, gradient, inputs=None if asked is None else list(asked))
+    torch.autograd.backward(loss, gradient, inputs=None if requested is None else list(requested))
 
 
 def _has_storage(tensor: Tensor) -> bool:

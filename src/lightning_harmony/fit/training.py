@@ -17,8 +17,8 @@ from lightning_harmony.engine.lanes.rng import stream_seed
 from lightning_harmony.engine.memory.opaque import without_caches
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.turns import Microbatch
-from lightning_harmony.engine.updates.asked import anchored, asked_for
 from lightning_harmony.engine.updates.optimizer_twin import by_value
+from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.fit.unchanged import UnchangedBatch, UnchangedParameters
 from lightning_harmony.fit.user_steps import TrainingStep, run_without_backward
@@ -237,18 +237,18 @@ class Training:
         """
         try:
             unchanged.check()
-            self._backward_and_report(gradient, self._asked_for(anchor), num_microbatches)
+            self._backward_and_report(gradient, self._requested(anchor), num_microbatches)
         finally:
             self._interleaving.finish()
 
-    def _asked_for(self, anchor: Any) -> frozenset[nn.Parameter] | None:
+    def _requested(self, anchor: Any) -> frozenset[nn.Parameter] | None:
         """The parameters that the running backward asks for; None for all."""
         parameters = frozenset(self._module.parameters())
-        asked = asked_for(anchor, parameters, "the module")
-        return None if asked == parameters else asked
+        requested = requested_gradients(anchor, parameters, "the module")
+        return None if requested == parameters else requested
 
     def _backward_and_report(
-        self, gradient: Tensor, asked: frozenset[nn.Parameter] | None, num_microbatches: int
+        self, gradient: Tensor, requested: frozenset[nn.Parameter] | None, num_microbatches: int
     ) -> None:
         policy = self.deferred.policy
         update, reason = policy.choose()
@@ -259,12 +259,12 @@ class Training:
             self.engine.backward(
                 gradient,
                 self.trainer.optimizers[0],
-                asked_for=asked,
+                requested=requested,
                 clip=by_value(limit) if limit else None,
                 may_outlast=policy.why_at_once() is None,
             )
         else:
-            self.engine.backward(gradient, None, asked_for=asked, with_norms=policy.needs_norms())
+            self.engine.backward(gradient, None, requested=requested, with_norms=policy.needs_norms())
             if self.deferred.may_wait:
                 waits = policy.why_at_once()
                 reason += f"; before the next batch, as {waits}" if waits else "; under the forward of the next batch"

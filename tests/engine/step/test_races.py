@@ -29,8 +29,8 @@ from torchmetrics import Metric
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.memory import transfer
 from lightning_harmony.engine.memory.swap import Swapper
+from lightning_harmony.engine.step.pack_preparation import PackPreparation
 from lightning_harmony.engine.step.runtime import Runtime
-from lightning_harmony.engine.step.visits import Visits
 from lightning_harmony.engine.updates.streamed_update import _Stage
 from lightning_harmony.plan.values.plan import Plan
 
@@ -536,7 +536,7 @@ def test_memory_of_a_lane_is_not_used_again_while_nodes_of_a_layer_read_it(
 ) -> None:
     """Whether their graph is kept or made again: the allocator must know of their stream."""
     # What layers take stays on the device.
-    monkeypatch.setattr(Visits, "keeps_graphs_in", lambda visits, task: True)
+    monkeypatch.setattr(PackPreparation, "keeps_graphs_in", lambda visits, task: True)
     if not keeps:
         monkeypatch.setattr(Runtime, "keep_graph", lambda runtime, layer, call: False)
     layers = (nets.Block, Weighs, WeighsShifted, nn.Embedding)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from lightning_harmony.engine.batches.rows import has_rows, is_array, is_tensor, rows_of
-from lightning_harmony.engine.memory.guise import Guise
 from lightning_harmony.engine.memory.stash import SMALLEST_BYTES, is_small
+from lightning_harmony.engine.memory.tensor_class import TensorClass
 from lightning_harmony.engine.structures.nested import holds_tensors, is_ndarray, open_node
 
 
@@ -200,13 +200,14 @@ class _Splitter:
         if isinstance(value, Tensor) and value.is_nested:
             return self._components(value)
         parts = [value[part] for part in self._slices]
-        guise = Guise.of(value) if isinstance(value, Tensor) else None
-        if guise is None:
+        own_class = TensorClass.of(value) if isinstance(value, Tensor) else None
+        if own_class is None:
             return parts
-        attributes = self.split(guise.attributes)
+        attributes = self.split(own_class.attributes)
         # A class that knows what becomes of its own when it is sliced has seen to it.
         return [
-            guise._replace(attributes=own | vars(part)).on(part) for own, part in zip(attributes, parts, strict=True)
+            own_class._replace(attributes=own | vars(part)).on(part)
+            for own, part in zip(attributes, parts, strict=True)
         ]
 
     def _components(self, value: Any) -> list[Tensor]:
@@ -354,5 +355,5 @@ def _own(value: Any) -> Any:
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
     if not is_dense or value.requires_grad or not is_small(value):
         return value
-    guise = Guise.of(value)
-    return value.clone() if guise is None else guise.on(value.clone())
+    own_class = TensorClass.of(value)
+    return value.clone() if own_class is None else own_class.on(value.clone())

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_harmony.engine.devices.shared import storage_of
 from lightning_harmony.engine.glue.glue import StandIn
-from lightning_harmony.engine.memory.guise import dressed
+from lightning_harmony.engine.memory.tensor_class import in_place_of
 from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers, changed_since
 from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.structures.operations import changes_first
@@ -138,7 +138,7 @@ class OneDevice(TorchFunctionMode):
                 return tensor
             # Out of sight of transforms: it is a constant to them.
             with temporarily_clear_interpreter_stack():
-                moved = dressed(self._lane.moved(tensor, target), tensor)
+                moved = in_place_of(self._lane.moved(tensor, target), tensor)
             originals[id(moved)] = moved, tensor, version_of(moved)
             return moved
 

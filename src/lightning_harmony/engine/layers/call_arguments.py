@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_harmony.engine.glue.glue import StandIn
-from lightning_harmony.engine.memory.guise import dressed
 from lightning_harmony.engine.memory.opaque import is_opaque
+from lightning_harmony.engine.memory.tensor_class import in_place_of
 from lightning_harmony.engine.structures.tree import Arguments
 
 
@@ -57,7 +57,7 @@ class CallArguments:
         Args:
             bring: returns the tensor that takes a tensor's place, or the tensor itself.
         """
-        self.tensors = [dressed(bring(tensor), tensor) for tensor in self.tensors]
+        self.tensors = [in_place_of(bring(tensor), tensor) for tensor in self.tensors]
         pairs = zip(self._originals, self.tensors, strict=True)
         others = {id(original): tensor for original, tensor in pairs if tensor is not original}
         if not others:
@@ -94,7 +94,7 @@ def _prepared(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         tensor = tensor.use()
     if dtype is None or not tensor.is_floating_point():
         return tensor
-    return dressed(tensor.to(dtype), tensor)
+    return in_place_of(tensor.to(dtype), tensor)
 
 
 class _Exchanged:

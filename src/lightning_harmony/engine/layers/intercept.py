@@ -14,7 +14,7 @@ from lightning_harmony.engine.layers.layer_call import LayerCall, OwnForward, Ru
 from lightning_harmony.engine.model.compiled import compiled_whole, is_compiled
 from lightning_harmony.engine.model.derived import derives_weights
 from lightning_harmony.engine.model.layer import SwappedLayer, layer_of_caller
-from lightning_harmony.engine.updates.asked import anchored
+from lightning_harmony.engine.updates.requested_gradients import anchored
 from lightning_harmony.errors import UnsupportedModelError
 
 

@@ -18,12 +18,12 @@ from lightning_harmony.engine.lanes.ambient import AmbientState
 from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.call_buffers import CallBuffers
-from lightning_harmony.engine.layers.handed_out import HandedOut
 from lightning_harmony.engine.layers.narrow import CastWatch
+from lightning_harmony.engine.layers.owned_results import OwnedResults
 from lightning_harmony.engine.layers.saved_tensors import SavedTensor, Saves
-from lightning_harmony.engine.memory.guise import Guise, parameter_like
 from lightning_harmony.engine.memory.opaque import StashedObject
 from lightning_harmony.engine.memory.stash import Stashed
+from lightning_harmony.engine.memory.tensor_class import TensorClass, parameter_like
 from lightning_harmony.engine.model.host_store import begins_in, lies_in
 from lightning_harmony.engine.model.layer import (
     DataAssignedError,
@@ -35,7 +35,7 @@ from lightning_harmony.engine.model.layer import (
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.tree import flatten
-from lightning_harmony.engine.updates.asked import asked_for
+from lightning_harmony.engine.updates.requested_gradients import requested_gradients
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
 
@@ -315,7 +315,7 @@ class LayerCall:
 
     def _owned(self, result: Any) -> Any:
         """What the call returns and leaves on modules, without what lies in the weights' memory."""
-        handed_out = HandedOut(self.residency)
+        handed_out = OwnedResults(self.residency)
         left = self.layer.attributes.after_call(self._attributes)
         if left is not None:
             if left is not self._attributes:
@@ -522,13 +522,13 @@ class _Input:
     def __init__(self, stashed: Stashed, tensor: Tensor) -> None:
         self.stashed = stashed
         self._requires_grad = tensor.requires_grad
-        self._guise = Guise.of(tensor)
+        self._class = TensorClass.of(tensor)
 
     def load(self) -> Tensor:
         """The tensor as it was, without its graph."""
         tensor = detached(self.stashed.load())
         Tensor.requires_grad_(tensor, self._requires_grad)
-        return tensor if self._guise is None else self._guise.on(tensor)
+        return tensor if self._class is None else self._class.on(tensor)
 
 
 class _Unchanged:
@@ -587,7 +587,7 @@ class WeightGradients:
         layer, runtime, call = self._layer, self._runtime, self._call()
         if torch.is_grad_enabled():
             raise _double_backward(layer)
-        summed = asked_for(anchor, layer.parameters, f"layer {layer.name!r}")
+        summed = requested_gradients(anchor, layer.parameters, f"layer {layer.name!r}")
         pairs = zip(self.parameters, gradients, strict=True)
         wanted = [(p, gradient) for p, gradient in pairs if gradient is not None and p in summed]
         with runtime.calling():

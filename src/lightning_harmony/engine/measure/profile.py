@@ -57,7 +57,7 @@ class Speed:
             self.note(int(bytes_per_second), 1.0)
 
     def keep_faster(self, other: Speed) -> None:
-        """Be that of others, if these were faster: what holds one up says nothing of the next."""
+        """Keep the faster of two rates: a step that was held up says nothing of the next."""
         ours, theirs = self.bytes_per_second, other.bytes_per_second
         if theirs is not None and (ours is None or theirs > ours):
             self.num_bytes, self.seconds = other.num_bytes, other.seconds

@@ -13,7 +13,7 @@ from torch.utils._mode_utils import no_dispatch
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.measure.report import Traffic
-from lightning_harmony.engine.memory.guise import parameter_like
+from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.host_store import HostPool, HostStore, Slot, lay_out
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, make_resident
 from lightning_harmony.engine.model.pack import (

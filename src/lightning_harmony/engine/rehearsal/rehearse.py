@@ -31,8 +31,8 @@ from lightning_harmony.engine.model.layer import COMPARED_CALLS, SwappedLayer, b
 from lightning_harmony.engine.model.pack import Residency, SwappedPack
 from lightning_harmony.engine.rehearsal.fakes import FakeDevice, FakeStore, FakeWatch, fake
 from lightning_harmony.engine.rehearsal.rehearsed_call import CallProfile, Measured, RehearsedForward
-from lightning_harmony.engine.rehearsal.stock import Stock
-from lightning_harmony.engine.rehearsal.tally import Tally
+from lightning_harmony.engine.rehearsal.work_by_layer import WorkByLayer
+from lightning_harmony.engine.rehearsal.work_counter import WorkCounter
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.plan.outlook.work import LayerProfile, StepProfile, Work
 from lightning_harmony.plan.values.task import Phase
@@ -89,14 +89,14 @@ class _Rehearsal:
         self._store = FakeStore(list(in_order))
         self._places = places_of(model, list(in_order))
         self.device = FakeDevice()
-        self.stock = Stock(self.device)
+        self.counter = WorkCounter(self.device)
         self._glue = Glue(self._places, _CPU, self)
         self._glue_layers: dict[nn.Parameter, SwappedLayer] = {}
         self._tokens: dict[nn.Parameter, Tensor] = {}
         traffic = Traffic()
         stash = Stash(self.device, HostPool(self.device.host_buffer), traffic)
         self._stash = LaneStash(stash)
-        self._tally = Tally(self.device, self.stock, stash, traffic)
+        self._by_layer = WorkByLayer(self.device, self.counter, stash, traffic)
         self._residencies: dict[int, Residency] = {}
         self._fakes: dict[Any, tuple[list[nn.Parameter], list[Tensor]]] = {}
         self._known: dict[Any, CallProfile] = {}
@@ -133,22 +133,22 @@ class _Rehearsal:
             batch = tree_map_only(Tensor, fake, microbatch)
             for leaf in tree_leaves(batch):
                 self._count(leaf)
-            self._tally.resident_bytes = self.device.allocated_bytes()
-            self._microbatch_bytes = self._tally.resident_bytes - self._buffer_bytes
+            self._by_layer.resident_bytes = self.device.allocated_bytes()
+            self._microbatch_bytes = self._by_layer.resident_bytes - self._buffer_bytes
             for layer in self._layers:
                 self._residency(layer)
-            with self.stock:
-                self._tally.begin(None, Phase.FORWARD)
+            with self.counter:
+                self._by_layer.begin(None, Phase.FORWARD)
                 with self._glue.stashing(), functions_as_operations(), casting():
                     loss = step(batch)
                 # Where autograd begins, the executor lets a lane wait: what follows counts to the layer before.
-                last = self._tally.calls[-1] if self._given_narrow and self._tally.calls else self._num_layers - 1
-                self._tally.begin(self._layers[last] if self._tally.calls else None, Phase.BACKWARD)
+                last = self._by_layer.calls[-1] if self._given_narrow and self._by_layer.calls else self._num_layers - 1
+                self._by_layer.begin(self._layers[last] if self._by_layer.calls else None, Phase.BACKWARD)
                 if loss.requires_grad:
                     torch.autograd.backward(loss, torch.ones_like(loss))
                 del loss
-                self._tally.end()
-        self._tally.work.note_calls(self._tally.calls)
+                self._by_layer.end()
+        self._by_layer.work.note_calls(self._by_layer.calls)
         for layer, watch in self._watches:
             self.narrow[layer.index] = tuple(n for n, p in enumerate(layer.parameters) if p in watch.found())
 
@@ -205,7 +205,7 @@ class _Rehearsal:
         buffers = [fake(owner.get_buffer(name)) for owner, name in layer.buffers]
         for tensor in (*parameters, *buffers):
             self._count(tensor)
-        self._tally.resident_bytes += self.device.allocated_bytes() - before
+        self._by_layer.resident_bytes += self.device.allocated_bytes() - before
         return parameters, buffers
 
     # ---- what layers and glue ask for ----------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class _Rehearsal:
     def visit(self, layer: SwappedLayer, phase: Phase) -> Iterator[Residency]:
         """The layer's turn."""
         self.open_call.leave()
-        with self._tally.visiting(layer, phase) if self._measured is None else nullcontext():
+        with self._by_layer.visiting(layer, phase) if self._measured is None else nullcontext():
             yield self._residency(layer)
 
     def stash(self, tensor: Tensor) -> Stashed:
@@ -303,13 +303,13 @@ class _Rehearsal:
     @contextmanager
     def measuring_graph(self, layer: SwappedLayer) -> Iterator[None]:
         """Around the recompute."""
-        before, done = self.device.allocated_bytes(), self.stock.take()
+        before, done = self.device.allocated_bytes(), self.counter.take()
         yield
-        recompute = self.stock.take()
+        recompute = self.counter.take()
         if self._measured is not None:
             self._measured.graph_bytes, self._measured.recompute = self.device.allocated_bytes() - before, recompute
-        self.stock.add(done)
-        self.stock.add(recompute)
+        self.counter.add(done)
+        self.counter.add(recompute)
 
     def is_last_backward(self) -> bool:
         """There is one."""
@@ -366,7 +366,7 @@ class _Rehearsal:
         assert self._measured is None
         stash = Stash(self.device, HostPool(self.device.host_buffer), Traffic())
         self._measured = measured = Measured(LaneStash(stash))
-        work = self.stock.take()
+        work = self.counter.take()
         try:
             with self.device.apart():
                 yield measured
@@ -375,18 +375,18 @@ class _Rehearsal:
         finally:
             self._measured = None
             stash.drain()
-            self.stock.take()
-            self.stock.add(work)
+            self.counter.take()
+            self.counter.add(work)
 
     def redo(self, work: Work, num_bytes: int) -> None:
         """Leave the marks of work that isn't done."""
-        self.stock.add(work)
+        self.counter.add(work)
         torch.empty(num_bytes, dtype=torch.uint8)
 
     def redo_backward(self, layer: SwappedLayer, call: CallProfile) -> None:
         """Leave the marks of a backward."""
-        self._tally.work.note_graph(layer, call.graph_bytes)
-        self._tally.totals[layer.index].recompute += call.recompute
+        self._by_layer.work.note_graph(layer, call.graph_bytes)
+        self._by_layer.totals[layer.index].recompute += call.recompute
         self.redo(call.backward, call.backward_bytes)
 
     # ---- the result ----------------------------------------------------------------------------------------------------
@@ -402,16 +402,16 @@ class _Rehearsal:
         for layer, wide in zip(self._layers, first._layers, strict=True):
             trained = [p for p in layer.parameters if p.requires_grad and p not in seen]
             seen.update(layer.parameters)
-            totals = self._tally.totals[layer.index]
+            totals = self._by_layer.totals[layer.index]
             layers.append(
                 LayerProfile(
-                    cost=self._tally.work.cost(layer, self._store),
-                    first_cost=first._tally.work.cost(wide, first._store),
+                    cost=self._by_layer.work.cost(layer, self._store),
+                    first_cost=first._by_layer.work.cost(wide, first._store),
                     swapped_bytes=self._swapped_bytes(layer),
                     trained_bytes=sum(p.numel() * p.element_size() for p in trained),
                     num_trained=sum(p.numel() for p in trained),
                     held=totals.held,
-                    first_held=first._tally.totals[layer.index].held,
+                    first_held=first._by_layer.totals[layer.index].held,
                     input_bytes=totals.input_bytes,
                     stash_bytes=totals.stash_bytes,
                     num_calls=totals.num_calls,
@@ -422,13 +422,13 @@ class _Rehearsal:
             )
         return StepProfile(
             layers=tuple(layers),
-            calls=tuple(self._tally.calls),
+            calls=tuple(self._by_layer.calls),
             weight_bytes=self._store.num_bytes,
             num_parameters=sum(p.numel() for p in self._names),
             buffer_bytes=self._buffer_bytes,
             microbatch_bytes=self._microbatch_bytes,
-            start_bytes=self._tally.start_bytes,
-            loss_bytes=max(self._tally.loss_bytes, first._tally.loss_bytes),
+            start_bytes=self._by_layer.start_bytes,
+            loss_bytes=max(self._by_layer.loss_bytes, first._by_layer.loss_bytes),
         )
 
     def _swapped_bytes(self, layer: SwappedLayer) -> int:

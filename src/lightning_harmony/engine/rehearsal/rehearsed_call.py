@@ -20,7 +20,7 @@ from lightning_harmony.engine.memory.stash import LaneStash
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.rehearsal.fakes import FakeDevice, FakeWatch
-from lightning_harmony.engine.rehearsal.stock import Stock
+from lightning_harmony.engine.rehearsal.work_counter import WorkCounter
 from lightning_harmony.engine.structures.tree import flatten
 from lightning_harmony.plan.outlook.work import Work
 from lightning_harmony.plan.values.task import Phase
@@ -78,11 +78,11 @@ class Rehearsal(Runtime, Protocol):
 
     Attributes:
         device: counts what is allocated.
-        stock: counts what is computed.
+        counter: counts what is computed.
     """
 
     device: FakeDevice
-    stock: Stock
+    counter: WorkCounter
 
     def known(self, layer: SwappedLayer, signature: Any, measure: Callable[[], CallProfile]) -> CallProfile:
         """What a call leaves behind; measured when the first of its kind comes."""
@@ -160,7 +160,7 @@ class RehearsedCall:
 
     def _measure(self) -> CallProfile:
         """Run the layer forth and back, apart from all else."""
-        device, stock, arguments = self._rehearsal.device, self._rehearsal.stock, self._arguments
+        device, counter, arguments = self._rehearsal.device, self._rehearsal.counter, self._arguments
         others = [leaf for leaf in arguments.leaves if not isinstance(leaf, Tensor)]
         with self._rehearsal.apart(self._layer) as measured:
             inputs = [Tensor.detach(tensor).requires_grad_(tensor.requires_grad) for tensor in arguments.tensors]
@@ -169,17 +169,17 @@ class RehearsedCall:
             args, kwargs = arguments.again(passed, arguments.leaves)
             before, peak = device.allocated_bytes(), device.watch_peak()
             result = LayerCall(self._original, self._rehearsal, self._anchor).run(args, kwargs)
-            forward, forward_bytes = stock.take(), peak() - before
+            forward, forward_bytes = counter.take(), peak() - before
             outputs, unflatten = flatten(result)
             described = [_describe(leaf, passed) for leaf in outputs]
             starts = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
             edges, of_outputs = list(map(get_gradient_edge, starts)), list(map(torch.empty_like, starts))
             del result, outputs, starts, args, kwargs, passed
             before, peak = device.allocated_bytes(), device.watch_peak()
-            stock.take()
+            counter.take()
             if edges:
                 torch.autograd.backward(edges, of_outputs)
-            backward, backward_bytes = stock.take(), peak() - before
+            backward, backward_bytes = counter.take(), peak() - before
         return CallProfile(
             described,
             unflatten,

@@ -1,7 +1,7 @@
 """The executor: conducts steps, from the first lane's first turn to the last update, and grants lanes pack by pack.
 
-What they ask for is in `runtime`: `visits` make packs ready for it, `placement` knows where they are, `gradient_sums` takes
-what comes of it, and `observer` sees what it took.
+What layers need of it is in `runtime`: `pack_preparation` makes packs resident, `placement` knows where they are,
+`gradient_sums` adds up their gradients, and `observer` measures what they take.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from lightning_harmony.engine.model.layer import SwappedLayer, places_of
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.lone_calls import LoneCalls
 from lightning_harmony.engine.step.observer import Observer
+from lightning_harmony.engine.step.pack_preparation import PackPreparation
 from lightning_harmony.engine.step.planning import Planner, Records, SeenStep, check_given
 from lightning_harmony.engine.step.runtime import Runtime
 from lightning_harmony.engine.step.shortage import exceeded_in_turn, refuse_too_large
 from lightning_harmony.engine.step.step import Grant, Step, StepWatch
 from lightning_harmony.engine.step.swapped_model import SwappedModel
 from lightning_harmony.engine.step.turns import LaneProgress, Microbatch, Request
-from lightning_harmony.engine.step.visits import Visits
 from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.updates.optimizer_twin import Clip
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
@@ -143,13 +143,15 @@ class Executor:
         )
         self._planner = planner = Planner(swapped.layers, devices, parallel, fingerprint, measured, plan, records)
         self._sums = sums = GradientSums(swapped, step, placement, transfers, self.updater, observer, profiler)
-        self._visits = visits = Visits(step, placement, observer, profiler, self.traffic, self.recorder, compute_dtype)
+        self._preparation = preparation = PackPreparation(
+            step, placement, observer, profiler, self.traffic, self.recorder, compute_dtype
+        )
         lone_calls = LoneCalls(swapped, placement, sums, self.recorder, planner.discard_record)
         self._runtime = runtime = Runtime(
             swapped,
             step,
             placement,
-            visits,
+            preparation,
             lone_calls,
             sums,
             transfers,
@@ -363,7 +365,7 @@ class Executor:
                 for device in self.devices:
                     device.catch_up()
             else:
-                self._visits.enter_loss(progress)
+                self._preparation.enter_loss(progress)
             self._run_backward(progress, loss)
 
     def _run_here(self, progress: LaneProgress) -> None:
@@ -383,7 +385,7 @@ class Executor:
                         watch.end()
                     if loss is not None and self._step.predicted is not None:
                         if self._step.fuses:
-                            self._visits.enter_loss(progress)
+                            self._preparation.enter_loss(progress)
                         else:
                             lane.park(Request(Phase.BACKWARD, None))
                         self._run_backward(progress, loss)
@@ -435,7 +437,7 @@ class Executor:
         gradient: Tensor,
         optimizer: Optimizer | None,
         *,
-        asked_for: frozenset[nn.Parameter] | None = None,
+        requested: frozenset[nn.Parameter] | None = None,
         clip: Clip | None = None,
         with_norms: bool = False,
         may_outlast: bool = False,
@@ -446,14 +448,14 @@ class Executor:
             gradient: of the loss of the batch.
             optimizer: the one to step just in time; None if gradients are only collected. In the first step of all it is
                 stepped when the backward has succeeded.
-            asked_for: the parameters whose gradients are summed; None for all. Fused packs must not have summed others.
+            requested: the parameters whose gradients are summed; None for all. Fused packs must not have summed others.
             clip: changes gradients before they are used just in time.
             with_norms: whether the norm of each collected gradient will be asked for.
             may_outlast: whether updates just in time may go on until the next forward, as one does that is postponed.
         """
         self._upstream = gradient.detach()
         self._step.in_backward = True
-        self._sums.begin_backward(self._check_prediction(gradient), asked_for)
+        self._sums.begin_backward(self._check_prediction(gradient), requested)
         # Gradients of the last step that were zeroed since.
         self.updater.reclaim()
         for device in self.devices:
@@ -638,7 +640,7 @@ class Executor:
         granted, self._step.granted = self._step.granted, None
         if granted is not None:
             with self.devices[granted.device].scheduling():
-                self._take_stock(granted)
+                self._note_turn(granted)
 
     def _grant(self, progress: LaneProgress) -> None:
         number = self._step.turns.device_of(progress)
@@ -651,22 +653,22 @@ class Executor:
         pack = None
         if request is not None and request.pack is not None:
             pack = self._residents[number].packs[request.pack]
-            self._visits.enter(progress, Place(pack, request.phase, request.position))
+            self._preparation.enter(progress, Place(pack, request.phase, request.position))
             self._step.turns.take(progress, number)
         elif request is not None:
-            self._visits.enter_loss(progress)
+            self._preparation.enter_loss(progress)
         if self._on_switch is not None:
             self._on_switch(progress.lane.microbatch)
         phase = Phase.FORWARD if request is None else request.phase
         self._observer.begin_turn(self.devices[number], phase, pack)
-        self._visits.note_task(number, progress, phase, pack)
+        self._preparation.note_task(number, progress, phase, pack)
         return Grant(progress, number, phase, pack)
 
     def _note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
         if self._on_set is not None:
             self._on_set(attributes, names)
 
-    def _take_stock(self, granted: Grant) -> None:
+    def _note_turn(self, granted: Grant) -> None:
         """After a lane's turn: what it took, what can go now, and which gradients are final."""
         self._observer.end_turn(granted)
         self.recorder.leave()

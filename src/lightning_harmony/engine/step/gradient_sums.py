@@ -61,17 +61,17 @@ class GradientSums:
     def reset(self) -> None:
         """No step runs."""
         self._factor = 1.0
-        self._asked_for: frozenset[nn.Parameter] | None = None
+        self._requested: frozenset[nn.Parameter] | None = None
         self._delivered: set[int] = set()
 
-    def begin_backward(self, factor: float, asked_for: frozenset[nn.Parameter] | None) -> None:
+    def begin_backward(self, factor: float, requested: frozenset[nn.Parameter] | None) -> None:
         """The backward of a step begins.
 
         Args:
             factor: its gradients are multiplied with it before they are handed over.
-            asked_for: the parameters whose gradients are summed; None for all.
+            requested: the parameters whose gradients are summed; None for all.
         """
-        self._factor, self._asked_for = factor, asked_for
+        self._factor, self._requested = factor, requested
 
     # ---- adding up -----------------------------------------------------------------------------------------------------
 
@@ -83,8 +83,8 @@ class GradientSums:
             use: which call of the layer in its microbatch they are of.
             gradients: of each parameter that has one.
         """
-        if self._asked_for is not None:
-            gradients = [(p, gradient) for p, gradient in gradients if p in self._asked_for]
+        if self._requested is not None:
+            gradients = [(p, gradient) for p, gradient in gradients if p in self._requested]
             if not gradients:
                 return
         if any(parameter._backward_hooks for parameter, _ in gradients):

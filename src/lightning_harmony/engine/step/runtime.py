@@ -22,9 +22,9 @@ from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.lone_calls import LoneCalls
 from lightning_harmony.engine.step.observer import Observer
+from lightning_harmony.engine.step.pack_preparation import PackPreparation
 from lightning_harmony.engine.step.step import Step
 from lightning_harmony.engine.step.swapped_model import SwappedModel
-from lightning_harmony.engine.step.visits import Visits
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
 
@@ -36,7 +36,7 @@ class Runtime:
         model: whose layers and parameters they are.
         step: the step that runs.
         placement: of its packs.
-        visits: of lanes.
+        preparation: makes packs ready for lanes.
         lone_calls: all others.
         sums: of gradients.
         transfers: between devices.
@@ -55,7 +55,7 @@ class Runtime:
         model: SwappedModel,
         step: Step,
         placement: Placement,
-        visits: Visits,
+        preparation: PackPreparation,
         lone_calls: LoneCalls,
         sums: GradientSums,
         transfers: Transfers,
@@ -66,7 +66,7 @@ class Runtime:
         self._model = model
         self._step = step
         self._placement = placement
-        self._visits = visits
+        self._preparation = preparation
         self._lone_calls = lone_calls
         self._sums = sums
         self._transfers = transfers
@@ -83,7 +83,7 @@ class Runtime:
         progress = self._step.current()
         if progress is None:
             return self._lone_calls.visit(self._placement.pack_of[layer.index], phase)
-        return self._visits.visit(progress, layer, phase)
+        return self._preparation.visit(progress, layer, phase)
 
     # ---- devices -------------------------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class Runtime:
         number = self.home(tensor) or 0
         if progress is None:
             return self._placement.residents[number].stash.put(tensor) or Alias(tensor)
-        if self._visits.keeps_graphs_in(progress.task):
+        if self._preparation.keeps_graphs_in(progress.task):
             return Alias(tensor)
         return progress.stashes[number].put(tensor) or Alias(tensor)
 
@@ -279,7 +279,7 @@ class Runtime:
     def keep_graph(self, layer: SwappedLayer, call: LayerCall) -> bool:
         """Whether a call may keep its graph, where there is room, and while its pack stays."""
         index = self._placement.pack_of[layer.index]
-        if not self._visits.keeps_graphs_in((Phase.FORWARD, index)):
+        if not self._preparation.keeps_graphs_in((Phase.FORWARD, index)):
             return False
         residents, work = self._placement.residents_of(index), self._observer.work
         if not residents.device.room_for(work.graph_bytes([layer]) + work.bytes([layer], Phase.FORWARD)):

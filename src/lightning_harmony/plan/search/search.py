@@ -194,7 +194,7 @@ class _Space:
         Args:
             most_tasks: how many tasks are replayed in all.
             below: how many seconds it must not reach.
-            turn_seconds: what is taken off from those for each turn of a lane.
+            turn_seconds: overhead per turn of a lane, subtracted from those.
         """
         if below <= 0:
             return None

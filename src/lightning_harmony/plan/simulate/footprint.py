@@ -81,7 +81,7 @@ def footprints(plan: Plan, packs: Sequence[Cost]) -> list[Footprint]:
             work = max(cost.forward_work_bytes - leaving, 0)
             # What was measured made the graph anew. With the last one came the loss, which comes before: what its code keeps
             # was loaded for it, and no graph was there yet.
-            counted = of_layers if position < len(costs) - 1 else max(of_layers, cost.behind_bytes)
+            counted = of_layers if position < len(costs) - 1 else max(of_layers, cost.glue_stash_bytes)
         else:
             graph, stash, work = 0, cost.stash_bytes, 0
             counted = loaded = min(stash, cost.backward_work_bytes)

@@ -24,7 +24,7 @@ class Cost:
         input_bytes: what it is called with, for one microbatch: what a microbatch has on the device when it comes to it.
         stash_bytes: what is stashed for its backward, for one microbatch: its input, and what the code behind it keeps. An
             input that several take is stashed once.
-        behind_bytes: of a pack, what the code behind its last layer keeps of that.
+        glue_stash_bytes: of a pack, what glue behind its last layer stashes of that.
         forward_seconds: of its forward, for one microbatch.
         backward_seconds: of its recompute and backward, for one microbatch.
         recompute_seconds: of the recompute alone, which ends with the last tensor that the backward needs.
@@ -48,7 +48,7 @@ class Cost:
     staging_bytes: int = 0
     arriving_bytes: int = 0
     returning_bytes: int = 0
-    behind_bytes: int = 0
+    glue_stash_bytes: int = 0
 
     @property
     def seconds(self) -> dict[str, Any]:

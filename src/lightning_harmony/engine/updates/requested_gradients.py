@@ -1,4 +1,4 @@
-"""Gradients that somebody asks for by parameter: while layers are swapped, they come to each parameter's ``grad`` alone."""
+"""Which parameters the running backward accumulates into. While layers are swapped, it can return gradients of none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def anchored(anchor: Tensor, parameters: Iterable[nn.Parameter]) -> Tensor:
     return result
 
 
-def asked_for(anchor: Any, parameters: Iterable[nn.Parameter], what: str) -> frozenset[nn.Parameter]:
+def requested_gradients(anchor: Any, parameters: Iterable[nn.Parameter], what: str) -> frozenset[nn.Parameter]:
     """Those parameters to whose ``grad`` the running backward adds.
 
     Args:

@@ -1,4 +1,4 @@
-"""The tally: which layer a rehearsed step's work counts to."""
+"""Which layer a rehearsed step's work counts to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_harmony.engine.measure.workspace import WorkSpace
 from lightning_harmony.engine.memory.stash import Stash
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.rehearsal.fakes import FakeDevice
-from lightning_harmony.engine.rehearsal.stock import Stock
+from lightning_harmony.engine.rehearsal.work_counter import WorkCounter
 from lightning_harmony.plan.outlook.work import Held, Work
 from lightning_harmony.plan.values.task import Phase
 
@@ -50,12 +50,12 @@ class Totals:
     has_returned: bool = False
 
 
-class Tally:
+class WorkByLayer:
     """Counts what is allocated, computed and stashed to the layer in whose turn it is.
 
     Args:
         device: counts what is allocated.
-        stock: counts what is computed.
+        counter: counts what is computed.
         stash: retires what is on its way out.
         traffic: counts what is stashed.
 
@@ -68,13 +68,13 @@ class Tally:
         resident_bytes: what is on the device throughout.
     """
 
-    def __init__(self, device: FakeDevice, stock: Stock, stash: Stash, traffic: Traffic) -> None:
+    def __init__(self, device: FakeDevice, counter: WorkCounter, stash: Stash, traffic: Traffic) -> None:
         self.work = WorkSpace()
         self.totals: defaultdict[int, Totals] = defaultdict(Totals)
         self.calls: list[int] = []
         self.start_bytes = self.loss_bytes = self.resident_bytes = 0
         self._device = device
-        self._stock = stock
+        self._counter = counter
         self._stash = stash
         self._traffic = traffic
         self._turn: Turn | None = None
@@ -94,7 +94,7 @@ class Tally:
         turn, self._turn = self._turn, None
         if turn is None:
             return
-        most, work = turn.measured(), self._stock.take()
+        most, work = turn.measured(), self._counter.take()
         num_bytes = most - turn.before
         stashed = self._traffic.swapped_out["stash"]
         self._traffic.reset()

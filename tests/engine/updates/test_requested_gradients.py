@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.updates.asked import anchored, asked_for
+from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
 from lightning_harmony.errors import UnsupportedModelError
 
 
@@ -22,7 +22,9 @@ class Probe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor]:
-        ctx.found.append(set(asked_for(ctx.next_functions[0][0], list(ctx.module.parameters()), "layer 'model.layer'")))
+        ctx.found.append(
+            set(requested_gradients(ctx.next_functions[0][0], list(ctx.module.parameters()), "layer 'model.layer'"))
+        )
         return None, None, None, gradient.expand(3)
 
 

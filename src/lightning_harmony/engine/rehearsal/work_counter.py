@@ -1,4 +1,4 @@
-"""The stock: what operations compute and move, taken as they run."""
+"""Counts what operations compute and move, as they run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lightning_harmony.plan.outlook.work import Work
 _aten = torch.ops.aten
 
 
-class Stock(TorchDispatchMode):
-    """Takes stock of all operations: what they allocate and what they compute."""
+class WorkCounter(TorchDispatchMode):
+    """Counts what all operations allocate and compute."""
 
     def __init__(self, device: VirtualDevice) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Visits: what a lane that comes to a pack finds ready there, and the room that it will need."""
+"""Makes the pack that a lane comes to resident, and reserves the work space of its turn there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_harmony.plan.values.task import Phase, Task
 _NONE: frozenset[int] = frozenset()
 
 
-class Visits:
+class PackPreparation:
     """Brings packs to the lanes that visit them.
 
     Args:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_harmony.engine.memory.guise import Guise
+from lightning_harmony.engine.memory.tensor_class import TensorClass
 
 
 class Tagged(Tensor):
@@ -12,22 +12,22 @@ class Tagged(Tensor):
 
 
 def test_a_tensor_like_any_other_has_none() -> None:
-    assert Guise.of(torch.ones(2)) is None
-    assert Guise.of(nn.Parameter(torch.ones(2))) is None
+    assert TensorClass.of(torch.ones(2)) is None
+    assert TensorClass.of(nn.Parameter(torch.ones(2))) is None
 
 
 def test_what_is_computed_from_a_parameter_is_none_but_has_what_was_set_on_it() -> None:
     parameter = nn.Parameter(torch.ones(2))
     parameter.is_shared = True  # type: ignore[attr-defined]
-    assert Guise.of(parameter) == (Tensor, {"is_shared": True})
+    assert TensorClass.of(parameter) == (Tensor, {"is_shared": True})
 
 
 def test_a_tensor_puts_it_on_and_stays_in_its_graph() -> None:
     tagged = torch.ones(2).as_subclass(Tagged)
     tagged.scale = 2.0
-    guise, tensor = Guise.of(tagged), torch.ones(2, requires_grad=True)
-    assert guise is not None
-    like = guise.on(tensor)
+    found, tensor = TensorClass.of(tagged), torch.ones(2, requires_grad=True)
+    assert found is not None
+    like = found.on(tensor)
     assert (type(like), like.scale) == (Tagged, 2.0)  # type: ignore[attr-defined]
     assert like.data_ptr() == tensor.data_ptr()
     like.sum().backward()
@@ -38,4 +38,4 @@ def test_where_values_are_elsewhere_it_belongs_to_them() -> None:
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.ones(2))
     assert vars(fake)
-    assert Guise.of(fake) is None
+    assert TensorClass.of(fake) is None

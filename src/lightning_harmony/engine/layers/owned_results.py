@@ -1,4 +1,4 @@
-"""What a call hands out and that will outlive its visit: what lies in the weights' memory is copied out of it."""
+"""What a call returns or keeps and that outlives its visit: tensors that lie in the memory of weights are copied."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_harmony.engine.memory.guise import Guise
 from lightning_harmony.engine.memory.opaque import with_tensors
+from lightning_harmony.engine.memory.tensor_class import TensorClass
 from lightning_harmony.engine.model.attributes import Attributes
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.tree import flatten
 
 
-class HandedOut:
+class OwnedResults:
     """Takes what a call of a layer returns and keeps. Copies are differentiated to what they are copies of.
 
     Args:
@@ -30,7 +30,7 @@ class HandedOut:
             return self._tensor(value)
         leaves, unflatten = flatten(value)
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and Guise.of(leaf) is not None:
+            if isinstance(leaf, Tensor) and TensorClass.of(leaf) is not None:
                 leaf.__dict__.update({name: self._leaf(inner) for name, inner in leaf.__dict__.items()})
         owned = list(map(self._leaf, leaves))
         is_owned = all(one is other for one, other in zip(leaves, owned, strict=True))

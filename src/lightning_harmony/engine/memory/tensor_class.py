@@ -13,8 +13,8 @@ from lightning_harmony.engine.memory.opaque import with_tensors
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
-class Guise(NamedTuple):
-    """What a tensor looks like.
+class TensorClass(NamedTuple):
+    """The class of a tensor and its Python attributes, which copies of its elements lack.
 
     Attributes:
         kind: its class.
@@ -25,8 +25,8 @@ class Guise(NamedTuple):
     attributes: Mapping[str, Any]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Guise | None:
-        """The guise of a tensor as it is now; None for one that looks like any other."""
+    def of(cls, tensor: Tensor) -> TensorClass | None:
+        """Those of a tensor as it is now; None for a plain tensor with no attributes."""
         attributes = _attributes_of(tensor)
         if attributes is None:
             return None
@@ -35,17 +35,17 @@ class Guise(NamedTuple):
         return cls(kind, dict(attributes)) if kind is not Tensor or attributes else None
 
     def on(self, tensor: Tensor) -> Tensor:
-        """A tensor in this guise, which shares its memory and its graph."""
+        """A tensor of this class with these attributes. It shares the memory and the graph of the other."""
         if self.kind is not Tensor and type(tensor) is not self.kind:
             tensor = Tensor.as_subclass(tensor, self.kind)
         vars(tensor).update(self.attributes)
         return tensor
 
 
-def dressed(tensor: Tensor, original: Tensor) -> Tensor:
-    """A tensor that takes another one's place: of its class, and what is set on one is on both."""
-    if tensor is not original and (guise := Guise.of(original)) is not None:
-        tensor = guise.on(tensor)
+def in_place_of(tensor: Tensor, original: Tensor) -> Tensor:
+    """A tensor that takes the place of another: of its class, and what is set on one is on both."""
+    if tensor is not original and (own := TensorClass.of(original)) is not None:
+        tensor = own.on(tensor)
         tensor.__dict__ = original.__dict__
     return tensor
 
