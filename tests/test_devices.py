@@ -375,7 +375,7 @@ class OfGraph(nn.Module):
 
 
 @pytest.mark.devices(1, 2)
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state", "ignore:Sparse invariant checks")
 @pytest.mark.parametrize("kind", ["coo", "csr", "learned"])
 def test_sparse_matrices_go_to_layers_wherever_these_are(kind: str) -> None:
     """They have no strides that a copy or the stash could keep."""
