@@ -315,14 +315,14 @@ class LayerCall:
 
     def _owned(self, result: Any) -> Any:
         """What the call returns and leaves on modules, without what lies in the weights' memory."""
-        handed_out = OwnedResults(self.residency)
+        owned = OwnedResults(self.residency)
         left = self.layer.attributes.after_call(self._attributes)
         if left is not None:
             if left is not self._attributes:
                 for attributes, names in left.changes_since(self._attributes):
                     self.runtime.note_set(attributes, names)
-            handed_out.attributes(left)
-        return handed_out.value(result)
+            owned.attributes(left)
+        return owned.value(result)
 
     def _storages_of_gathered(self) -> list[int]:
         """Where the weights are that cuDNN gathers: to do so counts as a change of them in inference mode."""

@@ -174,14 +174,12 @@ class GradientSums:
         for index in packs:
             self._delivered.add(index)
             summing = self._summing(index)
-            gradients: list[SummedGradients] = []
+            if self._updates_there(index, summing):
+                continue
+            self._await_room(index, summing)
             if placement.plan.just_in_time:
-                if self._updates_there(index, summing):
-                    continue
-                self._await_room(index, summing)
                 self._add_up(index, summing)
-            else:
-                self._await_room(index, summing)
+            gradients: list[SummedGradients] = []
             for residents in (placement.residents[number] for number in summing):
                 pack = residents.packs[index]
                 with residents.device.scheduling():

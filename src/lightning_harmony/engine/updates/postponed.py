@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_harmony.engine.devices.stream import Event, HostEvent, HostStream
+from lightning_harmony.engine.devices.stream import Event, HostStream
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 
@@ -102,9 +102,7 @@ class Overlap:
         """
         computed = [device.record() for device in devices]
         idle_since: float | None = None
-        # What a device has updated is but on its way here.
-        updating = [event for event in events if isinstance(event, HostEvent)]
-        while not all(event.done() for event in updating):
+        while not all(event.done() for event in events):
             if idle_since is None and all(event.done() for event in computed):
                 idle_since = time.perf_counter()
             if not meanwhile() and idle_since is not None:
@@ -198,10 +196,6 @@ class PostponedUpdate:
     def is_under_way(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether some of these parameters are not updated yet."""
         return bool(self._events) and not all(event.done() for event in self._of(parameters))
-
-    def is_of(self, parameters: Iterable[nn.Parameter], event: Event) -> bool:
-        """Whether the update of all of these ends with an event, and nobody has waited for all updates since."""
-        return all(self._events.get(parameter) is event for parameter in parameters)
 
     def wait_for(self, parameters: Iterable[nn.Parameter], meanwhile: Callable[[], bool] = lambda: False) -> None:
         """Wait until these parameters are updated.
