@@ -81,12 +81,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is evicted from a virtual device becomes NaN, so that no stale read can pass."""
+    """What is evicted from a virtual device becomes NaN, so that no stale read can pass; not what somebody keeps."""
 
-    def free(self: VirtualDevice, buffer: Tensor, uses: Sequence[Event]) -> None:
+    def free(self: VirtualDevice, buffer: Tensor, uses: Sequence[Event], *, is_kept: bool = False) -> None:
         for use in uses:
             use.synchronize()
-        buffer.untyped_storage().fill_(0xFF)
+        if not is_kept:
+            buffer.untyped_storage().fill_(0xFF)
 
     monkeypatch.setattr(VirtualDevice, "free", free)
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from same_training import Net, assert_same_training, train_harmony
+from same_training import Net, assert_same_training
 from torch import Tensor, nn
-
-from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 
 
 class Scaled(nn.Linear):
@@ -132,18 +130,3 @@ def test_packed_bytes_alone_are_swapped_in() -> None:
     reports = assert_same_training(Marked(net, trained), torch.randn(32, 64), device_memory="64KiB")
     # Three layers, at most once for the forward and once for the backward; arenas are padded to 512 bytes a weight.
     assert reports[-1].swapped_in_bytes["weights"] <= 2 * 3 * (64 * 32 + 2 * 64 * 2 * 4 + 3 * 512)
-
-
-class Params(nn.Parameter):
-    """Stands for the weights of a package that may not be installed."""
-
-
-Params.__module__ = "bitsandbytes.nn.modules"
-
-
-def test_weights_of_bitsandbytes_are_refused_where_layers_are_swapped() -> None:
-    """Swapped, those of 4 bits trained to other weights from the second step on."""
-    net = Stack(*(QLoRA(64) for _ in range(3)))
-    net.layers[1].extra = Params(torch.zeros(1), requires_grad=False)
-    with pytest.raises(UnsupportedModelError, match=r"Params of bitsandbytes.*device_memory"):
-        train_harmony(Net(net, trained), torch.randn(16, 64), HarmonyStrategy(), 8, with_gradients=False)

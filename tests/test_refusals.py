@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecisio
 from same_training import Net, trainer_for
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy, UnsupportedModelError
@@ -310,6 +311,15 @@ def test_lazy_parameters_are_refused_until_they_have_a_shape() -> None:
         fit(module)
     module.training_step(nets.tokens(), 0)
     assert_trains(module, lambda: fit(module))
+
+
+def test_parameters_made_of_other_tensors_are_refused_where_layers_are_swapped() -> None:
+    """As torchao's are: laid out as one tensor, they lost what they are made of in the first swap-in."""
+    module = Net(nets.Language())
+    weight = torch.randn(4, 4)
+    module.net.extra = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match=r"'net\.extra' is a TwoTensor.*device_memory"):
+        fit(module)
 
 
 class OnlyParameters(pl.LightningModule):

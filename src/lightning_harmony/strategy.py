@@ -45,7 +45,7 @@ from lightning_harmony.setup.checkpoints import refuse_directory, refuse_sharded
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.setup.profile_cache import ProfileCache
 from lightning_harmony.setup.refusals import (
-    refuse_bitsandbytes,
+    refuse_composed,
     refuse_other_accelerators,
     refuse_scripted,
     refuse_several_processes,
@@ -422,7 +422,7 @@ class StrategyMixin(_Base):
     ) -> Executor:
         module = self._module
         refuse_sparse(module)
-        refuse_bitsandbytes(module)
+        refuse_composed(module)
         if store is None:
             refuse_shared_memory(module)
         smallest = min((d.capacity_bytes for d in devices if d.capacity_bytes is not None), default=None)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -58,18 +59,19 @@ def refuse_sparse(module: nn.Module) -> None:
             )
 
 
-def refuse_bitsandbytes(module: nn.Module) -> None:
-    """Refuse weights of bitsandbytes where layers are swapped: they change themselves in the forward of their module.
+def refuse_composed(module: nn.Module) -> None:
+    """Refuse parameters that hold their values in other tensors, where layers are swapped: each is swapped as one.
 
     Raises:
         UnsupportedModelError: naming the first.
     """
     for name, parameter in module.named_parameters():
-        if type(parameter).__module__.partition(".")[0] == "bitsandbytes":
+        if is_traceable_wrapper_subclass(parameter):
             raise UnsupportedModelError(
-                f"parameter {name!r} is a {type(parameter).__name__} of bitsandbytes, which changes itself in the forward of "
-                "its layer, so that swapping it would train to other weights: give the device enough memory to hold the model "
-                "as a whole, with HarmonyStrategy(device_memory=...), or use unquantized weights"
+                f"parameter {name!r} is a {type(parameter).__name__}, whose values are in tensors of its own "
+                "(__tensor_flatten__), and cannot be swapped: give the device enough memory to hold the model as a whole with "
+                "HarmonyStrategy(device_memory=...), or quantize with modules whose weights are plain tensors, such as "
+                "bitsandbytes' Linear4bit"
             )
 
 

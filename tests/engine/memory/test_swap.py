@@ -87,7 +87,7 @@ def test_sums_that_make_way_on_a_host_last_until_the_copy_to_there_has_ended(nor
 def test_nobody_waits_for_them_to_leave(norm: Norm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each eviction waited for all that the device was to compute, and the host had nothing ready for it then."""
     # Memory that tests overwrite is waited for.
-    monkeypatch.setattr(VirtualDevice, "free", lambda *args: None)
+    monkeypatch.setattr(VirtualDevice, "free", lambda *args, **options: None)
     norm.swap_in()
     norm.change(running_mean=torch.full((8,), 3.0))
     release = threading.Event()

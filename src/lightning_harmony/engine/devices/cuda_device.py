@@ -150,8 +150,12 @@ class CudaDevice(Device):
         """A timed event on the current stream."""
         return CudaMoment(current_cuda_stream(self._index))
 
-    def free(self, buffer: Tensor, uses: Sequence[Event]) -> None:
+    def free(self, buffer: Tensor, uses: Sequence[Event], *, is_kept: bool = False) -> None:
         """Order later copies, which may reuse the memory, after its uses."""
+        if is_kept:
+            # When they let it go, the allocator waits for what these streams do until then.
+            for stream in (self._compute, *self._lane_streams.values()):
+                buffer.record_stream(stream)
         self.swap_in.submit(lambda: None, after=uses)
 
     def owns(self, tensor: Tensor) -> bool:

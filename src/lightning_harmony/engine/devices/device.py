@@ -117,8 +117,14 @@ class Device(ABC):
         """The moment at which the running lane's own work on this device is done so far."""
 
     @abstractmethod
-    def free(self, buffer: Tensor, uses: Sequence[Event]) -> None:
-        """Called before the last reference to a buffer from `empty` goes: its memory is reused only after ``uses``."""
+    def free(self, buffer: Tensor, uses: Sequence[Event], *, is_kept: bool = False) -> None:
+        """Called before our last reference to a buffer from `empty` goes: its memory is reused only after its uses.
+
+        Args:
+            buffer: what is not needed any more.
+            uses: what has used it so far.
+            is_kept: whether others refer to its memory, and will use it before they let it go.
+        """
 
     @abstractmethod
     def owns(self, tensor: Tensor) -> bool:

@@ -136,7 +136,7 @@ class VirtualDevice(Device):
 
     lane_moment = moment
 
-    def free(self, buffer: Tensor, uses: Sequence[Event]) -> None:
+    def free(self, buffer: Tensor, uses: Sequence[Event], *, is_kept: bool = False) -> None:
         """Nothing to do: a copy that is under way holds a reference of its own."""
 
     def owns(self, tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.tensor_class import parameter_like
-from lightning_harmony.engine.model.host_store import HostPool, HostStore, Slot, lay_out
+from lightning_harmony.engine.model.host_store import ALONE, HostPool, HostStore, Slot, lay_out, num_users
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, make_resident
 from lightning_harmony.engine.model.pack import (
     Accumulator,
@@ -135,7 +135,9 @@ class Swapper:
         uses = self._device.record_all() if residency.last_use is None else [residency.last_use]
         self._start_write_back(pack, residency, uses)
         uses.append(residency.ready)
-        self._device.free(residency.weights, uses)
+        residency.leaves = {}
+        # An autograd function may keep weights beside what autograd saves, as that of a quantized product does.
+        self._device.free(residency.weights, uses, is_kept=num_users(residency.weights) > ALONE)
         staging, leaving = residency.staging, pack.leaving
         if staging is not None:
             self._device.free(staging.on_device, uses if leaving is None else [*uses, leaving.event])

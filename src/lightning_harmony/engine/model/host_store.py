@@ -31,7 +31,8 @@ def num_users(tensor: Tensor) -> int:
     return count
 
 
-_ALONE = num_users(torch.empty(1))
+# Of a tensor that no other has the memory of.
+ALONE = num_users(torch.empty(1))
 
 
 def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
@@ -162,7 +163,7 @@ class HostStore:
                 misfits.append(parameter)
             elif self._lies_in_slot(parameter, slot):
                 self.elsewhere.discard(parameter)
-            elif self._storages[parameter]() is None and num_users(parameter) <= _ALONE:
+            elif self._storages[parameter]() is None and num_users(parameter) <= ALONE:
                 self._adopt(parameter)
                 self.elsewhere.discard(parameter)
             else:
