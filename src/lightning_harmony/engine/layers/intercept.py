@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.lanes.lane import current_lane
-from lightning_harmony.engine.layers.layer_call import LayerCall, OwnForward, Runtime
+from lightning_harmony.engine.layers.layer_call import LayerCall, OwnForward
+from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.model.compiled import compiled_whole, is_compiled
 from lightning_harmony.engine.model.derived import derives_weights
 from lightning_harmony.engine.model.layer import SwappedLayer, layer_of_caller

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,13 @@ from torch._C import DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 
-from lightning_harmony.engine.lanes.ambient import AmbientState
-from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.layers.call_arguments import CallArguments
-from lightning_harmony.engine.layers.call_buffers import CallBuffers
 from lightning_harmony.engine.layers.narrow import CastWatch
 from lightning_harmony.engine.layers.owned_results import OwnedResults
+from lightning_harmony.engine.layers.recompute import Recompute
+from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.layers.saved_tensors import SavedTensor, Saves
-from lightning_harmony.engine.memory.opaque import StashedObject
-from lightning_harmony.engine.memory.stash import Stashed
-from lightning_harmony.engine.memory.tensor_class import TensorClass, parameter_like
+from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.host_store import begins_in, lies_in
 from lightning_harmony.engine.model.layer import (
     DataAssignedError,
@@ -38,77 +35,6 @@ from lightning_harmony.engine.structures.tree import flatten
 from lightning_harmony.engine.updates.requested_gradients import requested_gradients
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
-
-
-class Runtime(Protocol):
-    """What an intercepted call asks of the engine.
-
-    Attributes:
-        open_call: the call that a backward is in.
-    """
-
-    open_call: OpenCall
-
-    def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
-        """Wait for the turn of a layer; it resides on the device within the context."""
-
-    def stash(self, tensor: Tensor) -> Stashed:
-        """Keep a tensor for the backward, on the host or as an alias."""
-
-    def brought(self, tensor: Tensor, residency: Residency, *, at_once: bool) -> Tensor:
-        """A tensor for a layer: one on its device, or one that needs a gradient where it is, with a copy for the layer."""
-
-    def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
-        """A tensor on a layer's device, without its graph."""
-
-    def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
-        """What a layer made goes to its caller."""
-
-    def calling(self) -> AbstractContextManager[None]:
-        """The context of a layer's call."""
-
-    def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
-        """A layer's own code has set some of the attributes of a module."""
-
-    def reaching(
-        self, layer: SwappedLayer, residency: Residency, away: Sequence[Tensor], *, takes_objects: bool
-    ) -> AbstractContextManager[None]:
-        """The context of a layer's forward: it may use tensors of its own wherever they are."""
-
-    def running(
-        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
-    ) -> AbstractContextManager[None]:
-        """The context of a layer's own code."""
-
-    def differentiating(self, residency: Residency) -> AbstractContextManager[None]:
-        """The context in which a backward runs through a layer, from node to node."""
-
-    def compiling(self) -> AbstractContextManager[None]:
-        """The context of a compiled layer."""
-
-    def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
-        """What a layer does with its weights, if that isn't known yet: the watch, to be active during its call."""
-
-    def expect_backward(self, layer: SwappedLayer) -> int:
-        """Announce a backward of a layer; return which use of the layer in its microbatch this is."""
-
-    def end_backward(self, layer: SwappedLayer) -> None:
-        """An announced backward is over."""
-
-    def keep_graph(self, layer: SwappedLayer, call: LayerCall) -> bool:
-        """Whether a call may keep its graph, for its backward comes at once. It is told to `forget` if it doesn't."""
-
-    def measuring_graph(self, layer: SwappedLayer) -> AbstractContextManager[None]:
-        """The context in which a layer's inputs are loaded and its saved tensors are made again."""
-
-    def recomputing(self) -> AbstractContextManager[None]:
-        """The context of a layer's own code when it runs again."""
-
-    def is_last_backward(self) -> bool:
-        """Whether no other backward of the current microbatch will follow."""
-
-    def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """Take the gradients of one announced backward."""
 
 
 class OwnForward(NamedTuple):
@@ -146,8 +72,6 @@ class LayerCall:
         self.runtime = runtime
         self._anchor = anchor
         self._saves = Saves()
-        self._inputs: list[_Input] = []
-        self._objects: list[Any] | None = None
         self._with_graph = torch.is_grad_enabled()
         self._trained = [parameter for parameter in self.layer.parameters if parameter.requires_grad]
         # In the graph, too: with it the node of the weights lives where no other node is behind that.
@@ -182,18 +106,15 @@ class LayerCall:
         layer, residency, with_graph = self.layer, self.residency, self._with_graph
         # What a compiler makes of narrow weights may round at other places in the backward.
         watch = None if self._is_compiled else self.runtime.watch(layer, residency)
-        self._attributes = layer.attributes.read()
+        self._recompute = recompute = Recompute(layer, self.runtime, self._arguments)
         if with_graph:
             self._prepare_backward()
-        if with_graph or watch is not None:
-            self._random, self._ambient = self._capture_random(), AmbientState.capture()
-        inputs = _Unchanged(self._arguments.tensors)
-        self._buffers = CallBuffers(layer, residency, copies=with_graph)
+        recompute.begin(residency, with_graph=with_graph, is_certain=with_graph or watch is not None)
         version, gathered = residency.weights._version, self._storages_of_gathered()
         self._is_running = True
         with self._saving() if with_graph else nullcontext():
             bound = self._weights() if with_graph else residency.leaves
-            with layer.bound(bound, self._buffers.bound) as left, watch or nullcontext():
+            with layer.bound(bound, recompute.buffers) as left, watch or nullcontext():
                 result = self._run(*args, **kwargs)
         self._is_running = False
         if gathered == self._storages_of_gathered() and residency.weights._version != version:
@@ -202,9 +123,9 @@ class LayerCall:
                 "do that in a hook such as on_train_batch_start"
             )
         if with_graph:
-            self._note_inputs(inputs)
-        changed = self._buffers.take_over(residency, left)
-        if watch is not None and (self._objects is not None or not (changed or inputs.have_changed())):
+            recompute.note_inputs()
+        has_changed = recompute.take_over(residency, left)
+        if watch is not None and (recompute.has_inputs or not has_changed):
             self._try_narrow(watch, flatten(result)[0])
         return self._owned(result)
 
@@ -226,26 +147,8 @@ class LayerCall:
             self.use, self._is_announced = runtime.expect_backward(layer), True
 
     def _keep_inputs(self) -> None:
-        arguments, layer, runtime = self._arguments, self.layer, self.runtime
-        self._keeps = runtime.keep_graph(layer, self)
-        self._inputs = [
-            _Input(runtime.stash(runtime.at_layer(tensor, self.residency)), tensor) for tensor in arguments.tensors
-        ]
-        if layer.changes_inputs is not False:
-            for each in self._inputs:
-                each.stashed.settle()
-        self._objects = [StashedObject.of(leaf, runtime.stash) for leaf in arguments.leaves]
-
-    def _note_inputs(self, inputs: _Unchanged) -> None:
-        """See whether the layer has changed inputs in place, which its recompute must find as they were."""
-        layer, has_changed = self.layer, inputs.have_changed()
-        if has_changed and layer.changes_inputs is False and self._inputs:
-            raise UnsupportedModelError(
-                f"layer {layer.name!r} modifies one of its inputs in place, or frees it, for the first time when it has been "
-                "called before without: its backward could not run it again; make that operation out of place (for example "
-                "nn.ReLU(inplace=False))"
-            )
-        layer.changes_inputs = bool(layer.changes_inputs) or has_changed
+        self._keeps = self.runtime.keep_graph(self.layer, self)
+        self._recompute.keep_inputs(self.residency)
 
     def _weights(self) -> Mapping[nn.Parameter, Tensor]:
         """The weights for the layer's code, in the caller's graph: their gradients go to the pack's sum."""
@@ -286,7 +189,7 @@ class LayerCall:
 
     def _save(self, tensor: Tensor) -> SavedTensor | SavedWeight:
         """Keep what finds a tensor again that autograd saves."""
-        if self._objects is None:
+        if not self._recompute.has_inputs:
             # It comes from a tensor that is no argument.
             self._keep_inputs()
         if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._storages:
@@ -316,10 +219,10 @@ class LayerCall:
     def _owned(self, result: Any) -> Any:
         """What the call returns and leaves on modules, without what lies in the weights' memory."""
         owned = OwnedResults(self.residency)
-        left = self.layer.attributes.after_call(self._attributes)
+        left = self.layer.attributes.after_call(self._recompute.attributes)
         if left is not None:
-            if left is not self._attributes:
-                for attributes, names in left.changes_since(self._attributes):
+            if left is not self._recompute.attributes:
+                for attributes, names in left.changes_since(self._recompute.attributes):
                     self.runtime.note_set(attributes, names)
             owned.attributes(left)
         return owned.value(result)
@@ -346,8 +249,8 @@ class LayerCall:
                 trained = self._trained if self._with_graph else []
                 # Leaves of no graph, and else what the layer found.
                 weights = [self.residency.leaves[parameter].detach().requires_grad_() for parameter in trained]
-                with self._bound(self._as_found(trained, weights)):
-                    again = flatten(self._recompute(self._run))[0]
+                with self._recompute.bound(self.residency, self._as_found(trained, weights)):
+                    again = flatten(self._recompute.run(self.residency, self._run))[0]
         except torch.OutOfMemoryError:
             # No room to try in: they stay as they are.
             return
@@ -374,7 +277,7 @@ class LayerCall:
         if torch.is_grad_enabled() and not in_function:
             raise _double_backward(self.layer)
         with self.runtime.calling():
-            self.runtime.open_call.enter(self)
+            self.enter()
             if saved is not None:
                 if saved.content is None:
                     self._refill()
@@ -389,7 +292,11 @@ class LayerCall:
         """Whether no backward can ask for a saved tensor any more: each node lets go of what it saved when it has run."""
         return not self._saves.alive()
 
-    def enter(self, residency: Residency, stack: ExitStack) -> None:
+    def enter(self) -> None:
+        """The backward is in the call from now on, until it goes on elsewhere."""
+        self.runtime.open_call.enter(self, self.layer, self._enter)
+
+    def _enter(self, residency: Residency, stack: ExitStack) -> None:
         """The backward enters the call, and leaves it with the stack.
 
         Args:
@@ -400,7 +307,7 @@ class LayerCall:
         stack.callback(self._leave)
         stack.enter_context(self.runtime.differentiating(residency))
         # For as long as the backward is here: a checkpoint within the layer runs a part of it again.
-        stack.enter_context(self._bound(self._weights_again()))
+        stack.enter_context(self._recompute.bound(residency, self._weights_again()))
 
     def _leave(self) -> None:
         del self.residency
@@ -411,11 +318,8 @@ class LayerCall:
             self._is_announced = False
             if self.is_through():
                 # The nodes live as long as their graph; what the call kept need not.
-                self._inputs, self._objects, self._is_over = [], [], True
-
-    def _bound(self, weights: Mapping[nn.Parameter, Tensor]) -> AbstractContextManager[Any]:
-        """The context of the layer's code when it runs again."""
-        return self.layer.bound(weights, self._buffers.as_they_were(self.residency))
+                self._recompute.forget_inputs()
+                self._is_over = True
 
     def _refill(self) -> None:
         if self._is_over:
@@ -426,76 +330,13 @@ class LayerCall:
             )
         running = self.runtime.running(self.layer, self.residency, takes_objects=self._takes_objects)
         with running, self.runtime.measuring_graph(self.layer), torch.enable_grad():
-            if not self._saves.fill(lambda: self._recompute(self._run)):
+            if not self._saves.fill(lambda: self._recompute.run(self.residency, self._run)):
                 raise UnsupportedModelError(
                     f"layer {self.layer.name!r} saves other tensors for its backward when it runs again than it saved in its "
                     "forward: it depends on something beside its arguments, parameters, buffers, attributes and random "
                     "numbers, such as a global variable or a tensor that was changed in place; pass that as an argument, or "
                     "make a larger module the layer with HarmonyStrategy(layers=...)"
                 )
-
-    def _recompute(self, run: Callable[..., Any]) -> Any:
-        """Run the forward again as it ran, within `_bound`."""
-        if self._objects is None:
-            inputs = [self.runtime.at_layer(tensor, self.residency) for tensor in self._arguments.tensors]
-            leaves = self._arguments.leaves
-        else:
-            inputs = [each.load() for each in self._inputs]
-            self._use(inputs)
-            if self.layer.changes_inputs:
-                # Leaves may not be changed in place, nor what is in the stash.
-                inputs = [tensor.clone() for tensor in inputs]
-            leaves = [leaf.load() if isinstance(leaf, StashedObject) else leaf for leaf in self._objects]
-        args, kwargs = self._arguments.again(inputs, leaves)
-        del inputs, leaves
-        now = self._capture_random()
-        self._random.restore(self._cuda_device(), now)
-        try:
-            attributes = self.layer.attributes.as_they_were(self._attributes)
-            with self._ambient.entered(), self.runtime.recomputing(), attributes:
-                return self._ambient.run(run, *args, **kwargs)
-        finally:
-            now.restore(self._cuda_device())
-
-    def _capture_random(self) -> RandomState:
-        return RandomState.capture(self._cuda_device())
-
-    def _cuda_device(self) -> int | None:
-        return self.residency.device.torch_device.index
-
-
-class OpenCall:
-    """The call that a backward is in: its layer resides on the device, and is bound, until the backward goes on elsewhere."""
-
-    def __init__(self, visit: Callable[[SwappedLayer, Phase], AbstractContextManager[Residency]]) -> None:
-        self._visit = visit
-        self._call: LayerCall | None = None
-        self._leaving = ExitStack()
-        # The backward that leaves the call when it ends, as autograd numbers them.
-        self._backward = -1
-
-    def enter(self, call: LayerCall) -> None:
-        """A backward comes to a call."""
-        if self._call is call:
-            return
-        self.leave()
-        with ExitStack() as stack:
-            residency = stack.enter_context(self._visit(call.layer, Phase.BACKWARD))
-            stack.callback(setattr, self, "_call", None)
-            self._call = call
-            call.enter(residency, stack)
-            self._leaving = stack.pop_all()
-        backward = torch._C._current_graph_task_id()
-        if backward not in (-1, self._backward):
-            self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self.leave)
-
-    def leave(self) -> None:
-        """The backward leaves the call, if it is in one."""
-        if self._call is not None:
-            # What comes next waits for what computed here.
-            with self._call.residency.device.scheduling():
-                self._leaving.close()
 
 
 class SavedWeight:
@@ -514,38 +355,6 @@ class SavedWeight:
         # It may have come in another type since.
         leaf = self._call.residency.leaves[self._parameter].detach().to(self._dtype)
         return leaf.as_strided(self._size, self._stride, leaf.storage_offset() + self._offset)
-
-
-class _Input:
-    """A tensor that a layer was called with, in the stash."""
-
-    def __init__(self, stashed: Stashed, tensor: Tensor) -> None:
-        self.stashed = stashed
-        self._requires_grad = tensor.requires_grad
-        self._class = TensorClass.of(tensor)
-
-    def load(self) -> Tensor:
-        """The tensor as it was, without its graph."""
-        tensor = detached(self.stashed.load())
-        Tensor.requires_grad_(tensor, self._requires_grad)
-        return tensor if self._class is None else self._class.on(tensor)
-
-
-class _Unchanged:
-    """Tells whether tensors are changed in place, or freed as reversible layers do with their inputs."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-        self._states = list(map(_state, tensors))
-
-    def have_changed(self) -> bool:
-        """Whether any was, so far."""
-        return list(map(_state, self._tensors)) != self._states
-
-
-def _state(tensor: Tensor) -> tuple[int, int]:
-    version = 0 if tensor.is_inference() else tensor._version
-    return version, tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
 
 
 class WeightGradients:
@@ -592,7 +401,7 @@ class WeightGradients:
         wanted = [(p, gradient) for p, gradient in pairs if gradient is not None and p in summed]
         with runtime.calling():
             if call is not None:
-                runtime.open_call.enter(call)
+                call.enter()
                 runtime.accumulate(layer, self._use, wanted)
                 if call.is_through():
                     runtime.open_call.leave()

@@ -19,11 +19,12 @@ from lightning_harmony.engine.devices.stream import Happened
 from lightning_harmony.engine.glue.functions import functions_as_operations
 from lightning_harmony.engine.glue.glue import Glue
 from lightning_harmony.engine.lanes.rng import RandomState
-from lightning_harmony.engine.layers.layer_call import LayerCall, OpenCall
 from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
+from lightning_harmony.engine.layers.open_call import OpenCall
 from lightning_harmony.engine.layers.structure import structure_of
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.opaque import without_caches
+from lightning_harmony.engine.memory.residents import HasGraph
 from lightning_harmony.engine.memory.stash import Alias, LaneStash, Stash, Stashed, is_small
 from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.model.host_store import HostPool, lies_in
@@ -289,7 +290,7 @@ class _Rehearsal:
         """Announce a backward of a layer."""
         return 0
 
-    def keep_graph(self, layer: SwappedLayer, call: LayerCall) -> bool:
+    def keep_graph(self, layer: SwappedLayer, call: HasGraph) -> bool:
         """Never: what recompute takes is to be seen."""
         return False
 

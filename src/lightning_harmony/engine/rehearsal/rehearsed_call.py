@@ -13,7 +13,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.intercept import InterceptedForward
-from lightning_harmony.engine.layers.layer_call import LayerCall, OwnForward, Runtime
+from lightning_harmony.engine.layers.layer_call import LayerCall, OwnForward
+from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.layers.structure import Shape
 from lightning_harmony.engine.memory.opaque import PLAIN
 from lightning_harmony.engine.memory.stash import LaneStash

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.glue.one_device import OneDevice
-from lightning_harmony.engine.layers.layer_call import LayerCall, OpenCall
 from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
+from lightning_harmony.engine.layers.open_call import OpenCall
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.engine.memory.placement import Placement
+from lightning_harmony.engine.memory.residents import HasGraph
 from lightning_harmony.engine.memory.stash import Alias, Stashed, is_small
 from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers
 from lightning_harmony.engine.model.host_store import begins_in, lies_in
@@ -276,7 +277,7 @@ class Runtime:
             return None
         return CastWatch(residency, dtype)
 
-    def keep_graph(self, layer: SwappedLayer, call: LayerCall) -> bool:
+    def keep_graph(self, layer: SwappedLayer, call: HasGraph) -> bool:
         """Whether a call may keep its graph, where there is room, and while its pack stays."""
         index = self._placement.pack_of[layer.index]
         if not self._preparation.keeps_graphs_in((Phase.FORWARD, index)):

@@ -1,0 +1,173 @@
+"""Recompute: a layer's code runs again as it ran in one call, with the inputs, buffers and settings that it found then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.lanes.ambient import AmbientState
+from lightning_harmony.engine.lanes.rng import RandomState
+from lightning_harmony.engine.layers.call_arguments import CallArguments
+from lightning_harmony.engine.layers.call_buffers import CallBuffers
+from lightning_harmony.engine.layers.runtime import Runtime
+from lightning_harmony.engine.memory.opaque import StashedObject
+from lightning_harmony.engine.memory.stash import Stashed
+from lightning_harmony.engine.memory.tensor_class import TensorClass
+from lightning_harmony.engine.model.attributes import Attributes
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
+from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.structures.operations import detached
+from lightning_harmony.errors import UnsupportedModelError
+
+
+class Recompute:
+    """What it takes to run a layer's code again as it ran in one call.
+
+    Args:
+        layer: what is called.
+        runtime: the engine.
+        arguments: what it is called with.
+
+    Attributes:
+        attributes: of the layer's modules, as the call found them.
+    """
+
+    def __init__(self, layer: SwappedLayer, runtime: Runtime, arguments: CallArguments) -> None:
+        self._layer, self._runtime, self._arguments = layer, runtime, arguments
+        self._inputs: list[_Input] = []
+        self._objects: list[Any] | None = None
+        self.attributes: Attributes = layer.attributes.read()
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether it has inputs of its own, and not only those of the caller."""
+        return self._objects is not None
+
+    def keep_inputs(self, residency: Residency) -> None:
+        """Stash what the layer is called with."""
+        arguments, layer, runtime = self._arguments, self._layer, self._runtime
+        self._inputs = [
+            _Input(runtime.stash(runtime.at_layer(tensor, residency)), tensor) for tensor in arguments.tensors
+        ]
+        if layer.changes_inputs is not False:
+            for each in self._inputs:
+                each.stashed.settle()
+        self._objects = [StashedObject.of(leaf, runtime.stash) for leaf in arguments.leaves]
+
+    def begin(self, residency: Residency, *, with_graph: bool, is_certain: bool) -> None:
+        """The layer's code is about to run: note what it finds.
+
+        Args:
+            residency: of the layer's pack.
+            with_graph: whether a graph is made of it.
+            is_certain: whether it will run again: else the state of the process and of generators may not be needed.
+        """
+        if is_certain:
+            self._random, self._ambient = RandomState.capture(_cuda_device(residency)), AmbientState.capture()
+        self._unchanged = _Unchanged(self._arguments.tensors)
+        self._buffers = CallBuffers(self._layer, residency, copies=with_graph)
+
+    @property
+    def buffers(self) -> Mapping[BufferKey, Tensor]:
+        """Those that the call finds."""
+        return self._buffers.bound
+
+    def take_over(self, residency: Residency, left: Mapping[BufferKey, Tensor | None]) -> bool:
+        """Let the pack have the buffers that the layer has changed; whether it has changed any, or an input."""
+        changed = self._buffers.take_over(residency, left)
+        has_changed = bool(changed) or self._unchanged.have_changed()
+        # It has the caller's tensors.
+        del self._unchanged
+        return has_changed
+
+    def note_inputs(self) -> None:
+        """See whether the layer has changed inputs in place, which it must find as they were when it runs again.
+
+        Raises:
+            UnsupportedModelError: if it does so for the first time, and inputs were not kept for that.
+        """
+        layer, has_changed = self._layer, self._unchanged.have_changed()
+        if has_changed and layer.changes_inputs is False and self._inputs:
+            raise UnsupportedModelError(
+                f"layer {layer.name!r} modifies one of its inputs in place, or frees it, for the first time when it has been "
+                "called before without: its backward could not run it again; make that operation out of place (for example "
+                "nn.ReLU(inplace=False))"
+            )
+        layer.changes_inputs = bool(layer.changes_inputs) or has_changed
+
+    def bound(self, residency: Residency, weights: Mapping[nn.Parameter, Tensor]) -> AbstractContextManager[Any]:
+        """The context of the layer's code when it runs again, with these weights."""
+        return self._layer.bound(weights, self._buffers.as_they_were(residency))
+
+    def run(self, residency: Residency, own: Callable[..., Any]) -> Any:
+        """Run the layer's code once more, within `bound`.
+
+        Args:
+            residency: of the layer's pack.
+            own: the code.
+        """
+        if self._objects is None:
+            inputs = [self._runtime.at_layer(tensor, residency) for tensor in self._arguments.tensors]
+            leaves = self._arguments.leaves
+        else:
+            inputs = [each.load() for each in self._inputs]
+            residency.device.hand_out([tensor for tensor in inputs if tensor.layout is torch.strided])
+            if self._layer.changes_inputs:
+                # Leaves may not be changed in place, nor what is in the stash.
+                inputs = [tensor.clone() for tensor in inputs]
+            leaves = [leaf.load() if isinstance(leaf, StashedObject) else leaf for leaf in self._objects]
+        args, kwargs = self._arguments.again(inputs, leaves)
+        del inputs, leaves
+        device = _cuda_device(residency)
+        now = RandomState.capture(device)
+        self._random.restore(device, now)
+        try:
+            attributes = self._layer.attributes.as_they_were(self.attributes)
+            with self._ambient.entered(), self._runtime.recomputing(), attributes:
+                return self._ambient.run(own, *args, **kwargs)
+        finally:
+            now.restore(device)
+
+    def forget_inputs(self) -> None:
+        """It runs no more."""
+        self._inputs, self._objects = [], []
+
+
+def _cuda_device(residency: Residency) -> int | None:
+    return residency.device.torch_device.index
+
+
+class _Input:
+    """A tensor that a layer was called with, in the stash."""
+
+    def __init__(self, stashed: Stashed, tensor: Tensor) -> None:
+        self.stashed = stashed
+        self._requires_grad = tensor.requires_grad
+        self._class = TensorClass.of(tensor)
+
+    def load(self) -> Tensor:
+        """The tensor as it was, without its graph."""
+        tensor = detached(self.stashed.load())
+        Tensor.requires_grad_(tensor, self._requires_grad)
+        return tensor if self._class is None else self._class.on(tensor)
+
+
+class _Unchanged:
+    """Tells whether tensors are changed in place, or freed as reversible layers do with their inputs."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._states = list(map(_state, tensors))
+
+    def have_changed(self) -> bool:
+        """Whether any was, so far."""
+        return list(map(_state, self._tensors)) != self._states
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    version = 0 if tensor.is_inference() else tensor._version
+    return version, tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0

@@ -1,0 +1,88 @@
+"""What calls of layers ask of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from lightning_harmony.engine.layers.narrow import CastWatch
+from lightning_harmony.engine.layers.open_call import OpenCall
+from lightning_harmony.engine.memory.residents import HasGraph
+from lightning_harmony.engine.memory.stash import Stashed
+from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.plan.values.task import Phase
+
+
+class Runtime(Protocol):
+    """What an intercepted call asks of the engine.
+
+    Attributes:
+        open_call: the call that a backward is in.
+    """
+
+    open_call: OpenCall
+
+    def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
+        """Wait for the turn of a layer; it resides on the device within the context."""
+
+    def stash(self, tensor: Tensor) -> Stashed:
+        """Keep a tensor for the backward, on the host or as an alias."""
+
+    def brought(self, tensor: Tensor, residency: Residency, *, at_once: bool) -> Tensor:
+        """A tensor for a layer: one on its device, or one that needs a gradient where it is, with a copy for the layer."""
+
+    def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
+        """A tensor on a layer's device, without its graph."""
+
+    def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
+        """What a layer made goes to its caller."""
+
+    def calling(self) -> AbstractContextManager[None]:
+        """The context of a layer's call."""
+
+    def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
+        """A layer's own code has set some of the attributes of a module."""
+
+    def reaching(
+        self, layer: SwappedLayer, residency: Residency, away: Sequence[Tensor], *, takes_objects: bool
+    ) -> AbstractContextManager[None]:
+        """The context of a layer's forward: it may use tensors of its own wherever they are."""
+
+    def running(
+        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
+    ) -> AbstractContextManager[None]:
+        """The context of a layer's own code."""
+
+    def differentiating(self, residency: Residency) -> AbstractContextManager[None]:
+        """The context in which a backward runs through a layer, from node to node."""
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """The context of a compiled layer."""
+
+    def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
+        """What a layer does with its weights, if that isn't known yet: the watch, to be active during its call."""
+
+    def expect_backward(self, layer: SwappedLayer) -> int:
+        """Announce a backward of a layer; return which use of the layer in its microbatch this is."""
+
+    def end_backward(self, layer: SwappedLayer) -> None:
+        """An announced backward is over."""
+
+    def keep_graph(self, layer: SwappedLayer, call: HasGraph) -> bool:
+        """Whether a call may keep its graph, for its backward comes at once. It is told to `forget` if it doesn't."""
+
+    def measuring_graph(self, layer: SwappedLayer) -> AbstractContextManager[None]:
+        """The context in which a layer's inputs are loaded and its saved tensors are made again."""
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """The context of a layer's own code when it runs again."""
+
+    def is_last_backward(self) -> bool:
+        """Whether no other backward of the current microbatch will follow."""
+
+    def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Take the gradients of one announced backward."""
