@@ -416,10 +416,6 @@ class TestCollecting:
         updater.finish()
         return source
 
-    def is_free(self, pool: HostPool, source: SummedGradients) -> bool:
-        taken, _ = pool.take(source.buffer.numel())
-        return taken is source.buffer
-
     def test_gradients_become_the_parameters(self, pool: HostPool, updater: Updater) -> None:
         parameters = some_parameters(2)
         gradients = {parameter: torch.randn_like(parameter) for parameter in parameters}
@@ -443,50 +439,6 @@ class TestCollecting:
         updater.deliver([parameter], [on_host(pool, layer_of(0), {parameter: total}, includes_earlier=[parameter])])
         updater.finish()
         assert torch.equal(parameter.grad, total)
-
-    def test_their_buffer_is_kept_while_any_of_them_is_used(self, pool: HostPool, updater: Updater) -> None:
-        one, other = some_parameters(2)
-        source = self.collect(pool, updater, {one: torch.ones_like(one), other: torch.ones_like(other)})
-        updater.reclaim()
-        assert not self.is_free(pool, source)
-        one.grad = None
-        updater.reclaim()
-        assert not self.is_free(pool, source)
-        assert other.grad is not None
-        other.grad = None
-        updater.reclaim()
-        assert self.is_free(pool, source)
-
-    def test_their_buffer_is_free_when_others_took_their_place(self, pool: HostPool, updater: Updater) -> None:
-        (parameter,) = some_parameters(1)
-        source = self.collect(pool, updater, {parameter: torch.ones_like(parameter)})
-        parameter.grad = parameter.grad.clone()
-        updater.reclaim()
-        assert self.is_free(pool, source)
-
-    @pytest.mark.parametrize("keep", [lambda g: g, lambda g: g[0], lambda g: g.detach()], ids=["it", "part", "alias"])
-    def test_a_gradient_that_the_user_keeps_is_not_overwritten(
-        self, pool: HostPool, updater: Updater, keep: Callable[[Tensor], Tensor]
-    ) -> None:
-        (parameter,) = some_parameters(1)
-        source = self.collect(pool, updater, {parameter: torch.ones_like(parameter)})
-        kept = keep(parameter.grad)
-        parameter.grad = None
-        updater.reclaim()
-        assert not self.is_free(pool, source)
-        assert torch.equal(kept, torch.ones_like(kept))
-        del kept
-        updater.reclaim()
-        assert self.is_free(pool, source)
-
-    def test_a_buffer_is_given_back_once(self, pool: HostPool, updater: Updater) -> None:
-        (parameter,) = some_parameters(1)
-        source = self.collect(pool, updater, {parameter: torch.ones_like(parameter)})
-        parameter.grad = None
-        updater.reclaim()
-        updater.reclaim()
-        assert self.is_free(pool, source)
-        assert not self.is_free(pool, source)
 
 
 class TestErrors:

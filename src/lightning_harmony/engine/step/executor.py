@@ -307,7 +307,7 @@ class Executor:
         step.predicted = None if waits or not (step.fuses or step.is_sequential) else predicted
         self._num_elements = num_elements
         self._random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
-        self.updater.reclaim()
+        self.updater.buffers.reclaim()
         step.in_backward = False
         self._model.begin_step(is_training=is_training)
         for residents in self._residents:
@@ -457,7 +457,7 @@ class Executor:
         self._step.in_backward = True
         self._sums.begin_backward(self._check_prediction(gradient), requested)
         # Gradients of the last step that were zeroed since.
-        self.updater.reclaim()
+        self.updater.buffers.reclaim()
         for device in self.devices:
             device.begin_lanes()
         self.updater.begin(
