@@ -37,11 +37,12 @@ from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.model.derived import out_of_reach
 from lightning_harmony.engine.model.host_store import HostPool, HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer, places_of
+from lightning_harmony.engine.step.given_plan import check_given
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.lone_calls import LoneCalls
 from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.pack_preparation import PackPreparation
-from lightning_harmony.engine.step.planning import Planner, Records, SeenStep, check_given
+from lightning_harmony.engine.step.planning import Planner, Records, SeenStep
 from lightning_harmony.engine.step.runtime import Runtime
 from lightning_harmony.engine.step.shortage import exceeded_in_turn, refuse_too_large
 from lightning_harmony.engine.step.step import Grant, Step, StepWatch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Protocol
@@ -11,13 +11,11 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.measurements import Measurements
 from lightning_harmony.engine.measure.origin import kind_of
 from lightning_harmony.engine.model.layer import SwappedLayer
-from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.search.deciding import decide, foreseen, improved
 from lightning_harmony.plan.search.device_updates import with_device_updates
-from lightning_harmony.plan.search.given import refuse_unfit
-from lightning_harmony.plan.search.rules import Packs, fitting_packs, packed, smallest, with_graphs
+from lightning_harmony.plan.search.rules import Packs, fitting_packs, packed, with_graphs
 from lightning_harmony.plan.values.cost import Cost
-from lightning_harmony.plan.values.plan import Parallel, Plan, fingerprint
+from lightning_harmony.plan.values.plan import Parallel, Plan
 from lightning_harmony.plan.values.profile import MachineLimits, share_seconds
 from lightning_harmony.plan.values.record import NarrowWeights, Origin, Record, SeenSize
 
@@ -69,50 +67,6 @@ class SeenStep:
     is_measured: bool
     is_cast: bool
     is_timed: bool
-
-
-def check_given(
-    given: Plan | None,
-    layers: Sequence[SwappedLayer],
-    parameters: Collection[str],
-    devices: Sequence[Device],
-    parallel: Parallel,
-) -> str:
-    """The fingerprint of a model, which a given plan has to be for.
-
-    Args:
-        given: the plan, if any.
-        layers: of the model.
-        parameters: the names of its parameters.
-        devices: where it runs.
-        parallel: how packs are placed there.
-
-    Raises:
-        PlanError: if the plan is for another model, for other devices or for a larger capacity.
-    """
-    found = fingerprint((layer.name, [p.shape for p in layer.parameters]) for layer in layers)
-    if given is not None:
-        _refuse_other_devices(given, len(devices), parallel)
-        refuse_unfit(given, [_known_cost(layer) for layer in layers], parameters, found, smallest(_capacities(devices)))
-    return found
-
-
-def _refuse_other_devices(plan: Plan, number: int, parallel: Parallel) -> None:
-    if plan.num_devices != number or (number > 1 and plan.parallel != parallel):
-        raise PlanError(
-            f"HarmonyStrategy(plan=...): the plan is for {plan.num_devices} devices ({plan.parallel}), not for {number} "
-            f"({parallel}): use Trainer(devices=...) and HarmonyStrategy(parallel=...) as it was made with, or "
-            "leave plan= out to plan anew"
-        )
-
-
-def _known_cost(layer: SwappedLayer) -> Cost:
-    """What is known of a layer before it runs: its state."""
-    weights, gradients = (
-        sum(p.numel() * p.element_size() for p in parameters)
-        for parameters in (layer.parameters, [p for p in layer.parameters if p.requires_grad])
-    )
-    return Cost(layer.name, weights, gradients)
 
 
 def _capacities(devices: Sequence[Device]) -> list[int | None]:
