@@ -453,7 +453,7 @@ class TestForwardPacks:
                 def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
                     plans.append(trainer.strategy.plan)
                     planner = trainer.strategy._executor._planner
-                    calls[:] = planner._names(planner._calls)
+                    calls[:] = [planner._layers[call].name for call in planner._calls]
 
             options: dict[str, Any] = {"with_gradients": False, "devices": num_devices, "more_callbacks": [Look()]}
             return train_harmony(build(net), samples, strategy, 8, **options), plans[0]

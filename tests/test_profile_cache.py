@@ -20,7 +20,8 @@ from sampling import in_turns
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.step.executor import Executor
-from lightning_harmony.engine.step.planning import CHECKED_STEPS, TIMED_STEP
+from lightning_harmony.engine.step.fit_record import CHECKED_STEPS
+from lightning_harmony.engine.step.planning import TIMED_STEP
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.record import Record

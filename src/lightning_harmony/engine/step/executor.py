@@ -37,12 +37,14 @@ from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.model.derived import out_of_reach
 from lightning_harmony.engine.model.host_store import HostPool, HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer, places_of
+from lightning_harmony.engine.step.fit_record import FitRecord, Records
 from lightning_harmony.engine.step.given_plan import check_given
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.lone_calls import LoneCalls
 from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.pack_preparation import PackPreparation
-from lightning_harmony.engine.step.planning import Planner, Records, SeenStep
+from lightning_harmony.engine.step.plan_making import PlanMaker
+from lightning_harmony.engine.step.planning import Planner, SeenStep
 from lightning_harmony.engine.step.runtime import Runtime
 from lightning_harmony.engine.step.shortage import exceeded_in_turn, refuse_too_large
 from lightning_harmony.engine.step.step import Grant, Step, StepWatch
@@ -142,12 +144,14 @@ class Executor:
             observer.works[True],
             self.updater.speeds,
         )
-        self._planner = planner = Planner(swapped.layers, devices, parallel, fingerprint, measured, plan, records)
+        self._record = record = FitRecord(records, swapped.layers, measured)
+        maker = PlanMaker(swapped.layers, devices, parallel, fingerprint, measured, plan)
+        self._planner = planner = Planner(swapped.layers, measured, maker, record)
         self._sums = sums = GradientSums(swapped, step, placement, transfers, self.updater, observer, profiler)
         self._preparation = preparation = PackPreparation(
             step, placement, observer, profiler, self.traffic, self.recorder, compute_dtype
         )
-        lone_calls = LoneCalls(swapped, placement, sums, self.recorder, planner.discard_record)
+        lone_calls = LoneCalls(swapped, placement, sums, self.recorder, record.discard)
         self._runtime = runtime = Runtime(
             swapped,
             step,
@@ -594,7 +598,7 @@ class Executor:
         except torch.OutOfMemoryError as error:
             if step.granted is None:
                 raise
-            raise exceeded_in_turn(step.granted, self.devices, error, self._planner.discard_record()) from error
+            raise exceeded_in_turn(step.granted, self.devices, error, self._record.discard()) from error
         except Exception as error:
             granted = step.granted
             if granted is not None and granted.pack is not None and hasattr(error, "add_note"):
