@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +43,12 @@ from lightning_harmony.reporting.fit_summary import FitSummary
 from lightning_harmony.reporting.step_reports import StepReports
 from lightning_harmony.setup.checkpoints import refuse_directory, refuse_sharded
 from lightning_harmony.setup.lightning_tree import LightningTree
+from lightning_harmony.setup.one_process import OneProcess
 from lightning_harmony.setup.profile_cache import ProfileCache
 from lightning_harmony.setup.refusals import (
     refuse_bitsandbytes,
     refuse_other_accelerators,
     refuse_scripted,
-    refuse_several_processes,
     refuse_shared_memory,
     refuse_sparse,
     refuse_uninitialized,
@@ -58,13 +58,8 @@ from lightning_harmony.setup.store_progress import store_progress
 from lightning_harmony.updating.deferred_update import DeferredUpdate
 from lightning_harmony.updating.update_policy import UpdatePolicy
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Base
-else:
-    _Base = object
 
-
-class StrategyMixin(_Base):
+class StrategyMixin(OneProcess):
     """The strategy, in whichever Lightning tree.
 
     Args:
@@ -196,20 +191,6 @@ class StrategyMixin(_Base):
         return None if self._executor is None else self._executor.recorder
 
     @property
-    def root_device(self) -> torch.device:
-        """The one logical device of the user's code."""
-        return self._devices[0] if self._devices else torch.device("cpu")
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The root device alone: the user's code sees one device."""
-        return [self.root_device] if self._devices else None
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        self._devices = list(devices or [])
-
-    @property
     def accelerator(self) -> Any:
         """Lightning's accelerator."""
         return self._accelerator
@@ -239,68 +220,6 @@ class StrategyMixin(_Base):
     def checkpoint_io(self, plugin: Any) -> None:
         refuse_sharded(plugin)
         self._checkpoint_io = plugin
-
-    @property
-    def world_size(self) -> int:
-        """One process."""
-        return 1
-
-    @property
-    def global_rank(self) -> int:
-        """The only one."""
-        return 0
-
-    @property
-    def local_rank(self) -> int:
-        """The only one, whatever a cluster's environment says of the process."""
-        return 0
-
-    @property
-    def node_rank(self) -> int:
-        """The only one."""
-        return 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The one process loads all data."""
-        return {"num_replicas": 1, "rank": 0}
-
-    def set_world_ranks(self) -> None:
-        """Refuse to be one of several processes.
-
-        Raises:
-            ValueError: if a launcher started more than one process here, or several nodes are asked for.
-        """
-        refuse_several_processes(getattr(self, "num_nodes", 1))
-
-    num_nodes: int = 1
-
-    def _configure_launcher(self) -> None:
-        """Nothing is launched."""
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """One process: nothing to reduce."""
-        return tensor
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """One process: nothing to gather."""
-        return tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """One process: its own decision."""
-        return decision
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """One process: nothing to wait for."""
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """One process: nothing to send."""
-        return obj
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """One process: nothing to block."""
-        yield
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
