@@ -7,7 +7,7 @@ What layers need of it is in `runtime`: `pack_preparation` makes packs resident,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_harmony.engine.glue.functions import functions_as_operations
 from lightning_harmony.engine.glue.glue import Glue
 from lightning_harmony.engine.glue.host_operands import BringsHostOperands
 from lightning_harmony.engine.glue.one_device import OneDevice
-from lightning_harmony.engine.lanes.lane import AnyLane, CallerLane, Lane, LanePool
+from lightning_harmony.engine.lanes.lane import AnyLane, CallerLane, LanePool
 from lightning_harmony.engine.lanes.rng import RandomStreams
 from lightning_harmony.engine.layers.intercept import InterceptedForward
 from lightning_harmony.engine.measure.measurements import Measurements
@@ -29,7 +29,7 @@ from lightning_harmony.engine.measure.profile import Profiler
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.engine.memory.placement import Placement
-from lightning_harmony.engine.memory.residents import Place, Residents
+from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.memory.stash import LaneStash, Stash
 from lightning_harmony.engine.memory.swap import Swapper
 from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers
@@ -40,17 +40,18 @@ from lightning_harmony.engine.model.layer import SwappedLayer, places_of
 from lightning_harmony.engine.step.fit_record import FitRecord, Records
 from lightning_harmony.engine.step.given_plan import check_given
 from lightning_harmony.engine.step.gradient_sums import GradientSums
+from lightning_harmony.engine.step.granting import Granting
 from lightning_harmony.engine.step.lone_calls import LoneCalls
+from lightning_harmony.engine.step.microbatch_runner import MicrobatchRunner
 from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.pack_preparation import PackPreparation
 from lightning_harmony.engine.step.plan_making import PlanMaker
 from lightning_harmony.engine.step.planning import Planner, SeenStep
 from lightning_harmony.engine.step.runtime import Runtime
 from lightning_harmony.engine.step.shortage import exceeded_in_turn, refuse_too_large
-from lightning_harmony.engine.step.step import Grant, Step, StepWatch
+from lightning_harmony.engine.step.step import Listeners, Step, StepWatch
 from lightning_harmony.engine.step.swapped_model import SwappedModel
-from lightning_harmony.engine.step.turns import LaneProgress, Microbatch, Request
-from lightning_harmony.engine.structures.operations import Unseen
+from lightning_harmony.engine.step.turns import LaneProgress, Microbatch
 from lightning_harmony.engine.updates.optimizer_twin import Clip
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.engine.updates.update import Updater
@@ -103,7 +104,6 @@ class Executor:
         self.traffic = Traffic()
         # Whether a step has come to its end: the first one changes nothing before.
         self.has_succeeded = False
-        self.notify()
         swapped_layers = [
             SwappedLayer(index, layer.name, layer.module, list(layer.module.parameters()), compute_dtype)
             for index, layer in enumerate(layers)
@@ -148,9 +148,7 @@ class Executor:
         maker = PlanMaker(swapped.layers, devices, parallel, fingerprint, measured, plan)
         self._planner = planner = Planner(swapped.layers, measured, maker, record)
         self._sums = sums = GradientSums(swapped, step, placement, transfers, self.updater, observer, profiler)
-        self._preparation = preparation = PackPreparation(
-            step, placement, observer, profiler, self.traffic, self.recorder, compute_dtype
-        )
+        preparation = PackPreparation(step, placement, observer, profiler, self.traffic, self.recorder, compute_dtype)
         lone_calls = LoneCalls(swapped, placement, sums, self.recorder, record.discard)
         self._runtime = runtime = Runtime(
             swapped,
@@ -162,14 +160,12 @@ class Executor:
             transfers,
             observer,
             self.recorder,
-            self._note_set,
         )
-        self._glue = Glue(places_of(model, list(in_order)), root.torch_device, runtime, compute_dtype)
-        self._random = RandomStreams([], [])
+        self._glue = glue = Glue(places_of(model, list(in_order)), root.torch_device, runtime, compute_dtype)
+        self._granting = granting = Granting(step, placement, preparation, sums, observer, self.recorder)
+        self._runner = MicrobatchRunner(step, devices, granting, preparation, runtime, glue)
         self._num_elements, self._evaluated_elements = 0, -1
         self._predicts = True
-        self._is_driving = False
-        self._upstream = torch.ones(())
         self._use(planner.layer_by_layer(range(len(layers))))
         self.step_plan = self.plan
         self._start([])
@@ -209,12 +205,12 @@ class Executor:
             on_set: told what attributes the own code of a layer has set.
             watch: told of microbatches that run one after the other, if there are several.
         """
-        self._on_switch, self._on_set, self._watch = on_switch, on_set, watch
+        self._step.listeners = Listeners(on_switch, on_set, watch)
 
     @property
     def is_running(self) -> bool:
         """Whether lanes run, or wait for each other: parameters are then not what they are between hooks."""
-        return self._lanes.is_driving or self._is_driving
+        return self._lanes.is_driving or self._runner.is_running_here
 
     @property
     def is_sequential(self) -> bool:
@@ -302,7 +298,7 @@ class Executor:
         )
         step, is_alone = self._step, len(microbatches) == 1
         step.is_sequential = is_alone or is_measuring or not interleave
-        step.watch = self._watch if step.is_sequential and not is_alone else None
+        step.watch = step.listeners.watch if step.is_sequential and not is_alone else None
         predicted = predicted_gradient if self._predicts else None
         # Where work space isn't known, a lane goes from pack to pack.
         step.fuses = predicted is not None and self._planner.is_planned and not is_measuring
@@ -311,7 +307,7 @@ class Executor:
         waits = is_alone and not is_measuring
         step.predicted = None if waits or not (step.fuses or step.is_sequential) else predicted
         self._num_elements = num_elements
-        self._random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
+        step.random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
         self.updater.buffers.reclaim()
         step.in_backward = False
         self._model.begin_step(is_training=is_training)
@@ -322,15 +318,15 @@ class Executor:
                 pack.is_narrow = is_training
         numbers = range(len(microbatches))
         lanes: Sequence[AnyLane] = (
-            [CallerLane(number, self._grant_here) for number in numbers]
+            [CallerLane(number, self._granting.go_on) for number in numbers]
             if step.is_sequential
-            else self._lanes.lanes([partial(self._run_lane, number) for number in numbers])
+            else self._lanes.lanes([partial(self._runner.run_lane, number) for number in numbers])
         )
         self._start([self._begin(lane, each) for lane, each in zip(lanes, microbatches, strict=True)])
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
             self._drive(Phase.FORWARD)
             # Hooks before the backward draw as others do, not as a microbatch.
-            self._random.switch_back()
+            self._step.random.switch_back()
             # What comes next is user code that sees parameters, and gradients that take the place of those it uses.
             self.updater.postponed.finish()
 
@@ -356,87 +352,6 @@ class Executor:
         glue = OneDevice(transfers, self._transfers) if len(self.devices) > 1 else None
         return LaneProgress(lane, microbatch, stashes, transfers, glue)
 
-    def _run_lane(self, number: int) -> None:
-        """Run a microbatch whose lane takes turns with others."""
-        progress = self._step.turns.running[number]
-        assert isinstance(progress.lane, Lane)
-        with self._working(progress):
-            loss = self._run_forward(progress)
-            if loss is None:
-                return
-            if self._step.predicted is None:
-                progress.lane.park(Request(Phase.BACKWARD, None))
-                # The gradient comes from the caller, who has computed since the lane began.
-                for device in self.devices:
-                    device.catch_up()
-            else:
-                self._preparation.enter_loss(progress)
-            self._run_backward(progress, loss)
-
-    def _run_here(self, progress: LaneProgress) -> None:
-        """Run a microbatch in the calling thread, as far as its loss, or from there on."""
-        lane = progress.lane
-        assert isinstance(lane, CallerLane)
-        with lane.entered():
-            loss, progress.loss = progress.loss, None
-            watch = self._step.watch
-            if loss is None:
-                self._grant_here(lane)
-                if watch is not None:
-                    watch.begin(lane.microbatch)
-                with self._working(progress):
-                    loss = self._run_forward(progress)
-                    if watch is not None:
-                        watch.end()
-                    if loss is not None and self._step.predicted is not None:
-                        if self._step.fuses:
-                            self._preparation.enter_loss(progress)
-                        else:
-                            lane.park(Request(Phase.BACKWARD, None))
-                        self._run_backward(progress, loss)
-                        loss = None
-                progress.loss = loss
-            else:
-                lane.park(Request(Phase.BACKWARD, None))
-                with self._working(progress):
-                    self._run_backward(progress, loss)
-            lane.finished = progress.loss is None
-            with Unseen():
-                self._end_turn()
-
-    @contextmanager
-    def _working(self, progress: LaneProgress) -> Iterator[None]:
-        """The context of a lane's own code."""
-        with ExitStack() as stack:
-            # The root last: it is the current one.
-            for device in reversed(self.devices):
-                stack.enter_context(device.lane(progress.lane.microbatch))
-            stack.callback(self._runtime.open_call.leave)
-            yield
-
-    def _run_forward(self, progress: LaneProgress) -> Tensor | None:
-        """Run a microbatch up to its loss; None if there is nothing to differentiate."""
-        with self._glue.stashing(), progress.glue or nullcontext():
-            loss = progress.microbatch.step()
-        return None if loss is None or not loss.requires_grad else loss
-
-    def _run_backward(self, progress: LaneProgress, loss: Tensor) -> None:
-        """Differentiate the loss of a microbatch."""
-        if self._step.predicted is None:
-            upstream = self._runtime.sent(self._upstream, self._runtime.home(loss))
-        else:
-            # Made where it is needed: to copy it to a GPU, the host would wait for all that was launched there.
-            upstream = torch.full((), self._step.predicted, device=loss.device)
-        progress.differentiating = True
-        gradient = (upstream.to(loss.device) * progress.microbatch.weight).to(loss.dtype)
-        with ExitStack() as stack:
-            # Glue's backward begins where its forward ended.
-            if progress.glue is not None:
-                stack.enter_context(self.devices[self._runtime.home(loss) or 0].selected())
-                # Hooks, checkpoints and functions of the user's own run glue in it.
-                stack.enter_context(progress.glue)
-            torch.autograd.backward(loss, gradient.expand_as(loss))
-
     def backward(
         self,
         gradient: Tensor,
@@ -458,7 +373,7 @@ class Executor:
             with_norms: whether the norm of each collected gradient will be asked for.
             may_outlast: whether updates just in time may go on until the next forward, as one does that is postponed.
         """
-        self._upstream = gradient.detach()
+        self._step.upstream = gradient.detach()
         self._step.in_backward = True
         self._sums.begin_backward(self._check_prediction(gradient), requested)
         # Gradients of the last step that were zeroed since.
@@ -562,7 +477,7 @@ class Executor:
         self._sums.reset()
         self._transfers.shared.clear()
         self._start([])
-        self._random.switch_back()
+        self._step.random.switch_back()
         self._model.end_step()
         for residents in self._residents:
             residents.reset()
@@ -582,8 +497,6 @@ class Executor:
             self._reset()
             raise
 
-    # ---- granting ------------------------------------------------------------------------------------------------------
-
     def _drive(self, until: Phase) -> None:
         """Grant lanes, one at a time, until each has ended or waits for what comes after ``until``."""
         step = self._step
@@ -592,9 +505,9 @@ class Executor:
             whole = torch.compiler.set_stance("force_eager") if len(self.devices) > 1 else nullcontext()
             with whole, functions_as_operations():
                 if step.is_sequential:
-                    self._run_one_after_another()
+                    self._runner.run_one_after_another()
                 else:
-                    self._lanes.drive(partial(self._next, until))
+                    self._lanes.drive(partial(self._granting.next, until))
         except torch.OutOfMemoryError as error:
             if step.granted is None:
                 raise
@@ -610,78 +523,6 @@ class Executor:
             step.granted = None
             for device in self.devices:
                 device.join_lanes()
-
-    def _run_one_after_another(self) -> None:
-        self._is_driving = True
-        try:
-            for progress in self._step.turns.running:
-                if not progress.lane.finished:
-                    self._run_here(progress)
-        finally:
-            self._is_driving = False
-
-    def _next(self, until: Phase, previous: Lane | None) -> Lane | None:
-        """The lane whose turn it is, everything ready for it. Called in whichever lane has the baton."""
-        step = self._step
-        # Modes that are active in the lane are not to see this.
-        with Unseen():
-            self._end_turn()
-            progress = step.turns.next(until, step.of(previous))
-            if progress is None:
-                return None
-            self._grant(progress)
-            assert isinstance(progress.lane, Lane)
-            return progress.lane
-
-    def _grant_here(self, lane: CallerLane) -> None:
-        """The turn of a lane is over, and its next one begins."""
-        progress = self._step.of(lane)
-        assert progress is not None
-        with Unseen():
-            self._end_turn()
-            self._grant(progress)
-
-    def _end_turn(self) -> None:
-        granted, self._step.granted = self._step.granted, None
-        if granted is not None:
-            with self.devices[granted.device].scheduling():
-                self._note_turn(granted)
-
-    def _grant(self, progress: LaneProgress) -> None:
-        number = self._step.turns.device_of(progress)
-        with self.devices[number].scheduling():
-            self._step.granted = self._granted(progress, number)
-
-    def _granted(self, progress: LaneProgress, number: int) -> Grant:
-        request = progress.lane.request
-        self._random.switch_to(progress.lane.microbatch)
-        pack = None
-        if request is not None and request.pack is not None:
-            pack = self._residents[number].packs[request.pack]
-            self._preparation.enter(progress, Place(pack, request.phase, request.position))
-            self._step.turns.take(progress, number)
-        elif request is not None:
-            self._preparation.enter_loss(progress)
-        if self._on_switch is not None:
-            self._on_switch(progress.lane.microbatch)
-        phase = Phase.FORWARD if request is None else request.phase
-        self._observer.begin_turn(self.devices[number], phase, pack)
-        self._preparation.note_task(number, progress, phase, pack)
-        return Grant(progress, number, phase, pack)
-
-    def _note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
-        if self._on_set is not None:
-            self._on_set(attributes, names)
-
-    def _note_turn(self, granted: Grant) -> None:
-        """After a lane's turn: what it took, what can go now, and which gradients are final."""
-        self._observer.end_turn(granted)
-        self.recorder.leave()
-        residents = self._residents[granted.device]
-        residents.stash.retire()
-        residents.device.retire()
-        if self._step.in_backward and granted.pack is not None:
-            self._sums.deliver_final([granted.pack.index])
 
     def close(self) -> None:
         """Join all threads, give the model its own forward methods back, and release host memory from the device."""

@@ -42,7 +42,6 @@ class Runtime:
         transfers: between devices.
         observer: of what is not known yet.
         recorder: notes when layers compute.
-        note_set: called with the attributes of a module, and the names of those that a layer's own code has set.
 
     Attributes:
         recomputing: the context of a layer's own code when it runs again, and has been heard before.
@@ -61,7 +60,6 @@ class Runtime:
         transfers: Transfers,
         observer: Observer,
         recorder: StepRecorder,
-        note_set: Callable[[dict[str, Any], set[str]], None],
     ) -> None:
         self._model = model
         self._step = step
@@ -72,7 +70,6 @@ class Runtime:
         self._transfers = transfers
         self._observer = observer
         self._recorder = recorder
-        self.note_set = note_set
         self._devices = transfers.devices
         self.open_call = OpenCall(self.visit)
         self.recomputing = nullcontext
@@ -84,6 +81,12 @@ class Runtime:
         if progress is None:
             return self._lone_calls.visit(self._placement.pack_of[layer.index], phase)
         return self._preparation.visit(progress, layer, phase)
+
+    def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
+        """A layer's own code has set some attributes of a module."""
+        on_set = self._step.listeners.on_set
+        if on_set is not None:
+            on_set(attributes, names)
 
     # ---- devices -------------------------------------------------------------------------------------------------------
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from lightning_harmony.engine.lanes.lane import AnyLane, current_lane
+from lightning_harmony.engine.lanes.rng import RandomStreams
 from lightning_harmony.engine.model.pack import SwappedPack
 from lightning_harmony.engine.step.turns import LaneProgress, Turns
 from lightning_harmony.plan.values.plan import Plan
@@ -24,6 +27,21 @@ class StepWatch(Protocol):
 
     def end(self) -> None:
         """It has ended."""
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Who is told of steps.
+
+    Attributes:
+        on_switch: told which microbatch has its turn.
+        on_set: told what attributes the own code of a layer has set: those of a module, and the names of the new ones.
+        watch: told of microbatches that run one after the other, if there are several.
+    """
+
+    on_switch: Callable[[int], None] | None = None
+    on_set: Callable[[dict[str, Any], set[str]], None] | None = None
+    watch: StepWatch | None = None
 
 
 @dataclass
@@ -53,7 +71,10 @@ class Step:
         is_sequential: whether one microbatch runs after the other, in the caller's own thread.
         watch: watches its microbatches while one runs after the other.
         in_backward: whether the gradient of its loss has come.
+        upstream: that gradient.
+        random: what its microbatches draw from.
         granted: the turn that a lane has.
+        listeners: told of it.
     """
 
     turns: Turns
@@ -64,7 +85,10 @@ class Step:
         self.is_sequential = False
         self.watch: StepWatch | None = None
         self.in_backward = False
+        self.upstream = torch.ones(())
+        self.random = RandomStreams([], [])
         self.granted: Grant | None = None
+        self.listeners = Listeners()
         self._progress: dict[AnyLane | None, LaneProgress] = {}
 
     @property
