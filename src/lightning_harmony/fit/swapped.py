@@ -12,6 +12,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.origin import origin_of
 from lightning_harmony.engine.model.decompose import Layer, find_layers
 from lightning_harmony.engine.model.host_store import HostStore
+from lightning_harmony.engine.step.assembly import assemble
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.fit.evaluation import Evaluation
@@ -80,7 +81,6 @@ class Swapped:
         """This engine runs steps from now on."""
         tree, trainer, settings = self._tree, self._trainer, self._settings
         self.engine = engine
-        engine.recompute_in(partial(unheard, trainer))
         deferred = DeferredUpdate(UpdatePolicy(tree, trainer, engine, settings.update), engine)
         summary = FitSummary(tree, trainer, engine) if summary is None else replace(summary, engine=engine)
         self.training = Training(tree, trainer, engine, settings, deferred, self._split_check, self._reports, summary)
@@ -171,7 +171,7 @@ class Swapped:
         moved = module.parameters() if store is None else ()
         num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in moved)
         with store_progress(self._tree, self._trainer, num_bytes) as progress:
-            return Executor(
+            return assemble(
                 module,
                 layers,
                 *devices,
@@ -183,6 +183,7 @@ class Swapped:
                 progress=progress,
                 records=self._records(layers, devices),
                 store=store,
+                recomputing=partial(unheard, self._trainer),
             )
 
     def _records(self, layers: list[Layer], devices: Sequence[Device]) -> ProfileCache | None:

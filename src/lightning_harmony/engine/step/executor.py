@@ -1,62 +1,42 @@
-"""The executor: conducts steps, from the first lane's first turn to the last update, and grants lanes pack by pack.
+"""The executor: conducts steps, from the first lane's first turn to the last update.
 
-What layers need of it is in `runtime`: `pack_preparation` makes packs resident, `placement` knows where they are,
-`gradient_sums` adds up their gradients, and `observer` measures what they take.
+Its parts are made in `assembly`. `microbatch_runner` runs microbatches, and `granting` gives them their turns. What layers
+ask for is in `runtime`: `pack_preparation` makes packs resident, `placement` knows where they are, `gradient_sums` adds up
+their gradients, and `observer` measures what they take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_harmony.engine.devices.cores import core_of_caller, siblings_of
 from lightning_harmony.engine.devices.device import Device
-from lightning_harmony.engine.glue.functions import functions_as_operations
 from lightning_harmony.engine.glue.glue import Glue
 from lightning_harmony.engine.glue.host_operands import BringsHostOperands
-from lightning_harmony.engine.glue.one_device import OneDevice
-from lightning_harmony.engine.lanes.lane import AnyLane, CallerLane, LanePool
 from lightning_harmony.engine.lanes.rng import RandomStreams
 from lightning_harmony.engine.layers.intercept import InterceptedForward
-from lightning_harmony.engine.measure.measurements import Measurements
-from lightning_harmony.engine.measure.profile import Profiler
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.engine.memory.placement import Placement
-from lightning_harmony.engine.memory.residents import Residents
-from lightning_harmony.engine.memory.stash import LaneStash, Stash
-from lightning_harmony.engine.memory.swap import Swapper
-from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers
-from lightning_harmony.engine.model.decompose import Layer
+from lightning_harmony.engine.memory.transfer import Transfers
 from lightning_harmony.engine.model.derived import out_of_reach
 from lightning_harmony.engine.model.host_store import HostPool, HostStore
-from lightning_harmony.engine.model.layer import SwappedLayer, places_of
-from lightning_harmony.engine.step.fit_record import FitRecord, Records
-from lightning_harmony.engine.step.given_plan import check_given
 from lightning_harmony.engine.step.gradient_sums import GradientSums
-from lightning_harmony.engine.step.granting import Granting
-from lightning_harmony.engine.step.lone_calls import LoneCalls
 from lightning_harmony.engine.step.microbatch_runner import MicrobatchRunner
 from lightning_harmony.engine.step.observer import Observer
-from lightning_harmony.engine.step.pack_preparation import PackPreparation
-from lightning_harmony.engine.step.plan_making import PlanMaker
 from lightning_harmony.engine.step.planning import Planner, SeenStep
 from lightning_harmony.engine.step.runtime import Runtime
-from lightning_harmony.engine.step.shortage import exceeded_in_turn, refuse_too_large
 from lightning_harmony.engine.step.step import Listeners, Step, StepWatch
 from lightning_harmony.engine.step.swapped_model import SwappedModel
-from lightning_harmony.engine.step.turns import LaneProgress, Microbatch
+from lightning_harmony.engine.step.turns import Microbatch
 from lightning_harmony.engine.updates.optimizer_twin import Clip
-from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.engine.updates.update import Updater
-from lightning_harmony.plan.values.plan import Parallel, Plan, merge_calls
-from lightning_harmony.plan.values.task import Phase, Task
+from lightning_harmony.plan.values.plan import Plan, merge_calls
+from lightning_harmony.plan.values.task import Phase
 
 
 class Executor:
@@ -66,115 +46,59 @@ class Executor:
     in for one call at a time.
 
     Args:
-        model: the module whose layers are intercepted from now until `close`.
-        layers: those layers, as `find_layers` returns them.
-        devices: where they run, the root first: the one device that the model's own code sees.
-        parallel: how packs are placed on several devices.
-        compute_dtype: the type in which floating parameters and the layers' floating inputs are on the device, where it is
-            narrower than the parameters' own; None to leave all types as they are.
-        compile_options: of `torch.compile`, with which layers are compiled; None not to.
-        updates_on_host: whether optimizers step there, and not on the devices.
-        plan: what to run by once work space is known; None to plan from what is measured.
-        progress: told again and again how many bytes are in the host store.
-        records: what earlier fits have measured; None to measure anew.
-        store: one that was closed, where it has all of the model's parameters; None to make one.
+        devices: where layers run, the root first: the one device that the model's own code sees.
+        model: the model. Its layers are intercepted until `close`.
+        intercepted: their forward methods.
+        store: where its parameters live.
+        pool: of memory on the host.
+        traffic: counts what is copied.
+        recorder: notes what runs when.
+        updater: updates parameters.
+        step: the step that runs.
+        placement: of its packs.
+        transfers: between devices.
+        observer: of what turns take.
+        planner: says by which plan steps run.
+        sums: of gradients.
+        runtime: serves layers and glue.
+        glue: the code between layers.
+        runner: runs microbatches.
 
-    Raises:
-        CapacityError: if a layer's weights and gradients exceed the capacity.
-        PlanError: if the plan is for another model, for other devices or for a larger capacity.
+    Attributes:
+        has_succeeded: whether a step has come to its end: the first one changes nothing before.
+        step_plan: by which the step runs, or the last one did.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        layers: Sequence[Layer],
-        *devices: Device,
-        parallel: Parallel = "pipeline",
-        compute_dtype: torch.dtype | None = None,
-        compile_options: Mapping[str, Any] | None = None,
-        updates_on_host: bool = False,
-        plan: Plan | None = None,
-        progress: Callable[[int], None] = lambda done: None,
-        records: Records | None = None,
-        store: HostStore | None = None,
+        devices: Sequence[Device],
+        model: SwappedModel,
+        intercepted: Sequence[InterceptedForward],
+        store: HostStore,
+        pool: HostPool,
+        traffic: Traffic,
+        recorder: StepRecorder,
+        updater: Updater,
+        step: Step,
+        placement: Placement,
+        transfers: Transfers,
+        observer: Observer,
+        planner: Planner,
+        sums: GradientSums,
+        runtime: Runtime,
+        glue: Glue,
+        runner: MicrobatchRunner,
     ) -> None:
-        self.devices = devices
-        root = devices[0]
+        self.devices, self.store, self.pool, self.traffic = devices, store, pool, traffic
+        self.recorder, self.updater = recorder, updater
+        self._model, self._intercepted = model, intercepted
+        self._step, self._placement, self._transfers, self._observer = step, placement, transfers, observer
+        self._planner, self._sums, self._runtime, self._glue, self._runner = planner, sums, runtime, glue, runner
         self._cuda_devices = [d.torch_device.index for d in devices if isinstance(d.torch_device.index, int)]
-        self.traffic = Traffic()
-        # Whether a step has come to its end: the first one changes nothing before.
         self.has_succeeded = False
-        swapped_layers = [
-            SwappedLayer(index, layer.name, layer.module, list(layer.module.parameters()), compute_dtype)
-            for index, layer in enumerate(layers)
-        ]
-        refuse_too_large(swapped_layers, devices)
-        names = {name for name, _ in model.named_parameters()}
-        fingerprint = check_given(plan, swapped_layers, names, devices, parallel)
-        in_order = dict.fromkeys([p for layer in swapped_layers for p in layer.parameters] + list(model.parameters()))
-        self.store = HostStore(list(in_order), root, progress) if store is None else store.reopened(root)
-        self.pool = HostPool(root.host_buffer)
-        self.recorder = StepRecorder(devices)
-        # Where a GPU computes, lanes only launch what it does, on a core that is spared for them. On the host they compute: on
-        # the core that the system finds for their caller, which another process may need next time.
-        launches = bool(self._cuda_devices)
-        core = core_of_caller() if launches else None
-        self._lanes = LanePool((lambda: core) if launches else core_of_caller, computes=not launches)
-        self.updater = Updater(
-            self.pool,
-            StreamedUpdate(devices, self.store.__contains__, on_host=updates_on_host, traffic=self.traffic),
-            spared_cores=() if core is None else siblings_of(core),
-            on_update=self.recorder.note_update,
-        )
-        self._model = swapped = SwappedModel(
-            model, swapped_layers, self.store, self.updater.postponed, root.torch_device, compute_dtype
-        )
-        self._residents = residents = [self._residents_on(number) for number in range(len(devices))]
-        self._step = step = Step()
-        self._placement = placement = Placement(self.store, residents)
-        self._profiler = profiler = Profiler(self.traffic)
-        self._observer = observer = Observer(step, placement, self.traffic, profiler, self.pool)
-        self._transfers = transfers = Transfers(
-            devices, self.traffic, lambda to, size: residents[to].admit(size), observer.timing_transfer
-        )
-        measured = Measurements(
-            devices,
-            self.store,
-            profiler,
-            observer.works[True],
-            self.updater.speeds,
-        )
-        self._record = record = FitRecord(records, swapped.layers, measured)
-        maker = PlanMaker(swapped.layers, devices, parallel, fingerprint, measured, plan)
-        self._planner = planner = Planner(swapped.layers, measured, maker, record)
-        self._sums = sums = GradientSums(swapped, step, placement, transfers, self.updater, observer, profiler)
-        preparation = PackPreparation(step, placement, observer, profiler, self.traffic, self.recorder, compute_dtype)
-        lone_calls = LoneCalls(swapped, placement, sums, self.recorder, record.discard)
-        self._runtime = runtime = Runtime(
-            swapped,
-            step,
-            placement,
-            preparation,
-            lone_calls,
-            sums,
-            transfers,
-            observer,
-            self.recorder,
-        )
-        self._glue = glue = Glue(places_of(model, list(in_order)), root.torch_device, runtime, compute_dtype)
-        self._granting = granting = Granting(step, placement, preparation, sums, observer, self.recorder)
-        self._runner = MicrobatchRunner(step, devices, granting, preparation, runtime, glue)
         self._num_elements, self._evaluated_elements = 0, -1
         self._predicts = True
-        self._use(planner.layer_by_layer(range(len(layers))))
         self.step_plan = self.plan
-        self._start([])
-        self._intercepted = [InterceptedForward(layer, runtime, compile_options) for layer in swapped_layers]
-
-    def _residents_on(self, number: int) -> Residents:
-        device = self.devices[number]
-        swapper = Swapper(device, self.store, self.pool, self.traffic, self._model.is_shared, self.updater.postponed)
-        return Residents(device, swapper, Stash(device, self.pool, self.traffic), number)
 
     @property
     def plan(self) -> Plan:
@@ -210,7 +134,7 @@ class Executor:
     @property
     def is_running(self) -> bool:
         """Whether lanes run, or wait for each other: parameters are then not what they are between hooks."""
-        return self._lanes.is_driving or self._runner.is_running_here
+        return self._runner.is_running
 
     @property
     def is_sequential(self) -> bool:
@@ -241,10 +165,6 @@ class Executor:
             UnsupportedModelError: if one has another type or shape.
         """
         self._model.catch_up()
-
-    def recompute_in(self, context: Callable[[], AbstractContextManager[None]]) -> None:
-        """From now on, run layers' own code in a context when it runs again, and has been heard before."""
-        self._runtime.recomputing = context
 
     def outside_of_lanes(self) -> AbstractContextManager[Any]:
         """The context of a step whose own code finds parameters on the host."""
@@ -311,20 +231,14 @@ class Executor:
         self.updater.buffers.reclaim()
         step.in_backward = False
         self._model.begin_step(is_training=is_training)
-        for residents in self._residents:
+        for residents in self._placement.residents:
             residents.follows_moves = is_alone or not step.is_sequential
             residents.device.begin_lanes()
             for pack in residents.packs:
                 pack.is_narrow = is_training
-        numbers = range(len(microbatches))
-        lanes: Sequence[AnyLane] = (
-            [CallerLane(number, self._granting.go_on) for number in numbers]
-            if step.is_sequential
-            else self._lanes.lanes([partial(self._runner.run_lane, number) for number in numbers])
-        )
-        self._start([self._begin(lane, each) for lane, each in zip(lanes, microbatches, strict=True)])
+        self._runner.begin(microbatches)
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
-            self._drive(Phase.FORWARD)
+            self._runner.drive(Phase.FORWARD)
             # Hooks before the backward draw as others do, not as a microbatch.
             self._step.random.switch_back()
             # What comes next is user code that sees parameters, and gradients that take the place of those it uses.
@@ -341,16 +255,6 @@ class Executor:
             self._use(plan)
             self.step_plan = plan
             self.recorder.run_by(plan, self._placement.packs)
-
-    def _start(self, running: list[LaneProgress]) -> None:
-        """These lanes run from now on."""
-        self._step.start(running, self.plan, {pack.index for pack in self._placement.packs if pack.buffers})
-
-    def _begin(self, lane: AnyLane, microbatch: Microbatch) -> LaneProgress:
-        stashes = [LaneStash(residents.stash) for residents in self._residents]
-        transfers = LaneTransfers(self._transfers, lane.microbatch)
-        glue = OneDevice(transfers, self._transfers) if len(self.devices) > 1 else None
-        return LaneProgress(lane, microbatch, stashes, transfers, glue)
 
     def backward(
         self,
@@ -391,7 +295,7 @@ class Executor:
         )
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
             self._sums.deliver_final(range(len(self._placement.packs)))
-            self._drive(Phase.BACKWARD)
+            self._runner.drive(Phase.BACKWARD)
             self._sums.deliver_rest()
             self._model.refuse_changed_buffers()
             self.updater.finish()
@@ -453,7 +357,7 @@ class Executor:
         if self._step.is_running:
             if self._observer.is_measuring and not self._observer.is_training:
                 self._evaluated_elements = self._num_elements
-            self._lanes.abort()
+            self._runner.abort()
             self.recorder.drop()
             self._reset()
 
@@ -476,10 +380,10 @@ class Executor:
         self._observer.forget_turns()
         self._sums.reset()
         self._transfers.shared.clear()
-        self._start([])
+        self._runner.end()
         self._step.random.switch_back()
         self._model.end_step()
-        for residents in self._residents:
+        for residents in self._placement.residents:
             residents.reset()
 
     @contextmanager
@@ -487,46 +391,19 @@ class Executor:
         try:
             yield
         except BaseException:
-            self._lanes.abort()
+            self._runner.abort()
             self.recorder.drop()
             # Whoever handles the error may save a checkpoint: no update may run meanwhile, and none be lost.
             self.updater.postponed.drain()
             self.updater.drain()
-            for residents in self._residents:
+            for residents in self._placement.residents:
                 residents.stash.clear()
             self._reset()
             raise
 
-    def _drive(self, until: Phase) -> None:
-        """Grant lanes, one at a time, until each has ended or waits for what comes after ``until``."""
-        step = self._step
-        try:
-            # A compiled container around layers runs as it is written where its operations may be on several devices.
-            whole = torch.compiler.set_stance("force_eager") if len(self.devices) > 1 else nullcontext()
-            with whole, functions_as_operations():
-                if step.is_sequential:
-                    self._runner.run_one_after_another()
-                else:
-                    self._lanes.drive(partial(self._granting.next, until))
-        except torch.OutOfMemoryError as error:
-            if step.granted is None:
-                raise
-            raise exceeded_in_turn(step.granted, self.devices, error, self._record.discard()) from error
-        except Exception as error:
-            granted = step.granted
-            if granted is not None and granted.pack is not None and hasattr(error, "add_note"):
-                task = Task(granted.pack.index, granted.phase, granted.progress.lane.microbatch)
-                on_device = f" on device {granted.device}" if len(self.devices) > 1 else ""
-                error.add_note(f"in task {task} ({granted.pack.name}){on_device}")
-            raise
-        finally:
-            step.granted = None
-            for device in self.devices:
-                device.join_lanes()
-
     def close(self) -> None:
         """Join all threads, give the model its own forward methods back, and release host memory from the device."""
-        self._lanes.close()
+        self._runner.close()
         self._reset()
         for intercepted in self._intercepted:
             intercepted.remove()

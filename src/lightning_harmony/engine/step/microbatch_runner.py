@@ -1,22 +1,28 @@
-"""Running microbatches: the user's code of each, up to its loss and back, in its lane."""
+"""Running microbatches: each in a lane, which runs the user's code up to its loss and back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.glue.functions import functions_as_operations
 from lightning_harmony.engine.glue.glue import Glue
-from lightning_harmony.engine.lanes.lane import CallerLane, Lane
+from lightning_harmony.engine.glue.one_device import OneDevice
+from lightning_harmony.engine.lanes.lane import AnyLane, CallerLane, Lane, LanePool
+from lightning_harmony.engine.memory.placement import Placement
+from lightning_harmony.engine.memory.stash import LaneStash
+from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers
 from lightning_harmony.engine.step.granting import Granting
 from lightning_harmony.engine.step.pack_preparation import PackPreparation
 from lightning_harmony.engine.step.runtime import Runtime
+from lightning_harmony.engine.step.shortage import exceeded_in_turn
 from lightning_harmony.engine.step.step import Step
-from lightning_harmony.engine.step.turns import LaneProgress, Request
-from lightning_harmony.plan.values.task import Phase
+from lightning_harmony.engine.step.turns import LaneProgress, Microbatch, Request
+from lightning_harmony.plan.values.task import Phase, Task
 
 
 class MicrobatchRunner:
@@ -24,34 +30,108 @@ class MicrobatchRunner:
 
     Args:
         step: the step.
-        devices: where it runs.
+        lanes: run microbatches that take turns.
+        placement: of the step's packs.
+        transfers: between devices.
         granting: gives lanes their turns.
         preparation: makes room for the backward of a loss.
         runtime: serves the layers that microbatches call.
         glue: the code between layers.
-
-    Attributes:
-        is_running_here: whether a microbatch runs in the calling thread.
+        discard_record: discards the record that foresaw something else than what happens; returns a word on it.
     """
 
     def __init__(
         self,
         step: Step,
-        devices: Sequence[Device],
+        lanes: LanePool,
+        placement: Placement,
+        transfers: Transfers,
         granting: Granting,
         preparation: PackPreparation,
         runtime: Runtime,
         glue: Glue,
+        discard_record: Callable[[], str],
     ) -> None:
-        self.is_running_here = False
+        self._is_running_here = False
         self._step = step
-        self._devices = devices
+        self._lanes = lanes
+        self._placement = placement
+        self._transfers = transfers
+        self._devices = transfers.devices
         self._granting = granting
         self._preparation = preparation
         self._runtime = runtime
         self._glue = glue
+        self._discard_record = discard_record
+        self.end()
 
-    def run_lane(self, number: int) -> None:
+    @property
+    def is_running(self) -> bool:
+        """Whether lanes run, or wait for each other."""
+        return self._lanes.is_driving or self._is_running_here
+
+    def begin(self, microbatches: Sequence[Microbatch]) -> None:
+        """Give each microbatch a lane that has not started: where they run one after the other, the calling thread is it."""
+        numbers = range(len(microbatches))
+        lanes: Sequence[AnyLane] = (
+            [CallerLane(number, self._granting.go_on) for number in numbers]
+            if self._step.is_sequential
+            else self._lanes.lanes([partial(self._run_lane, number) for number in numbers])
+        )
+        self._start([self._progress(lane, each) for lane, each in zip(lanes, microbatches, strict=True)])
+
+    def _progress(self, lane: AnyLane, microbatch: Microbatch) -> LaneProgress:
+        stashes = [LaneStash(residents.stash) for residents in self._placement.residents]
+        transfers = LaneTransfers(self._transfers, lane.microbatch)
+        glue = OneDevice(transfers, self._transfers) if len(self._devices) > 1 else None
+        return LaneProgress(lane, microbatch, stashes, transfers, glue)
+
+    def _start(self, running: Sequence[LaneProgress]) -> None:
+        placement = self._placement
+        self._step.start(running, placement.plan, {pack.index for pack in placement.packs if pack.buffers})
+
+    def drive(self, until: Phase) -> None:
+        """Grant lanes, one at a time, until each has ended or waits for what comes after ``until``."""
+        step = self._step
+        try:
+            # A compiled container around layers runs as it is written where its operations may be on several devices.
+            whole = torch.compiler.set_stance("force_eager") if len(self._devices) > 1 else nullcontext()
+            with whole, functions_as_operations():
+                if step.is_sequential:
+                    self._run_one_after_another()
+                else:
+                    self._lanes.drive(partial(self._granting.next, until))
+        except torch.OutOfMemoryError as error:
+            if step.granted is None:
+                raise
+            raise exceeded_in_turn(step.granted, self._devices, error, self._discard_record()) from error
+        except Exception as error:
+            granted = step.granted
+            if granted is not None and granted.pack is not None and hasattr(error, "add_note"):
+                task = Task(granted.pack.index, granted.phase, granted.progress.lane.microbatch)
+                on_device = f" on device {granted.device}" if len(self._devices) > 1 else ""
+                error.add_note(f"in task {task} ({granted.pack.name}){on_device}")
+            raise
+        finally:
+            step.granted = None
+            for device in self._devices:
+                device.join_lanes()
+
+    def abort(self) -> None:
+        """Unwind all lanes."""
+        self._lanes.abort()
+
+    def end(self) -> None:
+        """No lane runs any more."""
+        self._start([])
+
+    def close(self) -> None:
+        """Unwind all lanes and join their threads."""
+        self._lanes.close()
+
+    # ---- one microbatch ------------------------------------------------------------------------------------------------
+
+    def _run_lane(self, number: int) -> None:
         """Run a microbatch whose lane takes turns with others."""
         progress = self._step.turns.running[number]
         assert isinstance(progress.lane, Lane)
@@ -68,15 +148,15 @@ class MicrobatchRunner:
                 self._preparation.enter_loss(progress)
             self._run_backward(progress, loss)
 
-    def run_one_after_another(self) -> None:
+    def _run_one_after_another(self) -> None:
         """Run all microbatches in the calling thread, as far as their losses, or from there on."""
-        self.is_running_here = True
+        self._is_running_here = True
         try:
             for progress in self._step.turns.running:
                 if not progress.lane.finished:
                     self._run_here(progress)
         finally:
-            self.is_running_here = False
+            self._is_running_here = False
 
     def _run_here(self, progress: LaneProgress) -> None:
         """Run a microbatch in the calling thread, as far as its loss, or from there on."""

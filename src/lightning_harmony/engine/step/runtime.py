@@ -42,12 +42,8 @@ class Runtime:
         transfers: between devices.
         observer: of what is not known yet.
         recorder: notes when layers compute.
-
-    Attributes:
-        recomputing: the context of a layer's own code when it runs again, and has been heard before.
+        recomputing: gives the context of a layer's own code when it runs again, and has been heard before.
     """
-
-    recomputing: Callable[[], AbstractContextManager[None]]
 
     def __init__(
         self,
@@ -60,6 +56,7 @@ class Runtime:
         transfers: Transfers,
         observer: Observer,
         recorder: StepRecorder,
+        recomputing: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._model = model
         self._step = step
@@ -72,7 +69,7 @@ class Runtime:
         self._recorder = recorder
         self._devices = transfers.devices
         self.open_call = OpenCall(self.visit)
-        self.recomputing = nullcontext
+        self.recomputing = recomputing
 
     def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
         """Wait for a layer's turn; within the context it resides on the device."""
