@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import StepReport
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
-from lightning_harmony.engine.model.compiled import is_compiled
-from lightning_harmony.engine.model.decompose import find_layers
 from lightning_harmony.fit import tracebacks
-from lightning_harmony.fit.in_memory import DoesNotFit, InMemory, LastingBytes, fits, move_optimizer_state
+from lightning_harmony.fit.in_memory import InMemory, move_optimizer_state
+from lightning_harmony.fit.lasting_bytes import LastingBytes, fits
+from lightning_harmony.fit.memory_watch import DoesNotFit
 from lightning_harmony.fit.swapped import Swapped
 from lightning_harmony.fit.unregistered import move_unregistered
 from lightning_harmony.microbatches.split_check import SplitCheck
@@ -215,16 +215,9 @@ class StrategyMixin(OneProcess):
                 has_optimizers = True
             lasting = LastingBytes.of(self._module, self.optimizers if trains else None)
             if fits(lasting, devices[0]):
-                self._in_memory = InMemory(
-                    self._lightning,
-                    trainer,
-                    self._settings,
-                    devices[0],
-                    lasting,
-                    self._split_check(trainer),
-                    self._compiled_layers(),
-                )
-                self._in_memory.show_start()
+                split_check = self._split_check(trainer)
+                self._in_memory = InMemory(self._lightning, trainer, self._settings, devices[0], lasting, split_check)
+                self._in_memory.start()
         if self._in_memory is None:
             self._swap_layers(trainer, devices, sets_up_optimizers=trains and not has_optimizers)
         self.setup_precision_plugin()
@@ -235,17 +228,6 @@ class StrategyMixin(OneProcess):
             return False
         computes_narrow = getattr(self.precision_plugin, "compute_dtype", None) is not None
         return next(self._module.parameters(), None) is None or (len(devices) == 1 and not computes_narrow)
-
-    def _compiled_layers(self) -> list[nn.Module]:
-        """Compile each layer of a model that fits, if that is wanted and the user did not."""
-        options = self._settings.compile_options
-        if options is None:
-            return []
-        found = find_layers(self._module, max_layer_bytes=None, layers=self._settings.layers)
-        layers = [layer.module for layer in found if not is_compiled(layer.module)]
-        for layer in layers:
-            layer.compile(**options)
-        return layers
 
     def _swap_layers(self, trainer: Any, devices: Sequence[Device], *, sets_up_optimizers: bool) -> None:
         """From now on, layers are swapped."""
