@@ -17,6 +17,7 @@ from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.fit import tracebacks
 from lightning_harmony.fit.in_memory import InMemory, move_optimizer_state
 from lightning_harmony.fit.lasting_bytes import LastingBytes, fits
+from lightning_harmony.fit.loop_ends import LoopEnds
 from lightning_harmony.fit.memory_watch import DoesNotFit
 from lightning_harmony.fit.swapped import Swapped
 from lightning_harmony.fit.unregistered import move_unregistered
@@ -109,6 +110,7 @@ class StrategyMixin(OneProcess):
         )
         self._lightning = LightningTree(self.tree)
         self._reports = StepReports()
+        self._loop_ends = LoopEnds()
         self._last_plan: Plan | None = None
         # How many parameters a failed step has updated, and how many not: until another fit.
         self._torn: tuple[int, int] | None = None
@@ -126,7 +128,8 @@ class StrategyMixin(OneProcess):
     def __getstate__(self) -> dict[str, Any]:
         """Without what a fit that runs has set up, threads among it: the fit of a copy sets up its own."""
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_in_memory": None, "_swapped": None, "_last_plan": self.plan}
+        of_fit = {"_in_memory": None, "_swapped": None, "_loop_ends": LoopEnds()}
+        return {**state, **of_fit, "_last_plan": self.plan}
 
     # ---- what Lightning asks when it is set up -------------------------------------------------------------------------
 
@@ -204,7 +207,7 @@ class StrategyMixin(OneProcess):
         refuse_uninitialized(self._module)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
-        devices = self._settings.open_devices(self._devices or [self.root_device])
+        devices = self._settings.open_devices(self._torch_devices)
         trains, has_optimizers = trainer.state.fn == "fit", False
         if trains:
             self._torn = None
@@ -236,11 +239,14 @@ class StrategyMixin(OneProcess):
             self._module.to("cpu")
         self.model_to_device()
         split_check = self._split_check(trainer)
-        self._swapped = Swapped(self._lightning, trainer, self._settings, devices, split_check, self._reports)
+        self._swapped = Swapped(
+            self._lightning, trainer, self._settings, self._torch_devices, devices, split_check, self._reports
+        )
         if trainer.state.fn == "fit":
             if sets_up_optimizers:
                 self.setup_optimizers(trainer)
-            self._swapped.start()
+            self._swapped.training.start()
+            self._loop_ends.begin(trainer, after_batch=self._release_signals, after_epoch=self._finish_update)
 
     def _leave_memory(self, reason: DoesNotFit) -> None:
         """A batch does not fit beside the model: have layers swapped for the rest."""
@@ -280,6 +286,7 @@ class StrategyMixin(OneProcess):
 
     def teardown(self) -> None:
         """Give the module back as an ordinary one on the host. Also called when `setup` never was."""
+        self._loop_ends.end()
         in_memory, self._in_memory = self._in_memory, None
         swapped, self._swapped = self._swapped, None
         if in_memory is not None:
@@ -396,6 +403,11 @@ class StrategyMixin(OneProcess):
 
     # ---- between steps -------------------------------------------------------------------------------------------------
 
+    def _release_signals(self) -> None:
+        """A step is over, and its state whole."""
+        if self._swapped is not None:
+            self._swapped.signals.release()
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """See to what was done to the model since the last batch."""
         if self._swapped is not None:
@@ -432,6 +444,10 @@ class StrategyMixin(OneProcess):
             # The loops are over, and the module is an ordinary one.
             return step(*args, **kwargs)
         return self._swapped.evaluate(name, step, args, kwargs)
+
+    @property
+    def _torch_devices(self) -> list[torch.device]:
+        return self._devices or [self.root_device]
 
     @property
     def _module(self) -> Any:

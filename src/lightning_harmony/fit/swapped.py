@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.origin import origin_of
 from lightning_harmony.engine.model.decompose import Layer, find_layers
@@ -18,7 +20,6 @@ from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.fit.evaluation import Evaluation
 from lightning_harmony.fit.first_step import BuffersBefore
 from lightning_harmony.fit.garbage import LastingObjects
-from lightning_harmony.fit.loop_ends import LoopEnds
 from lightning_harmony.fit.signals import HeldSignals
 from lightning_harmony.fit.training import Training
 from lightning_harmony.microbatches.logs import unheard
@@ -49,7 +50,8 @@ class Swapped:
         tree: the Trainer's.
         trainer: whose module is trained or evaluated. The module is on the host.
         settings: the strategy's.
-        devices: where layers run. They are closed with the engine.
+        torch_devices: where layers run.
+        devices: the same, opened. They are closed with the engine.
         split_check: of the batches.
         reports: where steps are reported.
 
@@ -64,16 +66,16 @@ class Swapped:
         tree: LightningTree,
         trainer: Any,
         settings: Settings,
+        torch_devices: Sequence[torch.device],
         devices: Sequence[Device],
         split_check: SplitCheck,
         reports: StepReports,
     ) -> None:
         self._tree, self._trainer, self._settings = tree, trainer, settings
         self._split_check, self._reports = split_check, reports
-        self._torch_devices = [device.torch_device for device in devices]
+        self._torch_devices = torch_devices
         self.signals = HeldSignals()
         self._lasting = LastingObjects()
-        self._loop_ends = LoopEnds()
         self._buffers_before: BuffersBefore | None = None
         self._use(self._build_engine(settings.plan, devices, None), None)
 
@@ -85,15 +87,6 @@ class Swapped:
         summary = FitSummary(tree, trainer, engine) if summary is None else replace(summary, engine=engine)
         self.training = Training(tree, trainer, engine, settings, deferred, self._split_check, self._reports, summary)
         self._evaluation = Evaluation(tree, trainer, engine, settings, self._split_check.splitting)
-
-    def start(self) -> None:
-        """A fit begins, whose optimizers are there.
-
-        Raises:
-            CapacityError: if the host has too little memory.
-        """
-        self.training.start()
-        self._loop_ends.begin(self._trainer, after_batch=self.signals.release, after_epoch=self.finish_update)
 
     def catch_up(self) -> None:
         """Before a step, see to what was changed since the last one: other parameters need another set-up."""
@@ -117,7 +110,6 @@ class Swapped:
     def end(self) -> None:
         """Give the module back as an ordinary one on the host. Signals are still held if they were."""
         self._lasting.end()
-        self._loop_ends.end()
         self.engine.close()
 
     # ---- steps ---------------------------------------------------------------------------------------------------------
