@@ -220,15 +220,8 @@ class Runtime:
         """The layer that a parameter with a name is when glue uses it."""
         return next((self.glue_layer(parameter) for parameter, own in self._model.names.items() if own == name), None)
 
-    def token(self, parameter: nn.Parameter) -> Tensor | None:
-        """The token of a parameter in the current microbatch."""
-        return self._tokens().get(parameter)
-
-    def keep_token(self, parameter: nn.Parameter, token: Tensor) -> None:
-        """Use a token for the rest of the microbatch's forward."""
-        self._tokens()[parameter] = token
-
-    def _tokens(self) -> dict[nn.Parameter, Tensor]:
+    def tokens(self) -> dict[nn.Parameter, Tensor]:
+        """Of the parameters that glue used in the current microbatch."""
         progress = self._step.current()
         assert progress is not None
         return progress.tokens
