@@ -14,6 +14,7 @@ from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.model.decompose import find_layers
 from lightning_harmony.engine.step.assembly import assemble
 from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.engine.step.step import Listeners
 from lightning_harmony.engine.step.turns import Microbatch
 
 WIDTH, NUM_LAYERS = 16, 4
@@ -101,7 +102,7 @@ def test_listeners_are_told_whose_turn_it_is_until_others_take_their_place(
 ) -> None:
     turns: list[int] = []
     with executor_of(model) as executor:
-        executor.notify(on_switch=turns.append)
+        executor.notify(Listeners(turns.append))
         step(executor, model, parts)
         assert list(dict.fromkeys(turns)) == [0, 1, 2]
         turns.clear()
@@ -127,11 +128,25 @@ def test_microbatches_that_run_one_after_the_other_are_watched(model: Model, par
     watch = Watch()
     calls = [f"layers.{number}" for number in range(NUM_LAYERS)]
     with executor_of(model) as executor:
-        executor.notify(watch=watch)
+        executor.notify(Listeners(watch=watch))
         step(executor, model, parts)
         assert watch.seen == [word for number in range(3) for word in [f"begin {number}", *calls, "end"]]
         step(executor, model, parts)
         assert len(watch.seen) == 3 * (NUM_LAYERS + 2)
+
+
+@pytest.mark.parametrize("interleave", [False, True])
+def test_another_gradient_than_the_predicted_one_is_made_up_for_and_none_is_predicted_again(
+    model: Model, parts: Sequence[Tensor], interleave: bool
+) -> None:
+    expected = [None if gradient is None else 4 * gradient for gradient in plain(copy.deepcopy(model), parts)]
+    with executor_of(model) as executor:
+        # Where one is predicted, the backward of a microbatch, or of its last packs, precedes the next microbatch.
+        for predicted in (1.0, 1.0, 4.0):
+            options = {"num_elements": 1, "predicted_gradient": predicted, "interleave": interleave}
+            executor.forward(microbatches(model, parts), **options)  # type: ignore[arg-type]
+            executor.backward(torch.full((), 4.0), None)
+            assert same(gradients(model), expected)
 
 
 def test_layers_run_again_in_the_context_that_was_given_for_that(model: Model, parts: Sequence[Tensor]) -> None:

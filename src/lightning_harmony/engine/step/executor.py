@@ -7,7 +7,7 @@ their gradients, and `observer` measures what they take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -30,7 +30,7 @@ from lightning_harmony.engine.step.microbatch_runner import MicrobatchRunner
 from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.planning import Planner, SeenStep
 from lightning_harmony.engine.step.runtime import Runtime
-from lightning_harmony.engine.step.step import Listeners, Step, StepWatch
+from lightning_harmony.engine.step.step import Listeners, Step
 from lightning_harmony.engine.step.swapped_model import SwappedModel
 from lightning_harmony.engine.step.turns import Microbatch
 from lightning_harmony.engine.updates.optimizer_twin import Clip
@@ -97,7 +97,6 @@ class Executor:
         self._cuda_devices = [d.torch_device.index for d in devices if isinstance(d.torch_device.index, int)]
         self.has_succeeded = False
         self._num_elements, self._evaluated_elements = 0, -1
-        self._predicts = True
         self.step_plan = self.plan
 
     @property
@@ -115,21 +114,9 @@ class Executor:
         """Whether layers were called in a backward, as reentrant checkpointing does."""
         return self._sums.reentrant
 
-    def notify(
-        self,
-        *,
-        on_switch: Callable[[int], None] | None = None,
-        on_set: Callable[[dict[str, Any], set[str]], None] | None = None,
-        watch: StepWatch | None = None,
-    ) -> None:
-        """Say who is told of the steps from now on: nobody else than these.
-
-        Args:
-            on_switch: told which microbatch has its turn.
-            on_set: told what attributes the own code of a layer has set.
-            watch: told of microbatches that run one after the other, if there are several.
-        """
-        self._step.listeners = Listeners(on_switch, on_set, watch)
+    def notify(self, listeners: Listeners | None = None) -> None:
+        """Say who is told of the steps from now on: nobody else than these."""
+        self._step.listeners = listeners or Listeners()
 
     @property
     def is_running(self) -> bool:
@@ -219,7 +206,7 @@ class Executor:
         step, is_alone = self._step, len(microbatches) == 1
         step.is_sequential = is_alone or is_measuring or not interleave
         step.watch = step.listeners.watch if step.is_sequential and not is_alone else None
-        predicted = predicted_gradient if self._predicts else None
+        predicted = predicted_gradient if step.predicts else None
         # Where work space isn't known, a lane goes from pack to pack.
         step.fuses = predicted is not None and self._planner.is_planned and not is_measuring
         # A single microbatch has no other to wait for: its caller brings the gradient at once. But where its work is not
@@ -279,7 +266,7 @@ class Executor:
         """
         self._step.upstream = gradient.detach()
         self._step.in_backward = True
-        self._sums.begin_backward(self._check_prediction(gradient), requested)
+        self._sums.begin_backward(self._step.correction(gradient), requested)
         # Gradients of the last step that were zeroed since.
         self.updater.buffers.reclaim()
         for device in self.devices:
@@ -312,17 +299,6 @@ class Executor:
         postponed = self.updater.postponed
         update = postponed.make_at_once if waits else postponed.start
         update(optimizer, [pack.parameters for pack in self._placement.in_order()], clip)
-
-    def _check_prediction(self, gradient: Tensor) -> float:
-        """What gradients have to be multiplied with because another gradient was predicted. Then never predict again."""
-        predicted = self._step.predicted
-        if predicted is None:
-            return 1.0
-        actual = float(gradient)
-        if actual == predicted:
-            return 1.0
-        self._predicts = False
-        return actual / predicted
 
     def _end(self) -> None:
         """Nothing outlives a step on the device: its weights are stale after an update, whoever makes it."""

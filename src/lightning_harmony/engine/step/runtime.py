@@ -58,9 +58,7 @@ class Runtime:
         recorder: StepRecorder,
         recomputing: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._model = model
-        self._step = step
-        self._placement = placement
+        self._model, self._step, self._placement = model, step, placement
         self._preparation = preparation
         self._lone_calls = lone_calls
         self._sums = sums

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from lightning_harmony.engine.lanes.lane import AnyLane, current_lane
 from lightning_harmony.engine.lanes.rng import RandomStreams
@@ -67,6 +68,7 @@ class Step:
     Attributes:
         turns: gives its lanes their turns.
         predicted: the gradient of its loss, if that was known before: the backward of each microbatch then follows its loss.
+        predicts: whether gradients that were predicted have come so far: after another one, none is predicted.
         fuses: whether a lane that comes to the fused packs goes through them to its loss and back.
         is_sequential: whether one microbatch runs after the other, in the caller's own thread.
         watch: watches its microbatches while one runs after the other.
@@ -81,6 +83,7 @@ class Step:
 
     def __init__(self) -> None:
         self.predicted: float | None = None
+        self.predicts = True
         self.fuses = False
         self.is_sequential = False
         self.watch: StepWatch | None = None
@@ -100,6 +103,16 @@ class Step:
     def runs_whole(self) -> bool:
         """Whether each microbatch runs forward and backward before the next one begins."""
         return self.is_sequential and self.predicted is not None
+
+    def correction(self, gradient: Tensor) -> float:
+        """What its gradients have to be multiplied with because this one has come, and another one was predicted."""
+        if self.predicted is None:
+            return 1.0
+        actual = float(gradient)
+        if actual == self.predicted:
+            return 1.0
+        self.predicts = False
+        return actual / self.predicted
 
     def start(self, running: Sequence[LaneProgress], plan: Plan, having_buffers: Collection[int]) -> None:
         """These lanes run from now on.
