@@ -401,8 +401,6 @@ class StrategyMixin(OneProcess):
             self._swapped.engine.updater.postponed.drain()
         super().on_exception(exception)
 
-    # ---- between steps -------------------------------------------------------------------------------------------------
-
     def _release_signals(self) -> None:
         """A step is over, and its state whole."""
         if self._swapped is not None:
@@ -413,7 +411,7 @@ class StrategyMixin(OneProcess):
         if self._swapped is not None:
             self._swapped.catch_up()
 
-    # ---- other steps ---------------------------------------------------------------------------------------------------
+    # ---- evaluation ----------------------------------------------------------------------------------------------------
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's validation_step, its layers swapped in one after the other."""
@@ -444,10 +442,6 @@ class StrategyMixin(OneProcess):
             # The loops are over, and the module is an ordinary one.
             return step(*args, **kwargs)
         return self._swapped.evaluate(name, step, args, kwargs)
-
-    @property
-    def _torch_devices(self) -> list[torch.device]:
-        return self._devices or [self.root_device]
 
     @property
     def _module(self) -> Any:

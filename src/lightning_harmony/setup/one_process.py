@@ -28,6 +28,11 @@ class OneProcess(_Base):
         return self._devices[0] if self._devices else torch.device("cpu")
 
     @property
+    def _torch_devices(self) -> list[torch.device]:
+        """The devices behind it."""
+        return self._devices or [self.root_device]
+
+    @property
     def parallel_devices(self) -> list[torch.device] | None:
         """The root device alone: the user's code sees one device."""
         return [self.root_device] if self._devices else None
