@@ -28,7 +28,7 @@ from clock import Clock
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.model.decompose import Layer
-from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.engine.step.assembly import assemble
 from lightning_harmony.engine.step.turns import Microbatch
 
 NUM_LAYERS = 100
@@ -62,7 +62,7 @@ class Step:
     def __init__(self, kind: type[Nothing], *, packs: bool) -> None:
         self._model = nn.ModuleList(kind() for _ in range(NUM_LAYERS))
         layers = [Layer(str(number), module) for number, module in enumerate(self._model)]
-        self._executor = Executor(self._model, layers, VirtualDevice(28 * 1024 if packs else None))
+        self._executor = assemble(self._model, layers, VirtualDevice(28 * 1024 if packs else None))
         self._x = torch.zeros(1)
         self.seconds(NUM_MICROBATCHES)
         assert len(self._executor.plan.packs) == (NUM_LAYERS if packs else 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_harmony.engine.step import planning
+from lightning_harmony.engine.step import plan_making
 from lightning_harmony.plan.search.deciding import decide, foreseen
 from lightning_harmony.plan.values.plan import Plan
 
@@ -31,5 +31,5 @@ def spread_packs(monkeypatch: pytest.MonkeyPatch, which: str) -> list[Plan]:
             made.append(plan)
         return plan
 
-    monkeypatch.setattr(planning, "decide", decide_spread)
+    monkeypatch.setattr(plan_making, "decide", decide_spread)
     return made

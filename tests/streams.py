@@ -32,7 +32,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-import lightning_harmony.strategy
+import lightning_harmony.setup.settings
 from lightning_harmony.engine.devices import cuda_device
 from lightning_harmony.engine.devices import stream as stream_module
 from lightning_harmony.engine.devices.cuda_device import CudaDevice
@@ -1054,7 +1054,7 @@ def detecting(
         detector.record_stream(buffer, detector.here.current_stream(device.torch_device))
 
     _show_threads(monkeypatch, detector)
-    monkeypatch.setattr(lightning_harmony.strategy, "VirtualDevice", open_device)
+    monkeypatch.setattr(lightning_harmony.setup.settings, "VirtualDevice", open_device)
     monkeypatch.setattr(cuda_device, "torch", FakeTorch())
     monkeypatch.setattr(cuda_device, "flat_buffer", flat)
     monkeypatch.setattr(stream_module, "torch", FakeTorch())

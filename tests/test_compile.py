@@ -56,7 +56,7 @@ class Compilations(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.frames.append(counters["frames"]["total"])
-        self.narrow = {layer.name for layer in trainer.strategy._executor._model.layers if layer.narrow}
+        self.narrow = {layer.name for layer in trainer.strategy._swapped.engine._model.layers if layer.narrow}
 
 
 def build(net: Callable[[], nn.Module], backend: Any = None) -> Net:

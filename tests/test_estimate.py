@@ -102,7 +102,7 @@ def train(
 
     class Known(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            executor = strategy._executor
+            executor = strategy._swapped.engine
             assert executor is not None
             # Bytes alone: what was timed is no estimate's.
             works = executor._observer.works[True]

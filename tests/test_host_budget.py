@@ -58,7 +58,7 @@ class Host(pl.Callback):
 
     def taken(self) -> int:
         optimizers = self.strategy.lightning_module.trainer.optimizers
-        return int(self.strategy._executor.pool.num_bytes) + state_bytes(optimizers)
+        return int(self.strategy._swapped.engine.pool.num_bytes) + state_bytes(optimizers)
 
     def train(self, batch_size: int, **options: Any) -> list[StepReport]:
         """Train to what plain Lightning comes to, and to no more than there is room for."""

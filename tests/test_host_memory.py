@@ -128,7 +128,7 @@ def test_the_first_step_leaves_no_gradients_behind() -> None:
 
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
             if trainer.global_step == 1:
-                self.num_bytes = trainer.strategy._executor.pool.num_bytes
+                self.num_bytes = trainer.strategy._swapped.engine.pool.num_bytes
                 self.num_gradients = num_gradients(module)
 
     after = AfterFirst()
@@ -145,7 +145,7 @@ def test_nothing_of_a_fit_lasts_but_its_model() -> None:
 
     class AtEnd(pl.Callback):
         def on_train_end(self, trainer: Any, module: Any) -> None:
-            engine = trainer.strategy._executor
+            engine = trainer.strategy._swapped.engine
             of_fit.extend(weakref.ref(each) for each in (trainer, trainer.optimizers[0], engine, engine.pool))
 
     module = fit(strategy(), callbacks=[AtEnd()])

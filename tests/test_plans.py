@@ -248,7 +248,7 @@ class Peaks(Reports):
         self.peaks: list[int] = []
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        (self._device,) = trainer.strategy._executor.devices
+        (self._device,) = trainer.strategy._swapped.engine.devices
         self._watched = self._device.watch_peak()
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -452,8 +452,8 @@ class TestForwardPacks:
             class Look(pl.Callback):
                 def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
                     plans.append(trainer.strategy.plan)
-                    planner = trainer.strategy._executor._planner
-                    calls[:] = planner._names(planner._calls)
+                    planner = trainer.strategy._swapped.engine._planner
+                    calls[:] = [planner._layers[call].name for call in planner._calls]
 
             options: dict[str, Any] = {"with_gradients": False, "devices": num_devices, "more_callbacks": [Look()]}
             return train_harmony(build(net), samples, strategy, 8, **options), plans[0]

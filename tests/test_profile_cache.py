@@ -19,8 +19,9 @@ from same_training import SEED, Net, Training, compare, room, train_harmony, tra
 from sampling import in_turns
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.engine.step.executor import Executor
-from lightning_harmony.engine.step.planning import CHECKED_STEPS, TIMED_STEP
+from lightning_harmony.engine.step.fit_record import CHECKED_STEPS
+from lightning_harmony.engine.step.observer import Observer
+from lightning_harmony.engine.step.planning import TIMED_STEP
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.record import Record
@@ -40,14 +41,14 @@ def folder(tmp_path: Path) -> Path:
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, bool]]:
     """Of each training step, the plan that it begins with, and whether it is measured."""
     steps: list[tuple[Plan, bool]] = []
-    drive = Executor._drive
+    begin_step = Observer.begin_step
 
-    def spy(self: Any, until: Any) -> None:
-        if self._observer.is_training and not self._step.in_backward:
-            steps.append((self.plan, self._observer.is_measuring))
-        drive(self, until)
+    def spy(self: Any, *args: Any, is_training: bool, is_measuring: bool, **options: Any) -> None:
+        if is_training:
+            steps.append((self._placement.plan, is_measuring))
+        begin_step(self, *args, is_training=is_training, is_measuring=is_measuring, **options)
 
-    monkeypatch.setattr(Executor, "_drive", spy)
+    monkeypatch.setattr(Observer, "begin_step", spy)
     return steps
 
 

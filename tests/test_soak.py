@@ -42,7 +42,7 @@ class Usage:
 
 
 def usage(trainer: Any) -> Usage:
-    engine = trainer.strategy._executor
+    engine = trainer.strategy._swapped.engine
     # What goes on under the next step holds tensors, for longer or shorter.
     engine.updater.postponed.finish()
     # The collector doesn't tell of objects that it is spared.
@@ -64,7 +64,7 @@ class Usages(pl.Callback):
         self.pool_bytes: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.pool_bytes.append(trainer.strategy._executor.pool.num_bytes)
+        self.pool_bytes.append(trainer.strategy._swapped.engine.pool.num_bytes)
         if trainer.global_step % WARM_UP == 0:
             self.seen[trainer.global_step] = usage(trainer)
 

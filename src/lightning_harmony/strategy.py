@@ -4,67 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_harmony.engine.devices.cuda_device import CudaDevice
 from lightning_harmony.engine.devices.device import Device
-from lightning_harmony.engine.devices.virtual_device import VirtualDevice
-from lightning_harmony.engine.measure.origin import origin_of
 from lightning_harmony.engine.measure.report import StepReport
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
-from lightning_harmony.engine.model.compiled import is_compiled
-from lightning_harmony.engine.model.decompose import Layer, find_layers
-from lightning_harmony.engine.model.host_store import HostStore
-from lightning_harmony.engine.step.executor import Executor
-from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.fit import tracebacks
-from lightning_harmony.fit.evaluation import Evaluation
-from lightning_harmony.fit.first_step import BuffersBefore
-from lightning_harmony.fit.garbage import LastingObjects
-from lightning_harmony.fit.in_memory import DoesNotFit, InMemory, LastingBytes, fits, move_optimizer_state
+from lightning_harmony.fit.in_memory import InMemory, move_optimizer_state
+from lightning_harmony.fit.lasting_bytes import LastingBytes, fits
 from lightning_harmony.fit.loop_ends import LoopEnds
-from lightning_harmony.fit.signals import HeldSignals
-from lightning_harmony.fit.training import Training
+from lightning_harmony.fit.memory_watch import DoesNotFit
+from lightning_harmony.fit.swapped import Swapped
 from lightning_harmony.fit.unregistered import move_unregistered
-from lightning_harmony.microbatches.logs import unheard
 from lightning_harmony.microbatches.split_check import SplitCheck
 from lightning_harmony.microbatches.splitting import Splitting
 from lightning_harmony.plan.values.plan import Parallel, Plan
 from lightning_harmony.plan.values.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
-from lightning_harmony.reporting.fit_summary import FitSummary
 from lightning_harmony.reporting.step_reports import StepReports
-from lightning_harmony.setup.checkpoints import refuse_directory, refuse_sharded
+from lightning_harmony.setup.checkpoints import refuse_directory, refuse_sharded, refuse_torn
 from lightning_harmony.setup.lightning_tree import LightningTree
-from lightning_harmony.setup.profile_cache import ProfileCache
+from lightning_harmony.setup.one_process import OneProcess
 from lightning_harmony.setup.refusals import (
-    refuse_composed,
     refuse_other_accelerators,
     refuse_scripted,
-    refuse_several_processes,
-    refuse_shared_memory,
-    refuse_sparse,
     refuse_uninitialized,
 )
 from lightning_harmony.setup.settings import Settings
-from lightning_harmony.setup.store_progress import store_progress
-from lightning_harmony.updating.deferred_update import DeferredUpdate
-from lightning_harmony.updating.update_policy import UpdatePolicy
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Base
-else:
-    _Base = object
 
 
-class StrategyMixin(_Base):
+class StrategyMixin(OneProcess):
     """The strategy, in whichever Lightning tree.
 
     Args:
@@ -135,19 +109,14 @@ class StrategyMixin(_Base):
             profile_cache=profile_cache,
         )
         self._lightning = LightningTree(self.tree)
-        self._signals = HeldSignals()
-        self._lasting = LastingObjects()
-        self._loop_ends = LoopEnds()
         self._reports = StepReports()
+        self._loop_ends = LoopEnds()
         self._last_plan: Plan | None = None
         # How many parameters a failed step has updated, and how many not: until another fit.
         self._torn: tuple[int, int] | None = None
-        self._buffers_before: BuffersBefore | None = None
-        # From `setup` to `teardown`: a model that fits is in memory, another one is swapped by the executor.
+        # From `setup` to `teardown`: a model that fits is in memory, another one is swapped.
         self._in_memory: InMemory | None = None
-        self._executor: Executor | None = None
-        self._training: Training | None = None
-        self._evaluation: Evaluation | None = None
+        self._swapped: Swapped | None = None
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -159,9 +128,8 @@ class StrategyMixin(_Base):
     def __getstate__(self) -> dict[str, Any]:
         """Without what a fit that runs has set up, threads among it: the fit of a copy sets up its own."""
         state: dict[str, Any] = super().__getstate__()
-        of_fit = dict.fromkeys(("_in_memory", "_executor", "_training", "_evaluation", "_buffers_before"))
-        watches = {"_signals": HeldSignals(), "_lasting": LastingObjects(), "_loop_ends": LoopEnds()}
-        return {**state, **of_fit, **watches, "_last_plan": self.plan}
+        of_fit = {"_in_memory": None, "_swapped": None, "_loop_ends": LoopEnds()}
+        return {**state, **of_fit, "_last_plan": self.plan}
 
     # ---- what Lightning asks when it is set up -------------------------------------------------------------------------
 
@@ -183,7 +151,7 @@ class StrategyMixin(_Base):
         The first step goes from layer to layer; what it was seen to do is planned from the next one on. After a fit, it is
         the one that was in use: its `to_json` may be kept, for `HarmonyStrategy(plan=...)` and `lightning-harmony plan`.
         """
-        return self._last_plan if self._executor is None else self._executor.plan
+        return self._last_plan if self._swapped is None else self._swapped.engine.plan
 
     @property
     def profile(self) -> Profile | None:
@@ -193,21 +161,7 @@ class StrategyMixin(_Base):
     @property
     def recorder(self) -> StepRecorder | None:
         """Measures and records steps for those who ask, as `HarmonyMonitor` does; None outside of a fit."""
-        return None if self._executor is None else self._executor.recorder
-
-    @property
-    def root_device(self) -> torch.device:
-        """The one logical device of the user's code."""
-        return self._devices[0] if self._devices else torch.device("cpu")
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The root device alone: the user's code sees one device."""
-        return [self.root_device] if self._devices else None
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        self._devices = list(devices or [])
+        return None if self._swapped is None else self._swapped.engine.recorder
 
     @property
     def accelerator(self) -> Any:
@@ -240,68 +194,6 @@ class StrategyMixin(_Base):
         refuse_sharded(plugin)
         self._checkpoint_io = plugin
 
-    @property
-    def world_size(self) -> int:
-        """One process."""
-        return 1
-
-    @property
-    def global_rank(self) -> int:
-        """The only one."""
-        return 0
-
-    @property
-    def local_rank(self) -> int:
-        """The only one, whatever a cluster's environment says of the process."""
-        return 0
-
-    @property
-    def node_rank(self) -> int:
-        """The only one."""
-        return 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The one process loads all data."""
-        return {"num_replicas": 1, "rank": 0}
-
-    def set_world_ranks(self) -> None:
-        """Refuse to be one of several processes.
-
-        Raises:
-            ValueError: if a launcher started more than one process here, or several nodes are asked for.
-        """
-        refuse_several_processes(getattr(self, "num_nodes", 1))
-
-    num_nodes: int = 1
-
-    def _configure_launcher(self) -> None:
-        """Nothing is launched."""
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """One process: nothing to reduce."""
-        return tensor
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """One process: nothing to gather."""
-        return tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """One process: its own decision."""
-        return decision
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """One process: nothing to wait for."""
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """One process: nothing to send."""
-        return obj
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """One process: nothing to block."""
-        yield
-
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Build the model on the host, whatever the device."""
@@ -315,7 +207,7 @@ class StrategyMixin(_Base):
         refuse_uninitialized(self._module)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
-        devices = self._open_devices()
+        devices = self._settings.open_devices(self._torch_devices)
         trains, has_optimizers = trainer.state.fn == "fit", False
         if trains:
             self._torn = None
@@ -326,16 +218,9 @@ class StrategyMixin(_Base):
                 has_optimizers = True
             lasting = LastingBytes.of(self._module, self.optimizers if trains else None)
             if fits(lasting, devices[0]):
-                self._in_memory = InMemory(
-                    self._lightning,
-                    trainer,
-                    self._settings,
-                    devices[0],
-                    lasting,
-                    self._split_check(trainer),
-                    self._compiled_layers(),
-                )
-                self._in_memory.show_start()
+                split_check = self._split_check(trainer)
+                self._in_memory = InMemory(self._lightning, trainer, self._settings, devices[0], lasting, split_check)
+                self._in_memory.start()
         if self._in_memory is None:
             self._swap_layers(trainer, devices, sets_up_optimizers=trains and not has_optimizers)
         self.setup_precision_plugin()
@@ -347,32 +232,21 @@ class StrategyMixin(_Base):
         computes_narrow = getattr(self.precision_plugin, "compute_dtype", None) is not None
         return next(self._module.parameters(), None) is None or (len(devices) == 1 and not computes_narrow)
 
-    def _compiled_layers(self) -> list[nn.Module]:
-        """Compile each layer of a model that fits, if that is wanted and the user did not."""
-        options = self._settings.compile_options
-        if options is None:
-            return []
-        found = find_layers(self._module, max_layer_bytes=None, layers=self._settings.layers)
-        layers = [layer.module for layer in found if not is_compiled(layer.module)]
-        for layer in layers:
-            layer.compile(**options)
-        return layers
-
     def _swap_layers(self, trainer: Any, devices: Sequence[Device], *, sets_up_optimizers: bool) -> None:
-        """From now on, layers are swapped: find them, build the host store, and intercept them."""
+        """From now on, layers are swapped."""
         refuse_scripted(self._module)
         if self.root_device.type != "cpu":
             self._module.to("cpu")
         self.model_to_device()
-        self._executor = engine = self._build_executor(trainer, self._settings.plan, devices)
-        tree = self._lightning
-        self._prepare(trainer, engine, self._split_check(trainer), FitSummary(tree, trainer, engine))
+        split_check = self._split_check(trainer)
+        self._swapped = Swapped(
+            self._lightning, trainer, self._settings, self._torch_devices, devices, split_check, self._reports
+        )
         if trainer.state.fn == "fit":
             if sets_up_optimizers:
                 self.setup_optimizers(trainer)
-            assert self._training is not None
-            self._training.start()
-            self._loop_ends.begin(trainer, after_batch=self._signals.release, after_epoch=self._finish_update)
+            self._swapped.training.start()
+            self._loop_ends.begin(trainer, after_batch=self._release_signals, after_epoch=self._finish_update)
 
     def _leave_memory(self, reason: DoesNotFit) -> None:
         """A batch does not fit beside the model: have layers swapped for the rest."""
@@ -384,89 +258,11 @@ class StrategyMixin(_Base):
         self._lightning.info(f"Harmony: {reason}: layers are swapped from now on.")
         move_optimizer_state(self.optimizers, torch.device("cpu"))
         self._swap_layers(in_memory.trainer, [in_memory.device], sets_up_optimizers=False)
-        assert self._executor is not None
-        self._executor.catch_up()
-
-    def _prepare(self, trainer: Any, engine: Executor, split_check: SplitCheck, summary: FitSummary) -> None:
-        tree, settings = self._lightning, self._settings
-        engine.recompute_in(partial(unheard, trainer))
-        deferred = DeferredUpdate(UpdatePolicy(tree, trainer, engine, settings.update), engine)
-        self._training = Training(tree, trainer, engine, settings, deferred, split_check, self._reports, summary)
-        self._evaluation = Evaluation(tree, trainer, engine, settings, split_check.splitting)
+        assert self._swapped is not None
+        self._swapped.engine.catch_up()
 
     def _split_check(self, trainer: Any) -> SplitCheck:
         return SplitCheck(Splitting(self._lightning, trainer, self._settings), self._settings, trainer)
-
-    def _catch_up(self) -> None:
-        """Before a step, see to what was changed since the last one: other parameters need another set-up."""
-        assert self._executor is not None
-        assert self._training is not None
-        if self._executor.is_outdated():
-            before = self._training
-            self._finish_update()
-            self._executor.close()
-            refuse_uninitialized(self._module)
-            store = self._executor.store
-            known = all(parameter in store for parameter in self._module.parameters())
-            # A plan that was given is for the model as it was.
-            wishes = self._executor.recorder
-            self._executor = engine = self._build_executor(
-                before.trainer, None, self._open_devices(), store if known else None
-            )
-            engine.recorder.take_over(wishes)
-            self._prepare(before.trainer, engine, before.split_check, replace(before.summary, engine=engine))
-        self._executor.catch_up()
-
-    def _build_executor(
-        self, trainer: Any, plan: Plan | None, devices: Sequence[Device], store: HostStore | None = None
-    ) -> Executor:
-        module = self._module
-        refuse_sparse(module)
-        refuse_composed(module)
-        if store is None:
-            refuse_shared_memory(module)
-        smallest = min((d.capacity_bytes for d in devices if d.capacity_bytes is not None), default=None)
-        layers = find_layers(module, max_layer_bytes=smallest, layers=self._settings.layers)
-        if not layers:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} has no submodule with parameters that could be swapped as a layer: hold the "
-                "network in a submodule, or train with Trainer(strategy='auto')"
-            )
-        compute_dtype = getattr(self.precision_plugin, "compute_dtype", None)
-        moved = module.parameters() if store is None else ()
-        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in moved)
-        with store_progress(self._lightning, trainer, num_bytes) as progress:
-            return Executor(
-                module,
-                layers,
-                *devices,
-                parallel=self._settings.parallel,
-                compute_dtype=compute_dtype,
-                compile_options=self._settings.compile_options,
-                updates_on_host=self._settings.update_on == "host",
-                plan=plan,
-                progress=progress,
-                records=self._records(module, layers, devices),
-                store=store,
-            )
-
-    def _records(self, module: nn.Module, layers: list[Layer], devices: Sequence[Device]) -> ProfileCache | None:
-        folder, settings = self._settings.profile_folder(), self._settings
-        if folder is None:
-            return None
-        plugin = self.precision_plugin
-        taken = [type(plugin).__qualname__, str(plugin.precision), repr(settings.compile_options)]
-        origin = origin_of(module, layers, devices, taken)
-        return ProfileCache(folder, origin, self._lightning.warn, is_chosen=settings.profile_cache is not True)
-
-    def _open_devices(self) -> list[Device]:
-        torch_devices = self._devices or [self.root_device]
-        return [
-            CudaDevice.within(device, capacity, is_one_of_several=len(torch_devices) > 1)
-            if device.type == "cuda"
-            else VirtualDevice(capacity)
-            for device, capacity in zip(torch_devices, self._settings.capacities_of(len(torch_devices)), strict=True)
-        ]
 
     def model_to_device(self) -> None:
         """Leave parameters on the host; move what layers don't own, and tell the module its device."""
@@ -490,34 +286,29 @@ class StrategyMixin(_Base):
 
     def teardown(self) -> None:
         """Give the module back as an ordinary one on the host. Also called when `setup` never was."""
-        try:
-            self._tear_down()
-        finally:
-            # What a handler raises must not keep threads alive.
-            self._signals.release()
-
-    def _tear_down(self) -> None:
-        self._lasting.end()
         self._loop_ends.end()
-        executor, self._executor = self._executor, None
         in_memory, self._in_memory = self._in_memory, None
-        self._training = self._evaluation = self._buffers_before = None
+        swapped, self._swapped = self._swapped, None
         if in_memory is not None:
             in_memory.end()
             in_memory.device.close()
             super().teardown()
             return
-        if executor is not None:
-            self._last_plan = executor.plan
-            self._torn = self._torn or executor.updater.torn
-            executor.close()
-        module = self.lightning_module
-        if module is not None:
-            move_unregistered(module, torch.device("cpu"))
-        self.precision_plugin.teardown()
-        if self.accelerator is not None:
-            self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        try:
+            if swapped is not None:
+                self._last_plan = swapped.engine.plan
+                self._torn = self._torn or swapped.engine.updater.torn
+                swapped.end()
+            if self.lightning_module is not None:
+                move_unregistered(self.lightning_module, torch.device("cpu"))
+            self.precision_plugin.teardown()
+            if self.accelerator is not None:
+                self.accelerator.teardown()
+            self.checkpoint_io.teardown()
+        finally:
+            if swapped is not None:
+                # What a handler raises must not keep threads alive.
+                swapped.signals.release()
 
     # ---- the training step ---------------------------------------------------------------------------------------------
 
@@ -536,35 +327,18 @@ class StrategyMixin(_Base):
             except DoesNotFit as reason:
                 shortage = reason
             self._leave_memory(shortage)
-        if self._training is None:
+        if self._swapped is None:
             # The fit is over, and the module an ordinary one.
             return super().training_step(*args, **kwargs)
-        self._signals.hold()
-        self._lasting.begin_step()
-        is_first = (
-            self._module.automatic_optimization and self._executor is not None and not self._executor.has_succeeded
-        )
-        self._buffers_before = BuffersBefore(self._module) if is_first else None
-        with self._restoring_buffers():
-            return self._training.run(super().training_step, args, kwargs)
+        return self._swapped.training_step(super().training_step, args, kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward of the batch's loss."""
         try:
-            with self._restoring_buffers():
+            with nullcontext() if self._swapped is None else self._swapped.restoring_buffers():
                 return super().backward(*args, **kwargs)
         except Exception as error:
             raise error.with_traceback(tracebacks.of_user(error))  # noqa: B904
-
-    @contextmanager
-    def _restoring_buffers(self) -> Generator[None, None, None]:
-        """A context in which an error of the first step leaves buffers as they were before it."""
-        try:
-            yield
-        except BaseException:
-            if self._buffers_before is not None:
-                self._buffers_before.restore()
-            raise
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Before the loss is scaled, see to it that gradients can be unscaled where they are."""
@@ -574,8 +348,8 @@ class StrategyMixin(_Base):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Complete what the backward left to be done."""
-        if self._training is not None:
-            self._training.after_backward()
+        if self._swapped is not None:
+            self._swapped.training.after_backward()
         elif self._in_memory is not None:
             self._in_memory.report(self._reports)
         super().post_backward(closure_loss)
@@ -585,15 +359,15 @@ class StrategyMixin(_Base):
     ) -> Any:
         """Run the closure and all that Lightning does before the update; postpone the update where nobody can tell."""
         # The first step may go over to swapping in its closure: its update, if it is deferred, is Lightning's own then.
-        with nullcontext() if self._training is None else self._training.deferred.around(optimizer):
+        with nullcontext() if self._swapped is None else self._swapped.training.deferred.around(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # ---- the state after a step ----------------------------------------------------------------------------------------
 
     def _finish_update(self) -> None:
         """See to it that all parameters and the optimizer's state are those after the last step."""
-        if self._executor is not None:
-            self._executor.updater.postponed.finish()
+        if self._swapped is not None:
+            self._swapped.finish_update()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The optimizer's state after the last step."""
@@ -608,7 +382,7 @@ class StrategyMixin(_Base):
         Raises:
             RuntimeError: in the middle of a step, or after one that failed when a part of its updates had been made.
         """
-        if self._executor is not None and self._executor.is_running:
+        if self._swapped is not None and self._swapped.engine.is_running:
             raise RuntimeError(
                 "the state of the module was asked for in the middle of a step, in which layers are swapped and updated: "
                 "save checkpoints in a hook such as on_train_batch_end, not in the step"
@@ -619,29 +393,25 @@ class StrategyMixin(_Base):
         return state
 
     def _refuse_torn(self) -> None:
-        torn = self._torn if self._executor is None else self._executor.updater.torn
-        if torn is not None:
-            raise RuntimeError(
-                f"the last step failed when {torn[0]} of {sum(torn)} parameters had been updated, so that the state is of no "
-                "one step, and no checkpoint is made of it: go on from one that was saved before. With "
-                "HarmonyStrategy(update='deferred') parameters are updated when a backward has succeeded; so they are where a "
-                "callback saves in on_exception, such as OnExceptionCheckpoint"
-            )
+        refuse_torn(self._torn if self._swapped is None else self._swapped.engine.updater.torn)
 
     def on_exception(self, exception: BaseException) -> None:
         """Lose no update that was asked for."""
-        if self._executor is not None:
-            self._executor.updater.postponed.drain()
+        if self._swapped is not None:
+            self._swapped.engine.updater.postponed.drain()
         super().on_exception(exception)
 
-    # ---- between steps -------------------------------------------------------------------------------------------------
+    def _release_signals(self) -> None:
+        """A step is over, and its state whole."""
+        if self._swapped is not None:
+            self._swapped.signals.release()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """See to what was done to the model since the last batch."""
-        if self._executor is not None:
-            self._catch_up()
+        if self._swapped is not None:
+            self._swapped.catch_up()
 
-    # ---- other steps ---------------------------------------------------------------------------------------------------
+    # ---- evaluation ----------------------------------------------------------------------------------------------------
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's validation_step, its layers swapped in one after the other."""
@@ -668,12 +438,10 @@ class StrategyMixin(_Base):
             except DoesNotFit as reason:
                 shortage = reason
             self._leave_memory(shortage)
-        if self._evaluation is None:
+        if self._swapped is None:
             # The loops are over, and the module is an ordinary one.
             return step(*args, **kwargs)
-        self._catch_up()
-        with self._signals.held():
-            return self._evaluation.run(name, step, args, kwargs)
+        return self._swapped.evaluate(name, step, args, kwargs)
 
     @property
     def _module(self) -> Any:

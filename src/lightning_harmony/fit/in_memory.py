@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +14,16 @@ from torch.optim import Optimizer
 
 from lightning_harmony.engine.batches.merge import loss_of, merge_losses, merge_outputs
 from lightning_harmony.engine.devices.device import Device
-from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.lanes.rng import RandomStreams, stream_seed
+from lightning_harmony.engine.model.compiled import is_compiled
+from lightning_harmony.engine.model.decompose import find_layers
 from lightning_harmony.engine.structures.nested import map_tensors
 from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
-from lightning_harmony.errors import CapacityError
+from lightning_harmony.fit.lasting_bytes import LastingBytes
+from lightning_harmony.fit.memory_watch import DoesNotFit, MemoryWatch
 from lightning_harmony.fit.training import DeferredBackward
 from lightning_harmony.fit.unchanged import UnchangedBatch
-from lightning_harmony.fit.user_steps import num_elements
 from lightning_harmony.microbatches.logs import MicrobatchLogs
-from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.microbatches.split_check import SplitCheck
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.reporting.step_reports import StepReports
@@ -32,56 +31,6 @@ from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.setup.refusals import refuse_several_losses
 from lightning_harmony.setup.settings import Settings
 from lightning_harmony.updating.hooks import between_passes
-from lightning_harmony.updating.optimizer_state import ASSUMED_STATE_COPIES, expected_state_bytes
-
-Result = TypeVar("Result")
-
-
-class DoesNotFit(Exception):
-    """A batch does not fit in device memory beside the model. What its step did is undone."""
-
-
-@dataclass(frozen=True)
-class LastingBytes:
-    """What a model holds on its device from step to step.
-
-    Attributes:
-        weights: parameters and buffers.
-        gradients: of the parameters that are trained.
-        state: of the optimizers.
-    """
-
-    weights: int
-    gradients: int = 0
-    state: int = 0
-
-    @classmethod
-    def of(cls, module: nn.Module, optimizers: Sequence[Optimizer] | None) -> LastingBytes:
-        """Count, each storage once.
-
-        Args:
-            module: the model.
-            optimizers: those that train it; None where nothing is trained.
-        """
-        tensors = [*module.parameters(), *module.buffers()]
-        strided = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if _has_storage(t)}
-        others = sum(t.numel() * t.element_size() for t in tensors if not _has_storage(t))
-        weights = sum(strided.values()) + others
-        if optimizers is None:
-            return cls(weights)
-        gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        state = expected_state_bytes(optimizers)
-        return cls(weights, gradients, ASSUMED_STATE_COPIES * gradients if state is None else state)
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.gradients + self.state
-
-
-def fits(lasting: LastingBytes, device: Device) -> bool:
-    """Whether what lasts leaves room for anything else; whether a batch finds room beside it, its first step shows."""
-    return device.capacity_bytes is None or lasting.total < device.capacity_bytes
 
 
 @dataclass
@@ -97,7 +46,6 @@ class InMemory:
     Attributes:
         device: where the model is.
         lasting: what it holds there.
-        compiled: the layers that are compiled for as long as this lasts.
     """
 
     tree: LightningTree
@@ -106,12 +54,12 @@ class InMemory:
     device: Device
     lasting: LastingBytes
     split_check: SplitCheck
-    compiled: Sequence[nn.Module] = ()
     _num_microbatches: int = 1
-    # The most that was seen to be on the device; None where nothing is counted.
-    _peak_bytes: int | None = None
-    # Elements of the largest batch that is known to fit, by the name of the step.
-    _largest: dict[str, int] = field(default_factory=dict)
+    # The layers that are compiled for as long as this lasts.
+    _compiled: list[nn.Module] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._watch = MemoryWatch(self.trainer, self.device, self.lasting)
 
     def training_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a batch; where it runs in microbatches or under watch, its backward runs, too, if its gradient can be told.
@@ -126,9 +74,9 @@ class InMemory:
             CapacityError: if there is none, and the step cannot be undone.
         """
         name = "training_step"
-        fits = self._is_known_to_fit(name, args)
+        fits = self._watch.knows_to_fit(name, args)
         if not self._module.automatic_optimization or self.tree.takes_iterator(self._module.training_step):
-            with nullcontext() if fits else self._bounded():
+            with nullcontext() if fits else self._watch.bounding():
                 return step(*args, **kwargs)
         sizes, parts = self._split(args, kwargs)
         self._num_microbatches = len(sizes)
@@ -136,7 +84,7 @@ class InMemory:
             return step(*args, **kwargs)
         if not self._predicts_gradient():
             # The graph of the batch waits for its gradient, as in plain Lightning.
-            with nullcontext() if fits else self._bounded():
+            with nullcontext() if fits else self._watch.bounding():
                 if len(sizes) == 1:
                     return step(*args, **kwargs)
                 return self._run(args, kwargs, sizes, parts, predicts=False)
@@ -144,10 +92,17 @@ class InMemory:
         if fits:
             return run()
         with self._keeping_gradients():
-            return self._watched(name, args, run)
+            return self._watch.run(name, args, run)
 
-    def show_start(self) -> None:
-        """Where Lightning shows its model summary, say that nothing is swapped."""
+    def start(self) -> None:
+        """Compile layers if that is wanted. Where Lightning shows its model summary, say that nothing is swapped."""
+        options = self.settings.compile_options
+        if options is not None:
+            found = find_layers(self._module, max_layer_bytes=None, layers=self.settings.layers)
+            # What the user has compiled stays so.
+            self._compiled = [layer.module for layer in found if not is_compiled(layer.module)]
+            for layer in self._compiled:
+                layer.compile(**options)
         kind = self.tree.part("callbacks").ModelSummary
         if not any(isinstance(callback, kind) for callback in self.trainer.callbacks):
             return
@@ -161,13 +116,13 @@ class InMemory:
 
     def end(self) -> None:
         """The fit is over, or goes on with layers that are swapped: these are compiled in another way."""
-        for layer in self.compiled:
+        for layer in self._compiled:
             layer._compiled_call_impl = None
 
     def report(self, reports: StepReports) -> None:
         """The backward of a step has ended."""
         self.split_check.after_backward(self._losses_of, [self.device])
-        reports.write_in_memory(self._num_microbatches, self._peak_bytes)
+        reports.write_in_memory(self._num_microbatches, self._watch.peak_bytes)
 
     def evaluate(self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a validation, test or prediction step as it is.
@@ -175,82 +130,9 @@ class InMemory:
         Raises:
             DoesNotFit: if there is no room for the batch.
         """
-        if self._is_known_to_fit(name, args):
+        if self._watch.knows_to_fit(name, args):
             return step(*args, **kwargs)
-        return self._watched(name, args, partial(step, *args, **kwargs))
-
-    # ---- under watch ---------------------------------------------------------------------------------------------------
-
-    def _is_known_to_fit(self, name: str, args: Any) -> bool:
-        return self.device.capacity_bytes is None or num_elements(args) <= self._largest.get(name, -1)
-
-    def _watched(self, name: str, args: Any, run: Callable[[], Result]) -> Result:
-        """Run a step on a batch that may not fit, and undo it if it does not."""
-        device, capacity = self.device, self.device.capacity_bytes
-        assert capacity is not None
-        before = Snapshot(self.trainer, [device])
-        error: str | None = None
-        try:
-            with self._counting() as most:
-                result = run()
-            if most() <= capacity:
-                self._peak_bytes = max(self._peak_bytes or 0, most())
-                self._largest[name] = num_elements(args)
-                return result
-            error = f"{format_bytes(most())} are needed"
-            # The device has had the room for it, but the user lets the process have less.
-            del result
-        except torch.OutOfMemoryError as shortage:
-            error = str(shortage)
-        # Not within the except clause: the error's frames hold what the attempt has allocated.
-        gc.collect()
-        before.restore()
-        raise DoesNotFit(
-            f"a batch does not fit into {format_bytes(capacity)} beside {format_bytes(self.lasting.total)} of weights, "
-            f"gradients and optimizer state ({error})"
-        )
-
-    @contextmanager
-    def _counting(self) -> Iterator[Callable[[], int]]:
-        """A context; what it gives tells the most bytes that the process had on the device in it, optimizer state included."""
-        device, lasting = self.device, self.lasting
-        if not isinstance(device, VirtualDevice):
-            peak = device.watch_peak()
-            # It comes when the optimizer first steps.
-            missing = 0 if any(optimizer.state for optimizer in self.trainer.optimizers) else lasting.state
-            yield lambda: peak() + missing
-            return
-        # Weights and optimizer state are where they always were: only what is allocated from here on is counted.
-        gradients = [p.grad for p in self._module.parameters() if p.grad is not None and not device.owns(p.grad)]
-        uncounted = lasting.weights + lasting.state + sum(g.numel() * g.element_size() for g in gradients)
-        capacity = device.capacity_bytes
-        assert capacity is not None
-        device.capacity_bytes = max(capacity - uncounted, 0)
-        try:
-            with device.computing():
-                peak = device.watch_peak()
-                yield lambda: peak() + uncounted
-        finally:
-            device.capacity_bytes = capacity
-
-    @contextmanager
-    def _bounded(self) -> Iterator[None]:
-        """The context of a step that nobody can undo: what exceeds the capacity is refused, with the way out."""
-        capacity = self.device.capacity_bytes
-        assert capacity is not None
-        try:
-            with self._counting() as most:
-                yield
-            if most() > capacity:
-                raise torch.OutOfMemoryError(f"{format_bytes(most())} were needed")
-        except torch.OutOfMemoryError as error:
-            less = format_bytes(self.lasting.total * 9 // 10)
-            raise CapacityError(
-                f"a batch exceeds the device's memory of {format_bytes(capacity)} beside {format_bytes(self.lasting.total)} "
-                "of weights, gradients and optimizer state. The step cannot be undone, as it optimizes or fetches batches "
-                "itself, or hooks between forward and backward are overridden. Use smaller batches, or have layers swapped "
-                f"from the start by giving less than that: HarmonyStrategy(device_memory={less!r}) ({error})"
-            ) from error
+        return self._watch.run(name, args, partial(step, *args, **kwargs))
 
     # ---- microbatches --------------------------------------------------------------------------------------------------
 
@@ -394,10 +276,6 @@ def _differentiate(loss: Tensor, upstream: Tensor, weight: float, requested: fro
     """Run the backward of a microbatch's loss, for some parameters or for all."""
     gradient = (upstream.to(loss.device) * weight).to(loss.dtype).expand_as(loss)
     torch.autograd.backward(loss, gradient, inputs=None if requested is None else list(requested))
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta
 
 
 def move_optimizer_state(optimizers: Sequence[Optimizer], device: torch.device) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.engine.step.step import Listeners
 from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
 from lightning_harmony.microbatches.lane_attributes import (
     KnownChanges,
@@ -119,7 +120,7 @@ class Interleaving:
 
         # Larger microbatches than ever before run one after the other.
         watch = Watch(self._model, self._others)
-        engine.notify(on_switch=switch, on_set=self._attributes.set_by_layer, watch=watch)
+        engine.notify(Listeners(switch, self._attributes.set_by_layer, watch))
         with logs:
             forward(True)
             if not engine.is_sequential:
@@ -141,7 +142,7 @@ class Interleaving:
         # Once there is a hazard, nothing that is seen would let them take turns again.
         watch = Watch(self._model, self._others) if self.hazard is None else None
         before = Versions(self._model) if watch is not None else None
-        self._engine.notify(on_switch=switch, watch=watch)
+        self._engine.notify(Listeners(switch, watch=watch))
         with logs:
             forward(False)
         if watch is not None and before is not None:

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from lightning_harmony.engine.batches.split import microbatch_sizes
+from lightning_harmony.engine.devices.cuda_device import CudaDevice
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.search.given import read_plan
 from lightning_harmony.plan.values.memory_size import parse_bytes
@@ -130,6 +134,19 @@ class Settings:
                 "give one for each of Trainer(devices=...), or a single one for all"
             )
         return self.capacities
+
+    def open_devices(self, torch_devices: Sequence[torch.device]) -> list[Device]:
+        """The devices, each with its capacity.
+
+        Raises:
+            ValueError: if there are more or fewer capacities than devices.
+        """
+        return [
+            CudaDevice.within(device, capacity, is_one_of_several=len(torch_devices) > 1)
+            if device.type == "cuda"
+            else VirtualDevice(capacity)
+            for device, capacity in zip(torch_devices, self.capacities_of(len(torch_devices)), strict=True)
+        ]
 
     def profile_folder(self) -> Path | None:
         """Where profiles are kept; None if they are not."""

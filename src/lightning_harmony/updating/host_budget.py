@@ -86,7 +86,7 @@ class HostBudget:
         """
         pool, gradients = self._engine.pool, self._engine.gradient_bytes
         # Lightning zeroes what parameters still have of the step before.
-        needed = sum(gradients) - self._engine.updater.kept_bytes if is_deferred else max(gradients, default=0)
+        needed = sum(gradients) - self._engine.updater.buffers.kept_bytes if is_deferred else max(gradients, default=0)
         if not pool.has_room(needed):
             raise pool.shortage(needed)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_harmony.engine.step.executor import Executor
-from lightning_harmony.engine.updates.update import why_not_separable
+from lightning_harmony.engine.updates.separable_optimizers import why_not_separable
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.hooks import end_of_batches, gradient_readers, onlooker, savers_on_exception
 from lightning_harmony.updating.reach import reaches

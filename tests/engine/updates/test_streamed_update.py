@@ -16,8 +16,8 @@ from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.host_store import lay_out
 from lightning_harmony.engine.updates import streamed_update
 from lightning_harmony.engine.updates.optimizer_twin import Share, by_norm, by_value
+from lightning_harmony.engine.updates.separable_optimizers import SEPARABLE
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
-from lightning_harmony.engine.updates.update import SEPARABLE
 
 # So small that most parameters here are cut.
 CAPACITY = 4096

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_harmony.engine.devices.stream import Event, Happened
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
@@ -17,7 +16,7 @@ from lightning_harmony.engine.model.host_store import HostPool, lay_out
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import SummedGradients
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate, _Stage
-from lightning_harmony.engine.updates.update import SEPARABLE, Updater, why_not_separable
+from lightning_harmony.engine.updates.update import Updater
 from lightning_harmony.plan.values.host_need import RING
 
 Groups = list[dict[str, object]]
@@ -417,10 +416,6 @@ class TestCollecting:
         updater.finish()
         return source
 
-    def is_free(self, pool: HostPool, source: SummedGradients) -> bool:
-        taken, _ = pool.take(source.buffer.numel())
-        return taken is source.buffer
-
     def test_gradients_become_the_parameters(self, pool: HostPool, updater: Updater) -> None:
         parameters = some_parameters(2)
         gradients = {parameter: torch.randn_like(parameter) for parameter in parameters}
@@ -444,50 +439,6 @@ class TestCollecting:
         updater.deliver([parameter], [on_host(pool, layer_of(0), {parameter: total}, includes_earlier=[parameter])])
         updater.finish()
         assert torch.equal(parameter.grad, total)
-
-    def test_their_buffer_is_kept_while_any_of_them_is_used(self, pool: HostPool, updater: Updater) -> None:
-        one, other = some_parameters(2)
-        source = self.collect(pool, updater, {one: torch.ones_like(one), other: torch.ones_like(other)})
-        updater.reclaim()
-        assert not self.is_free(pool, source)
-        one.grad = None
-        updater.reclaim()
-        assert not self.is_free(pool, source)
-        assert other.grad is not None
-        other.grad = None
-        updater.reclaim()
-        assert self.is_free(pool, source)
-
-    def test_their_buffer_is_free_when_others_took_their_place(self, pool: HostPool, updater: Updater) -> None:
-        (parameter,) = some_parameters(1)
-        source = self.collect(pool, updater, {parameter: torch.ones_like(parameter)})
-        parameter.grad = parameter.grad.clone()
-        updater.reclaim()
-        assert self.is_free(pool, source)
-
-    @pytest.mark.parametrize("keep", [lambda g: g, lambda g: g[0], lambda g: g.detach()], ids=["it", "part", "alias"])
-    def test_a_gradient_that_the_user_keeps_is_not_overwritten(
-        self, pool: HostPool, updater: Updater, keep: Callable[[Tensor], Tensor]
-    ) -> None:
-        (parameter,) = some_parameters(1)
-        source = self.collect(pool, updater, {parameter: torch.ones_like(parameter)})
-        kept = keep(parameter.grad)
-        parameter.grad = None
-        updater.reclaim()
-        assert not self.is_free(pool, source)
-        assert torch.equal(kept, torch.ones_like(kept))
-        del kept
-        updater.reclaim()
-        assert self.is_free(pool, source)
-
-    def test_a_buffer_is_given_back_once(self, pool: HostPool, updater: Updater) -> None:
-        (parameter,) = some_parameters(1)
-        source = self.collect(pool, updater, {parameter: torch.ones_like(parameter)})
-        parameter.grad = None
-        updater.reclaim()
-        updater.reclaim()
-        assert self.is_free(pool, source)
-        assert not self.is_free(pool, source)
 
 
 class TestErrors:
@@ -553,73 +504,3 @@ class TestErrors:
         assert threading.active_count() == before + 1
         updater.close()
         assert threading.active_count() == before
-
-
-class TestWhyNotSeparable:
-    @pytest.mark.parametrize("kind", sorted(SEPARABLE, key=lambda kind: kind.__name__))
-    def test_optimizers_that_look_at_one_parameter_at_a_time_are(self, kind: type[Optimizer]) -> None:
-        assert why_not_separable(kind(some_parameters(1))) is None
-
-    def test_lbfgs_is_not(self) -> None:
-        reason = why_not_separable(torch.optim.LBFGS(some_parameters(1)))
-        assert reason == "LBFGS is not known to update each parameter on its own"
-
-    def test_a_subclass_is_not(self) -> None:
-        class Clipping(AdamW):
-            pass
-
-        assert "Clipping is not known" in str(why_not_separable(Clipping(some_parameters(1))))
-
-    @pytest.mark.parametrize("method", ["step", "zero_grad"])
-    def test_one_that_has_a_method_of_another_is_not(self, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It was asked of the class, which may be replaced, too; gradients that a zero_grad left were gone."""
-        optimizer = SGD(some_parameters(1))
-        reason = f"SGD.{method} is replaced by a function of its own"
-        with monkeypatch.context() as patch:
-            patch.setattr(optimizer, method, lambda *_: None, raising=False)
-            assert why_not_separable(optimizer) == reason
-        with monkeypatch.context() as patch:
-            patch.setattr(SGD, method, lambda self, *_: None)
-            assert why_not_separable(optimizer) == reason
-        assert why_not_separable(optimizer) is None
-
-    def test_one_whose_scheduler_counts_its_steps_is(self) -> None:
-        optimizer = SGD(some_parameters(1))
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        assert "step" in vars(optimizer)
-        assert why_not_separable(optimizer) is None
-
-    def test_one_whose_step_passes_on_what_it_is_asked_for_is_not(self) -> None:
-        """It has the mark of the scheduler whose step it calls."""
-
-        class Counted:
-            def __init__(self, step: Any) -> None:
-                self.step = step
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(self.step, name)
-
-        optimizer: Any = SGD(some_parameters(1))
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        optimizer.step = Counted(optimizer.step)
-        assert why_not_separable(optimizer) == "SGD.step is replaced by a function of its own"
-
-    @pytest.mark.parametrize("kind", ["pre", "post"])
-    def test_one_with_step_hooks_is_not(self, kind: str) -> None:
-        optimizer = SGD(some_parameters(1))
-        handle = getattr(optimizer, f"register_step_{kind}_hook")(lambda *_: None)
-        assert why_not_separable(optimizer) == "SGD has step hooks"
-        handle.remove()
-        assert why_not_separable(optimizer) is None
-
-    @pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
-    def test_none_is_where_all_have_step_hooks(
-        self, register: Callable[..., torch.utils.hooks.RemovableHandle]
-    ) -> None:
-        optimizer = SGD(some_parameters(1))
-        handle = register(lambda *_: None)
-        try:
-            assert why_not_separable(optimizer) == "step hooks are registered for all optimizers"
-        finally:
-            handle.remove()
-        assert why_not_separable(optimizer) is None

@@ -77,14 +77,14 @@ class TestUpdates:
 
     def test_the_gradients_of_few_packs_wait_for_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Steps that updates bound took up to 1.2 times as long as foreseen: the backward waits for room on the host."""
-        monkeypatch.setattr("lightning_harmony.plan.simulate.replay.RING", 2)
+        monkeypatch.setattr("lightning_harmony.plan.simulate.gradient_rules.RING", 2)
         seconds, updates = updates_of(8 / 5)
         # Those of the first pack leave from 13.8 on, and have not arrived when the second one's update begins.
         assert updates == {2: (8.8, 13.8), 1: (13.8, 18.8), 0: (18.8, 23.8)}
         assert seconds == pytest.approx(23.8)
 
     def test_what_is_asked_for_behind_gradients_waits_with_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("lightning_harmony.plan.simulate.replay.RING", 1)
+        monkeypatch.setattr("lightning_harmony.plan.simulate.gradient_rules.RING", 1)
         machine = MachineLimits(None, 10.0, 10.0, None, 8 / 5)
         found = replay(chain(3, 2, 1), grid(THREE_TASKS), [PACK] * 3, machine)
         starts = {str(span.task): span.start_seconds for span in found.devices[0].spans}

@@ -1,27 +1,31 @@
 """Updates one at a time, and room for gradients that wait for theirs."""
 
-from lightning_harmony.plan.simulate.update_stream import UpdateStream
+from lightning_harmony.plan.simulate.device_memory import DeviceMemory
+from lightning_harmony.plan.simulate.update_stream import Staying, UpdateStream
+from lightning_harmony.plan.values.profile import MachineLimits
 
 
-def stream(ended: list[tuple[int, float]] | None = None) -> UpdateStream:
+def staying_in(memory: DeviceMemory) -> Staying:
+    """Gradients of ten bytes on the seventh device."""
+    return Staying(7, memory, 10)
+
+
+def stream() -> UpdateStream:
     """Three packs, updated in 5, 2 and 1 s; the next forward needs them in that order."""
-    ended = [] if ended is None else ended
-    updates = UpdateStream({0: 0, 1: 1, 2: 2}, [5.0, 2.0, 1.0], lambda pack, end: ended.append((pack, end)))
+    updates = UpdateStream({0: 0, 1: 1, 2: 2}, [5.0, 2.0, 1.0])
     for pack, seconds in ((2, 10.0), (1, 10.5), (0, 11.0)):
         updates.add(pack, seconds)
     return updates
 
 
 def test_of_what_has_arrived_that_comes_first_which_is_needed_first() -> None:
-    ended: list[tuple[int, float]] = []
-    updates = stream(ended)
+    updates = stream()
     updates.run_all()
     assert updates.done == [(2, 10.0, 11.0), (0, 11.0, 16.0), (1, 16.0, 18.0)]
-    assert ended == [(2, 11.0), (0, 16.0), (1, 18.0)]
 
 
 def test_it_waits_for_what_is_on_its_way() -> None:
-    updates = UpdateStream({0: 0}, [1.0], lambda pack, end: None)
+    updates = UpdateStream({0: 0}, [1.0])
     assert 0 not in updates
     updates.add(0, 20.0)
     assert 0 in updates
@@ -38,12 +42,31 @@ def test_there_is_room_on_the_host_when_few_enough_wait_there() -> None:
 
 
 def test_gradients_that_stay_on_a_device_take_no_room_there() -> None:
-    updates = UpdateStream({0: 0, 1: 1}, [5.0, 2.0], lambda pack, end: None)
-    updates.add(1, 1.0, is_on_host=False)
+    updates = UpdateStream({0: 0, 1: 1}, [5.0, 2.0])
+    updates.add(1, 1.0, staying_in(DeviceMemory(MachineLimits())))
     updates.add(0, 2.0)
     assert updates.room_at(2) == 0.0
     # Behind the other one, which came first.
     assert updates.room_at(1) == 8.0
+
+
+def test_gradients_that_stay_on_a_device_are_there_until_their_update_has_ended() -> None:
+    memory = DeviceMemory(MachineLimits(100))
+    updates = UpdateStream({0: 0, 1: 1}, [5.0, 2.0])
+    updates.add(1, 1.0, staying_in(memory))
+    memory.take(100, 0.0)
+    assert memory.room_at(10) is None
+    updates.run_all()
+    assert memory.room_at(10) == 3.0
+
+
+def test_updates_of_gradients_on_a_device_may_outlast_the_step() -> None:
+    updates = UpdateStream({0: 0, 1: 1}, [5.0, 2.0])
+    updates.add(1, 1.0, staying_in(DeviceMemory(MachineLimits())))
+    updates.add(0, 2.0)
+    updates.run_all()
+    assert updates.left_behind(2.5) == [(7, 10, 0.5)]
+    assert updates.left_behind(3.0) == []
 
 
 def test_what_begins_by_a_moment_is_updated_by_then() -> None:

@@ -33,11 +33,8 @@ class Runtime(Protocol):
     def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
         """The layer that a parameter is when glue uses it."""
 
-    def token(self, parameter: nn.Parameter) -> Tensor | None:
-        """What the current microbatch's uses of a parameter are differentiated to, if there was one."""
-
-    def keep_token(self, parameter: nn.Parameter, token: Tensor) -> None:
-        """Keep that for further uses."""
+    def tokens(self) -> dict[nn.Parameter, Tensor]:
+        """What the uses of each parameter in the current microbatch are differentiated to, kept for further uses."""
 
     def give(self, parameter: nn.Parameter) -> None:
         """An autograd function of the user's own is given a parameter."""
@@ -250,11 +247,11 @@ def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
         with runtime.visit(layer, Phase.FORWARD) as residency, torch.inference_mode(False), torch.no_grad():
             tensor = residency.leaves[parameter].detach()
             return (tensor.clone() if copy else tensor).requires_grad_(stand_in.requires_grad)
-    token = runtime.token(parameter)
+    tokens = runtime.tokens()
+    token = tokens.get(parameter)
     if token is None:
         anchor = torch.zeros((), requires_grad=True)
-        token = _Token.apply(anchor, layer, runtime.device_of(layer), stand_in.dtype, runtime)
-        runtime.keep_token(parameter, token)
+        tokens[parameter] = token = _Token.apply(anchor, layer, runtime.device_of(layer), stand_in.dtype, runtime)
     with runtime.visit(layer, Phase.FORWARD) as residency:
         tensor = _Use.apply(token, residency.leaves[parameter].detach())
         return tensor.clone() if copy else tensor

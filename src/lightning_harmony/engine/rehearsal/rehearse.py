@@ -331,13 +331,9 @@ class _Rehearsal:
             self._layers.append(layer)
         return layer
 
-    def token(self, parameter: nn.Parameter) -> Tensor | None:
-        """What the uses of a parameter are differentiated to."""
-        return self._tokens.get(parameter)
-
-    def keep_token(self, parameter: nn.Parameter, token: Tensor) -> None:
-        """Use it for the rest of the forward."""
-        self._tokens[parameter] = token
+    def tokens(self) -> dict[nn.Parameter, Tensor]:
+        """What the uses of each parameter are differentiated to."""
+        return self._tokens
 
     def give(self, parameter: nn.Parameter) -> None:
         """Nobody asks what a function was given."""

@@ -1,58 +1,42 @@
-"""The executor: conducts steps, from the first lane's first turn to the last update, and grants lanes pack by pack.
+"""The executor: conducts steps, from the first lane's first turn to the last update.
 
-What layers need of it is in `runtime`: `pack_preparation` makes packs resident, `placement` knows where they are,
-`gradient_sums` adds up their gradients, and `observer` measures what they take.
+Its parts are made in `assembly`. `microbatch_runner` runs microbatches, and `granting` gives them their turns. What layers
+ask for is in `runtime`: `pack_preparation` makes packs resident, `placement` knows where they are, `gradient_sums` adds up
+their gradients, and `observer` measures what they take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_harmony.engine.devices.cores import core_of_caller, siblings_of
 from lightning_harmony.engine.devices.device import Device
-from lightning_harmony.engine.glue.functions import functions_as_operations
 from lightning_harmony.engine.glue.glue import Glue
 from lightning_harmony.engine.glue.host_operands import BringsHostOperands
-from lightning_harmony.engine.glue.one_device import OneDevice
-from lightning_harmony.engine.lanes.lane import AnyLane, CallerLane, Lane, LanePool
 from lightning_harmony.engine.lanes.rng import RandomStreams
 from lightning_harmony.engine.layers.intercept import InterceptedForward
-from lightning_harmony.engine.measure.measurements import Measurements
-from lightning_harmony.engine.measure.profile import Profiler
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.engine.memory.placement import Placement
-from lightning_harmony.engine.memory.residents import Place, Residents
-from lightning_harmony.engine.memory.stash import LaneStash, Stash
-from lightning_harmony.engine.memory.swap import Swapper
-from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers
-from lightning_harmony.engine.model.decompose import Layer
+from lightning_harmony.engine.memory.transfer import Transfers
 from lightning_harmony.engine.model.derived import out_of_reach
 from lightning_harmony.engine.model.host_store import HostPool, HostStore
-from lightning_harmony.engine.model.layer import SwappedLayer, places_of
 from lightning_harmony.engine.step.gradient_sums import GradientSums
-from lightning_harmony.engine.step.lone_calls import LoneCalls
+from lightning_harmony.engine.step.microbatch_runner import MicrobatchRunner
 from lightning_harmony.engine.step.observer import Observer
-from lightning_harmony.engine.step.pack_preparation import PackPreparation
-from lightning_harmony.engine.step.planning import Planner, Records, SeenStep, check_given
+from lightning_harmony.engine.step.planning import Planner, SeenStep
 from lightning_harmony.engine.step.runtime import Runtime
-from lightning_harmony.engine.step.shortage import exceeded_in_turn, refuse_too_large
-from lightning_harmony.engine.step.step import Grant, Step, StepWatch
+from lightning_harmony.engine.step.step import Listeners, Step
 from lightning_harmony.engine.step.swapped_model import SwappedModel
-from lightning_harmony.engine.step.turns import LaneProgress, Microbatch, Request
-from lightning_harmony.engine.structures.operations import Unseen
+from lightning_harmony.engine.step.turns import Microbatch
 from lightning_harmony.engine.updates.optimizer_twin import Clip
-from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.engine.updates.update import Updater
-from lightning_harmony.plan.values.plan import Parallel, Plan, merge_calls
-from lightning_harmony.plan.values.task import Phase, Task
+from lightning_harmony.plan.values.plan import Plan, merge_calls
+from lightning_harmony.plan.values.task import Phase
 
 
 class Executor:
@@ -62,118 +46,58 @@ class Executor:
     in for one call at a time.
 
     Args:
-        model: the module whose layers are intercepted from now until `close`.
-        layers: those layers, as `find_layers` returns them.
-        devices: where they run, the root first: the one device that the model's own code sees.
-        parallel: how packs are placed on several devices.
-        compute_dtype: the type in which floating parameters and the layers' floating inputs are on the device, where it is
-            narrower than the parameters' own; None to leave all types as they are.
-        compile_options: of `torch.compile`, with which layers are compiled; None not to.
-        updates_on_host: whether optimizers step there, and not on the devices.
-        plan: what to run by once work space is known; None to plan from what is measured.
-        progress: told again and again how many bytes are in the host store.
-        records: what earlier fits have measured; None to measure anew.
-        store: one that was closed, where it has all of the model's parameters; None to make one.
+        devices: where layers run, the root first: the one device that the model's own code sees.
+        model: the model. Its layers are intercepted until `close`.
+        intercepted: their forward methods.
+        store: where its parameters live.
+        pool: of memory on the host.
+        traffic: counts what is copied.
+        recorder: notes what runs when.
+        updater: updates parameters.
+        step: the step that runs.
+        placement: of its packs.
+        transfers: between devices.
+        observer: of what turns take.
+        planner: says by which plan steps run.
+        sums: of gradients.
+        runtime: serves layers and glue.
+        glue: the code between layers.
+        runner: runs microbatches.
 
-    Raises:
-        CapacityError: if a layer's weights and gradients exceed the capacity.
-        PlanError: if the plan is for another model, for other devices or for a larger capacity.
+    Attributes:
+        has_succeeded: whether a step has come to its end: the first one changes nothing before.
+        step_plan: by which the step runs, or the last one did.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        layers: Sequence[Layer],
-        *devices: Device,
-        parallel: Parallel = "pipeline",
-        compute_dtype: torch.dtype | None = None,
-        compile_options: Mapping[str, Any] | None = None,
-        updates_on_host: bool = False,
-        plan: Plan | None = None,
-        progress: Callable[[int], None] = lambda done: None,
-        records: Records | None = None,
-        store: HostStore | None = None,
+        devices: Sequence[Device],
+        model: SwappedModel,
+        intercepted: Sequence[InterceptedForward],
+        store: HostStore,
+        pool: HostPool,
+        traffic: Traffic,
+        recorder: StepRecorder,
+        updater: Updater,
+        step: Step,
+        placement: Placement,
+        transfers: Transfers,
+        observer: Observer,
+        planner: Planner,
+        sums: GradientSums,
+        runtime: Runtime,
+        glue: Glue,
+        runner: MicrobatchRunner,
     ) -> None:
-        self.devices = devices
-        root = devices[0]
+        self.devices, self.store, self.pool, self.traffic = devices, store, pool, traffic
+        self.recorder, self.updater = recorder, updater
+        self._model, self._intercepted = model, intercepted
+        self._step, self._placement, self._transfers, self._observer = step, placement, transfers, observer
+        self._planner, self._sums, self._runtime, self._glue, self._runner = planner, sums, runtime, glue, runner
         self._cuda_devices = [d.torch_device.index for d in devices if isinstance(d.torch_device.index, int)]
-        self.traffic = Traffic()
-        # Whether a step has come to its end: the first one changes nothing before.
         self.has_succeeded = False
-        self.notify()
-        swapped_layers = [
-            SwappedLayer(index, layer.name, layer.module, list(layer.module.parameters()), compute_dtype)
-            for index, layer in enumerate(layers)
-        ]
-        refuse_too_large(swapped_layers, devices)
-        names = {name for name, _ in model.named_parameters()}
-        fingerprint = check_given(plan, swapped_layers, names, devices, parallel)
-        in_order = dict.fromkeys([p for layer in swapped_layers for p in layer.parameters] + list(model.parameters()))
-        self.store = HostStore(list(in_order), root, progress) if store is None else store.reopened(root)
-        self.pool = HostPool(root.host_buffer)
-        self.recorder = StepRecorder(devices)
-        # Where a GPU computes, lanes only launch what it does, on a core that is spared for them. On the host they compute: on
-        # the core that the system finds for their caller, which another process may need next time.
-        launches = bool(self._cuda_devices)
-        core = core_of_caller() if launches else None
-        self._lanes = LanePool((lambda: core) if launches else core_of_caller, computes=not launches)
-        self.updater = Updater(
-            self.pool,
-            StreamedUpdate(devices, self.store.__contains__, on_host=updates_on_host, traffic=self.traffic),
-            spared_cores=() if core is None else siblings_of(core),
-            on_update=self.recorder.note_update,
-        )
-        self._model = swapped = SwappedModel(
-            model, swapped_layers, self.store, self.updater.postponed, root.torch_device, compute_dtype
-        )
-        self._residents = residents = [self._residents_on(number) for number in range(len(devices))]
-        self._step = step = Step()
-        self._placement = placement = Placement(self.store, residents)
-        self._profiler = profiler = Profiler(self.traffic)
-        self._observer = observer = Observer(step, placement, self.traffic, profiler, self.pool)
-        self._transfers = transfers = Transfers(
-            devices, self.traffic, lambda to, size: residents[to].admit(size), observer.timing_transfer
-        )
-        measured = Measurements(
-            devices,
-            self.store,
-            profiler,
-            observer.works[True],
-            self.updater.speeds,
-        )
-        self._planner = planner = Planner(swapped.layers, devices, parallel, fingerprint, measured, plan, records)
-        self._sums = sums = GradientSums(swapped, step, placement, transfers, self.updater, observer, profiler)
-        self._preparation = preparation = PackPreparation(
-            step, placement, observer, profiler, self.traffic, self.recorder, compute_dtype
-        )
-        lone_calls = LoneCalls(swapped, placement, sums, self.recorder, planner.discard_record)
-        self._runtime = runtime = Runtime(
-            swapped,
-            step,
-            placement,
-            preparation,
-            lone_calls,
-            sums,
-            transfers,
-            observer,
-            self.recorder,
-            self._note_set,
-        )
-        self._glue = Glue(places_of(model, list(in_order)), root.torch_device, runtime, compute_dtype)
-        self._random = RandomStreams([], [])
         self._num_elements, self._evaluated_elements = 0, -1
-        self._predicts = True
-        self._is_driving = False
-        self._upstream = torch.ones(())
-        self._use(planner.layer_by_layer(range(len(layers))))
         self.step_plan = self.plan
-        self._start([])
-        self._intercepted = [InterceptedForward(layer, runtime, compile_options) for layer in swapped_layers]
-
-    def _residents_on(self, number: int) -> Residents:
-        device = self.devices[number]
-        swapper = Swapper(device, self.store, self.pool, self.traffic, self._model.is_shared, self.updater.postponed)
-        return Residents(device, swapper, Stash(device, self.pool, self.traffic), number)
 
     @property
     def plan(self) -> Plan:
@@ -190,26 +114,14 @@ class Executor:
         """Whether layers were called in a backward, as reentrant checkpointing does."""
         return self._sums.reentrant
 
-    def notify(
-        self,
-        *,
-        on_switch: Callable[[int], None] | None = None,
-        on_set: Callable[[dict[str, Any], set[str]], None] | None = None,
-        watch: StepWatch | None = None,
-    ) -> None:
-        """Say who is told of the steps from now on: nobody else than these.
-
-        Args:
-            on_switch: told which microbatch has its turn.
-            on_set: told what attributes the own code of a layer has set.
-            watch: told of microbatches that run one after the other, if there are several.
-        """
-        self._on_switch, self._on_set, self._watch = on_switch, on_set, watch
+    def notify(self, listeners: Listeners | None = None) -> None:
+        """Say who is told of the steps from now on: nobody else than these."""
+        self._step.listeners = listeners or Listeners()
 
     @property
     def is_running(self) -> bool:
         """Whether lanes run, or wait for each other: parameters are then not what they are between hooks."""
-        return self._lanes.is_driving or self._is_driving
+        return self._runner.is_running
 
     @property
     def is_sequential(self) -> bool:
@@ -240,10 +152,6 @@ class Executor:
             UnsupportedModelError: if one has another type or shape.
         """
         self._model.catch_up()
-
-    def recompute_in(self, context: Callable[[], AbstractContextManager[None]]) -> None:
-        """From now on, run layers' own code in a context when it runs again, and has been heard before."""
-        self._runtime.recomputing = context
 
     def outside_of_lanes(self) -> AbstractContextManager[Any]:
         """The context of a step whose own code finds parameters on the host."""
@@ -297,8 +205,8 @@ class Executor:
         )
         step, is_alone = self._step, len(microbatches) == 1
         step.is_sequential = is_alone or is_measuring or not interleave
-        step.watch = self._watch if step.is_sequential and not is_alone else None
-        predicted = predicted_gradient if self._predicts else None
+        step.watch = step.listeners.watch if step.is_sequential and not is_alone else None
+        predicted = predicted_gradient if step.predicts else None
         # Where work space isn't known, a lane goes from pack to pack.
         step.fuses = predicted is not None and self._planner.is_planned and not is_measuring
         # A single microbatch has no other to wait for: its caller brings the gradient at once. But where its work is not
@@ -306,26 +214,20 @@ class Executor:
         waits = is_alone and not is_measuring
         step.predicted = None if waits or not (step.fuses or step.is_sequential) else predicted
         self._num_elements = num_elements
-        self._random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
-        self.updater.reclaim()
+        step.random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
+        self.updater.buffers.reclaim()
         step.in_backward = False
         self._model.begin_step(is_training=is_training)
-        for residents in self._residents:
+        for residents in self._placement.residents:
             residents.follows_moves = is_alone or not step.is_sequential
             residents.device.begin_lanes()
             for pack in residents.packs:
                 pack.is_narrow = is_training
-        numbers = range(len(microbatches))
-        lanes: Sequence[AnyLane] = (
-            [CallerLane(number, self._grant_here) for number in numbers]
-            if step.is_sequential
-            else self._lanes.lanes([partial(self._run_lane, number) for number in numbers])
-        )
-        self._start([self._begin(lane, each) for lane, each in zip(lanes, microbatches, strict=True)])
+        self._runner.begin(microbatches)
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
-            self._drive(Phase.FORWARD)
+            self._runner.drive(Phase.FORWARD)
             # Hooks before the backward draw as others do, not as a microbatch.
-            self._random.switch_back()
+            self._step.random.switch_back()
             # What comes next is user code that sees parameters, and gradients that take the place of those it uses.
             self.updater.postponed.finish()
 
@@ -340,97 +242,6 @@ class Executor:
             self._use(plan)
             self.step_plan = plan
             self.recorder.run_by(plan, self._placement.packs)
-
-    def _start(self, running: list[LaneProgress]) -> None:
-        """These lanes run from now on."""
-        self._step.start(running, self.plan, {pack.index for pack in self._placement.packs if pack.buffers})
-
-    def _begin(self, lane: AnyLane, microbatch: Microbatch) -> LaneProgress:
-        stashes = [LaneStash(residents.stash) for residents in self._residents]
-        transfers = LaneTransfers(self._transfers, lane.microbatch)
-        glue = OneDevice(transfers, self._transfers) if len(self.devices) > 1 else None
-        return LaneProgress(lane, microbatch, stashes, transfers, glue)
-
-    def _run_lane(self, number: int) -> None:
-        """Run a microbatch whose lane takes turns with others."""
-        progress = self._step.turns.running[number]
-        assert isinstance(progress.lane, Lane)
-        with self._working(progress):
-            loss = self._run_forward(progress)
-            if loss is None:
-                return
-            if self._step.predicted is None:
-                progress.lane.park(Request(Phase.BACKWARD, None))
-                # The gradient comes from the caller, who has computed since the lane began.
-                for device in self.devices:
-                    device.catch_up()
-            else:
-                self._preparation.enter_loss(progress)
-            self._run_backward(progress, loss)
-
-    def _run_here(self, progress: LaneProgress) -> None:
-        """Run a microbatch in the calling thread, as far as its loss, or from there on."""
-        lane = progress.lane
-        assert isinstance(lane, CallerLane)
-        with lane.entered():
-            loss, progress.loss = progress.loss, None
-            watch = self._step.watch
-            if loss is None:
-                self._grant_here(lane)
-                if watch is not None:
-                    watch.begin(lane.microbatch)
-                with self._working(progress):
-                    loss = self._run_forward(progress)
-                    if watch is not None:
-                        watch.end()
-                    if loss is not None and self._step.predicted is not None:
-                        if self._step.fuses:
-                            self._preparation.enter_loss(progress)
-                        else:
-                            lane.park(Request(Phase.BACKWARD, None))
-                        self._run_backward(progress, loss)
-                        loss = None
-                progress.loss = loss
-            else:
-                lane.park(Request(Phase.BACKWARD, None))
-                with self._working(progress):
-                    self._run_backward(progress, loss)
-            lane.finished = progress.loss is None
-            with Unseen():
-                self._end_turn()
-
-    @contextmanager
-    def _working(self, progress: LaneProgress) -> Iterator[None]:
-        """The context of a lane's own code."""
-        with ExitStack() as stack:
-            # The root last: it is the current one.
-            for device in reversed(self.devices):
-                stack.enter_context(device.lane(progress.lane.microbatch))
-            stack.callback(self._runtime.open_call.leave)
-            yield
-
-    def _run_forward(self, progress: LaneProgress) -> Tensor | None:
-        """Run a microbatch up to its loss; None if there is nothing to differentiate."""
-        with self._glue.stashing(), progress.glue or nullcontext():
-            loss = progress.microbatch.step()
-        return None if loss is None or not loss.requires_grad else loss
-
-    def _run_backward(self, progress: LaneProgress, loss: Tensor) -> None:
-        """Differentiate the loss of a microbatch."""
-        if self._step.predicted is None:
-            upstream = self._runtime.sent(self._upstream, self._runtime.home(loss))
-        else:
-            # Made where it is needed: to copy it to a GPU, the host would wait for all that was launched there.
-            upstream = torch.full((), self._step.predicted, device=loss.device)
-        progress.differentiating = True
-        gradient = (upstream.to(loss.device) * progress.microbatch.weight).to(loss.dtype)
-        with ExitStack() as stack:
-            # Glue's backward begins where its forward ended.
-            if progress.glue is not None:
-                stack.enter_context(self.devices[self._runtime.home(loss) or 0].selected())
-                # Hooks, checkpoints and functions of the user's own run glue in it.
-                stack.enter_context(progress.glue)
-            torch.autograd.backward(loss, gradient.expand_as(loss))
 
     def backward(
         self,
@@ -453,11 +264,11 @@ class Executor:
             with_norms: whether the norm of each collected gradient will be asked for.
             may_outlast: whether updates just in time may go on until the next forward, as one does that is postponed.
         """
-        self._upstream = gradient.detach()
+        self._step.upstream = gradient.detach()
         self._step.in_backward = True
-        self._sums.begin_backward(self._check_prediction(gradient), requested)
+        self._sums.begin_backward(self._step.correction(gradient), requested)
         # Gradients of the last step that were zeroed since.
-        self.updater.reclaim()
+        self.updater.buffers.reclaim()
         for device in self.devices:
             device.begin_lanes()
         self.updater.begin(
@@ -471,7 +282,7 @@ class Executor:
         )
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
             self._sums.deliver_final(range(len(self._placement.packs)))
-            self._drive(Phase.BACKWARD)
+            self._runner.drive(Phase.BACKWARD)
             self._sums.deliver_rest()
             self._model.refuse_changed_buffers()
             self.updater.finish()
@@ -488,17 +299,6 @@ class Executor:
         postponed = self.updater.postponed
         update = postponed.make_at_once if waits else postponed.start
         update(optimizer, [pack.parameters for pack in self._placement.in_order()], clip)
-
-    def _check_prediction(self, gradient: Tensor) -> float:
-        """What gradients have to be multiplied with because another gradient was predicted. Then never predict again."""
-        predicted = self._step.predicted
-        if predicted is None:
-            return 1.0
-        actual = float(gradient)
-        if actual == predicted:
-            return 1.0
-        self._predicts = False
-        return actual / predicted
 
     def _end(self) -> None:
         """Nothing outlives a step on the device: its weights are stale after an update, whoever makes it."""
@@ -533,7 +333,7 @@ class Executor:
         if self._step.is_running:
             if self._observer.is_measuring and not self._observer.is_training:
                 self._evaluated_elements = self._num_elements
-            self._lanes.abort()
+            self._runner.abort()
             self.recorder.drop()
             self._reset()
 
@@ -556,10 +356,10 @@ class Executor:
         self._observer.forget_turns()
         self._sums.reset()
         self._transfers.shared.clear()
-        self._start([])
-        self._random.switch_back()
+        self._runner.end()
+        self._step.random.switch_back()
         self._model.end_step()
-        for residents in self._residents:
+        for residents in self._placement.residents:
             residents.reset()
 
     @contextmanager
@@ -567,120 +367,19 @@ class Executor:
         try:
             yield
         except BaseException:
-            self._lanes.abort()
+            self._runner.abort()
             self.recorder.drop()
             # Whoever handles the error may save a checkpoint: no update may run meanwhile, and none be lost.
             self.updater.postponed.drain()
             self.updater.drain()
-            for residents in self._residents:
+            for residents in self._placement.residents:
                 residents.stash.clear()
             self._reset()
             raise
 
-    # ---- granting ------------------------------------------------------------------------------------------------------
-
-    def _drive(self, until: Phase) -> None:
-        """Grant lanes, one at a time, until each has ended or waits for what comes after ``until``."""
-        step = self._step
-        try:
-            # A compiled container around layers runs as it is written where its operations may be on several devices.
-            whole = torch.compiler.set_stance("force_eager") if len(self.devices) > 1 else nullcontext()
-            with whole, functions_as_operations():
-                if step.is_sequential:
-                    self._run_one_after_another()
-                else:
-                    self._lanes.drive(partial(self._next, until))
-        except torch.OutOfMemoryError as error:
-            if step.granted is None:
-                raise
-            raise exceeded_in_turn(step.granted, self.devices, error, self._planner.discard_record()) from error
-        except Exception as error:
-            granted = step.granted
-            if granted is not None and granted.pack is not None and hasattr(error, "add_note"):
-                task = Task(granted.pack.index, granted.phase, granted.progress.lane.microbatch)
-                on_device = f" on device {granted.device}" if len(self.devices) > 1 else ""
-                error.add_note(f"in task {task} ({granted.pack.name}){on_device}")
-            raise
-        finally:
-            step.granted = None
-            for device in self.devices:
-                device.join_lanes()
-
-    def _run_one_after_another(self) -> None:
-        self._is_driving = True
-        try:
-            for progress in self._step.turns.running:
-                if not progress.lane.finished:
-                    self._run_here(progress)
-        finally:
-            self._is_driving = False
-
-    def _next(self, until: Phase, previous: Lane | None) -> Lane | None:
-        """The lane whose turn it is, everything ready for it. Called in whichever lane has the baton."""
-        step = self._step
-        # Modes that are active in the lane are not to see this.
-        with Unseen():
-            self._end_turn()
-            progress = step.turns.next(until, step.of(previous))
-            if progress is None:
-                return None
-            self._grant(progress)
-            assert isinstance(progress.lane, Lane)
-            return progress.lane
-
-    def _grant_here(self, lane: CallerLane) -> None:
-        """The turn of a lane is over, and its next one begins."""
-        progress = self._step.of(lane)
-        assert progress is not None
-        with Unseen():
-            self._end_turn()
-            self._grant(progress)
-
-    def _end_turn(self) -> None:
-        granted, self._step.granted = self._step.granted, None
-        if granted is not None:
-            with self.devices[granted.device].scheduling():
-                self._note_turn(granted)
-
-    def _grant(self, progress: LaneProgress) -> None:
-        number = self._step.turns.device_of(progress)
-        with self.devices[number].scheduling():
-            self._step.granted = self._granted(progress, number)
-
-    def _granted(self, progress: LaneProgress, number: int) -> Grant:
-        request = progress.lane.request
-        self._random.switch_to(progress.lane.microbatch)
-        pack = None
-        if request is not None and request.pack is not None:
-            pack = self._residents[number].packs[request.pack]
-            self._preparation.enter(progress, Place(pack, request.phase, request.position))
-            self._step.turns.take(progress, number)
-        elif request is not None:
-            self._preparation.enter_loss(progress)
-        if self._on_switch is not None:
-            self._on_switch(progress.lane.microbatch)
-        phase = Phase.FORWARD if request is None else request.phase
-        self._observer.begin_turn(self.devices[number], phase, pack)
-        self._preparation.note_task(number, progress, phase, pack)
-        return Grant(progress, number, phase, pack)
-
-    def _note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
-        if self._on_set is not None:
-            self._on_set(attributes, names)
-
-    def _note_turn(self, granted: Grant) -> None:
-        """After a lane's turn: what it took, what can go now, and which gradients are final."""
-        self._observer.end_turn(granted)
-        self.recorder.leave()
-        residents = self._residents[granted.device]
-        residents.stash.retire()
-        residents.device.retire()
-        if self._step.in_backward and granted.pack is not None:
-            self._sums.deliver_final([granted.pack.index])
-
     def close(self) -> None:
         """Join all threads, give the model its own forward methods back, and release host memory from the device."""
-        self._lanes.close()
+        self._runner.close()
         self._reset()
         for intercepted in self._intercepted:
             intercepted.remove()

@@ -253,4 +253,4 @@ class GradientSums:
         for pack in packs:
             self._updater.deliver(pack.parameters, self._placement.residents[0].swapper.swap_out_gradients(pack))
         self._updater.finish()
-        self._updater.reclaim()
+        self._updater.buffers.reclaim()

@@ -43,13 +43,8 @@ class Runtime:
         transfers: between devices.
         observer: of what is not known yet.
         recorder: notes when layers compute.
-        note_set: called with the attributes of a module, and the names of those that a layer's own code has set.
-
-    Attributes:
-        recomputing: the context of a layer's own code when it runs again, and has been heard before.
+        recomputing: gives the context of a layer's own code when it runs again, and has been heard before.
     """
-
-    recomputing: Callable[[], AbstractContextManager[None]]
 
     def __init__(
         self,
@@ -62,21 +57,18 @@ class Runtime:
         transfers: Transfers,
         observer: Observer,
         recorder: StepRecorder,
-        note_set: Callable[[dict[str, Any], set[str]], None],
+        recomputing: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._model = model
-        self._step = step
-        self._placement = placement
+        self._model, self._step, self._placement = model, step, placement
         self._preparation = preparation
         self._lone_calls = lone_calls
         self._sums = sums
         self._transfers = transfers
         self._observer = observer
         self._recorder = recorder
-        self.note_set = note_set
         self._devices = transfers.devices
         self.open_call = OpenCall(self.visit)
-        self.recomputing = nullcontext
+        self.recomputing = recomputing
 
     def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
         """Wait for a layer's turn; within the context it resides on the device."""
@@ -85,6 +77,12 @@ class Runtime:
         if progress is None:
             return self._lone_calls.visit(self._placement.pack_of[layer.index], phase)
         return self._preparation.visit(progress, layer, phase)
+
+    def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
+        """A layer's own code has set some attributes of a module."""
+        on_set = self._step.listeners.on_set
+        if on_set is not None:
+            on_set(attributes, names)
 
     # ---- devices -------------------------------------------------------------------------------------------------------
 
@@ -221,15 +219,8 @@ class Runtime:
         """The layer that a parameter with a name is when glue uses it."""
         return next((self.glue_layer(parameter) for parameter, own in self._model.names.items() if own == name), None)
 
-    def token(self, parameter: nn.Parameter) -> Tensor | None:
-        """The token of a parameter in the current microbatch."""
-        return self._tokens().get(parameter)
-
-    def keep_token(self, parameter: nn.Parameter, token: Tensor) -> None:
-        """Use a token for the rest of the microbatch's forward."""
-        self._tokens()[parameter] = token
-
-    def _tokens(self) -> dict[nn.Parameter, Tensor]:
+    def tokens(self) -> dict[nn.Parameter, Tensor]:
+        """Of the parameters that glue used in the current microbatch."""
         progress = self._step.current()
         assert progress is not None
         return progress.tokens

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from lightning_harmony.engine.lanes.lane import AnyLane, current_lane
+from lightning_harmony.engine.lanes.rng import RandomStreams
 from lightning_harmony.engine.model.pack import SwappedPack
 from lightning_harmony.engine.step.turns import LaneProgress, Turns
 from lightning_harmony.plan.values.plan import Plan
@@ -24,6 +28,21 @@ class StepWatch(Protocol):
 
     def end(self) -> None:
         """It has ended."""
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Who is told of steps.
+
+    Attributes:
+        on_switch: told which microbatch has its turn.
+        on_set: told what attributes the own code of a layer has set: those of a module, and the names of the new ones.
+        watch: told of microbatches that run one after the other, if there are several.
+    """
+
+    on_switch: Callable[[int], None] | None = None
+    on_set: Callable[[dict[str, Any], set[str]], None] | None = None
+    watch: StepWatch | None = None
 
 
 @dataclass
@@ -49,22 +68,30 @@ class Step:
     Attributes:
         turns: gives its lanes their turns.
         predicted: the gradient of its loss, if that was known before: the backward of each microbatch then follows its loss.
+        predicts: whether gradients that were predicted have come so far: after another one, none is predicted.
         fuses: whether a lane that comes to the fused packs goes through them to its loss and back.
         is_sequential: whether one microbatch runs after the other, in the caller's own thread.
         watch: watches its microbatches while one runs after the other.
         in_backward: whether the gradient of its loss has come.
+        upstream: that gradient.
+        random: what its microbatches draw from.
         granted: the turn that a lane has.
+        listeners: told of it.
     """
 
     turns: Turns
 
     def __init__(self) -> None:
         self.predicted: float | None = None
+        self.predicts = True
         self.fuses = False
         self.is_sequential = False
         self.watch: StepWatch | None = None
         self.in_backward = False
+        self.upstream = torch.ones(())
+        self.random = RandomStreams([], [])
         self.granted: Grant | None = None
+        self.listeners = Listeners()
         self._progress: dict[AnyLane | None, LaneProgress] = {}
 
     @property
@@ -76,6 +103,16 @@ class Step:
     def runs_whole(self) -> bool:
         """Whether each microbatch runs forward and backward before the next one begins."""
         return self.is_sequential and self.predicted is not None
+
+    def correction(self, gradient: Tensor) -> float:
+        """What its gradients have to be multiplied with because this one has come, and another one was predicted."""
+        if self.predicted is None:
+            return 1.0
+        actual = float(gradient)
+        if actual == self.predicted:
+            return 1.0
+        self.predicts = False
+        return actual / self.predicted
 
     def start(self, running: Sequence[LaneProgress], plan: Plan, having_buffers: Collection[int]) -> None:
         """These lanes run from now on.

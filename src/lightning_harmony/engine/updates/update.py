@@ -3,92 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_harmony.engine.devices.stream import Event, HostEvent, HostStream, wait_for_one
 from lightning_harmony.engine.measure.profile import Speed, UpdateSpeeds
-from lightning_harmony.engine.model.host_store import HostPool, lies_in, num_users
+from lightning_harmony.engine.model.host_store import HostPool
 from lightning_harmony.engine.model.pack import SummedGradients
+from lightning_harmony.engine.updates.gradient_buffers import GradientBuffers
 from lightning_harmony.engine.updates.norms import Norms
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
 from lightning_harmony.engine.updates.postponed import Overlap, PostponedUpdate, UpdateHeard, sort_state
+from lightning_harmony.engine.updates.separable_optimizers import why_not_separable
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.plan.values.host_need import RING
-
-# Optimizers that update each parameter from its own gradient and state alone, so that a step pack by pack is the same
-# step. (LBFGS is not one: it searches along all parameters together.)
-SEPARABLE = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
-        "Rprop", "SGD",
-    )
-    if hasattr(torch.optim, name)
-)  # fmt: skip
-
-
-# What torch puts around the step of a class when the first optimizer of it is made.
-_TORCHS_OWN = Optimizer.profile_hook_step(lambda: None).__code__
-
-
-def _steps_of(kind: type[Optimizer]) -> tuple[Any, Any]:
-    """The step of a class, without what torch itself puts around it, and how it zeroes gradients."""
-    step: Any = kind.step
-    if getattr(step, "__code__", None) is _TORCHS_OWN:
-        step = step.__wrapped__
-    return step, kind.zero_grad
-
-
-# As torch has them, whatever replaces them later.
-_GENUINE = {kind: _steps_of(kind) for kind in SEPARABLE}
-
-
-def why_not_separable(optimizer: Optimizer) -> str | None:
-    """The reason why an optimizer can't step pack by pack; None if it can."""
-    name = type(optimizer).__name__
-    if type(optimizer) not in SEPARABLE:
-        return f"{name} is not known to update each parameter on its own"
-    if _has_other_step(optimizer):
-        return f"{name}.step is replaced by a function of its own"
-    if _zeroes_otherwise(optimizer):
-        return f"{name}.zero_grad is replaced by a function of its own"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return f"{name} has step hooks"
-    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-        return "step hooks are registered for all optimizers"
-    return None
-
-
-def _has_other_step(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has another step than torch's: whoever gave it or its class that expects one call a step."""
-    own = type(optimizer).step
-    if _steps_of(type(optimizer))[0] is not _GENUINE[type(optimizer)][0]:
-        return True
-    step = vars(optimizer).get("step")
-    # What only asks for an update, and then makes it, is ours.
-    step = getattr(step, "asks_for", step)
-    function = getattr(step, "__func__", step)
-    if function is None or function is own:
-        return False
-    # A scheduler's. Objects that pass on what they are asked for have its mark, too.
-    is_schedulers = isinstance(function, FunctionType) and hasattr(function, "_wrapped_by_lr_sched")
-    return not (is_schedulers and getattr(function, "__wrapped__", None) is own)
-
-
-def _zeroes_otherwise(optimizer: Optimizer) -> bool:
-    """Whether an optimizer may leave gradients to the next step, which are gone when they are used just in time."""
-    zero_grad = vars(optimizer).get("zero_grad", optimizer.zero_grad)
-    return getattr(zero_grad, "__func__", None) is not _GENUINE[type(optimizer)][1]
 
 
 @dataclass
@@ -137,6 +70,7 @@ class Updater:
         speeds: of the updates just in time.
         norms: of the gradients of this step, where they were asked for.
         postponed: the update of the step before, where it runs under this one's forward.
+        buffers: of gradients that parameters, or users, have.
     """
 
     def __init__(
@@ -148,6 +82,7 @@ class Updater:
     ) -> None:
         self.speeds, self._speed_of_step = UpdateSpeeds(), Speed()
         self._pool = pool
+        self.buffers = GradientBuffers(pool)
         self._streamed = streamed
         # A thread of its own: the update of a pack runs under the backward of the next.
         self._stream = HostStream("update", spared_cores)
@@ -157,12 +92,11 @@ class Updater:
         self._step = _Step()
         self._known: frozenset[Tensor] = frozenset()
         self._held_back: list[tuple[list[nn.Parameter], list[list[_Part]], list[Event]]] | None = None
-        self._places: dict[nn.Parameter, tuple[int, int]] = {}
+        # The number of the optimizer's group that each parameter is in.
+        self._groups: dict[nn.Parameter, int] = {}
         self._ranks: dict[nn.Parameter, int] = {}
         self._num_owners: dict[nn.Parameter, int] = defaultdict(int)
         self._parts: dict[nn.Parameter, list[_Part]] = {}
-        self._unused: dict[int, int] = {}
-        self._held: list[tuple[SummedGradients, int]] = []
         self._submitted: list[HostEvent] = []
         self._from_host: list[HostEvent] = []
         self._updated: dict[nn.Parameter, Event] = {}
@@ -208,7 +142,8 @@ class Updater:
             for parameter in parameters:
                 self._num_owners[parameter] += 1
                 self._ranks.setdefault(parameter, rank)
-        self._places = {} if optimizer is None else _places(optimizer)
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._groups = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
 
     @property
     def wants_norms(self) -> bool:
@@ -251,7 +186,7 @@ class Updater:
             The end of the update of those that are ready; None if none is, or that comes later.
         """
         for source in gradients:
-            self._unused[id(source)] = len(source.sums)
+            self.buffers.add(source)
             for (layer, parameter), gradient in source.sums.items():
                 self._parts[parameter].append(
                     _Part((layer.index, -source.use), gradient, source, source.norms.get((layer, parameter)))
@@ -287,16 +222,11 @@ class Updater:
         """What is updated by itself, and not by the optimizer, which somebody may look at meanwhile."""
         if self._step.optimizer is None or not self._step.separable:
             return None
-        share = Share(self._step.optimizer, {p: self._places[p][0] for p in parameters if p in self._places})
+        share = Share(self._step.optimizer, {p: self._groups[p] for p in parameters if p in self._groups})
         for parameter in parameters:
             # Lightning's own step must not find it. The share has it.
             parameter.grad = None
         return share
-
-    @property
-    def kept_bytes(self) -> int:
-        """What gradients take that parameters, or users, have from earlier steps."""
-        return sum(source.buffer.numel() for source, _ in self._held)
 
     def await_room(self, num_bytes: int) -> None:
         """Wait until the gradients of few packs alone wait for an update on the host, and there is room for others.
@@ -362,10 +292,10 @@ class Updater:
             self._update(step.optimizer, step, share, parameters, between)
         for contributions in parts:
             for part in contributions:
-                self._use_up(step, part.source)
+                self.buffers.use(part.source, as_grad=step.optimizer is None, free=step.reuses)
         if step.optimizer is None:
             # Where sums include those of earlier batches, the buffers of these are free.
-            self.reclaim()
+            self.buffers.reclaim()
 
     def _update(
         self,
@@ -379,7 +309,7 @@ class Updater:
             if share is not None:
                 self._streamed.update(share, step.clip, between=between)
             else:
-                with _only(optimizer, self._places, parameters):
+                with _only(optimizer, self._groups, parameters):
                     if step.clip is not None:
                         step.clip(list(parameters))
                     optimizer.step()
@@ -388,27 +318,6 @@ class Updater:
         # The first step of all, the one that is held back, also makes the state.
         if step.reuses:
             self._speed_of_step.note(sum(p.numel() * p.element_size() for p in parameters), running.seconds)
-
-    def _use_up(self, step: _Step, source: SummedGradients) -> None:
-        self._unused[id(source)] -= 1
-        if self._unused[id(source)] > 0:
-            return
-        del self._unused[id(source)]
-        if step.optimizer is None:
-            grads = [parameter.grad for _, parameter in source.sums if parameter.grad is not None]
-            num_grads = sum(lies_in(gradient, source.buffer) for gradient in grads)
-            self._held.append((source, num_users(source.buffer) - num_grads))
-        elif step.reuses and source.is_on_host:
-            self._pool.give(source.buffer, None)
-
-    def reclaim(self) -> None:
-        """Take back the buffers of gradients that nobody has any more, neither a parameter nor the user."""
-        held, self._held = self._held, []
-        for source, our_uses in held:
-            if num_users(source.buffer) > our_uses:
-                self._held.append((source, our_uses))
-            else:
-                self._pool.give(source.buffer, None)
 
     def close(self) -> None:
         """Finish what was asked for and join the thread."""
@@ -430,38 +339,20 @@ def _total(parameter: nn.Parameter, parts: list[_Part], earlier: Tensor | None) 
     return total.detach(), len(parts) == 1
 
 
-def _places(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
-    """Group and position of each parameter."""
-    return {
-        parameter: (number, position)
-        for number, group in enumerate(optimizer.param_groups)
-        for position, parameter in enumerate(group["params"])
-    }
-
-
 @contextmanager
 def _only(
-    optimizer: Optimizer, places: dict[nn.Parameter, tuple[int, int]], parameters: Iterable[nn.Parameter]
+    optimizer: Optimizer, groups_of: Mapping[nn.Parameter, int], parameters: Iterable[nn.Parameter]
 ) -> Iterator[None]:
     """Let an optimizer have only these parameters for a moment, in which nobody else may look at it."""
-    groups = optimizer.param_groups
-    full = [group["params"] for group in groups]
-    chosen = _by_group(places, parameters)
+    groups, chosen = optimizer.param_groups, frozenset(parameters)
+    numbers = sorted({groups_of[parameter] for parameter in chosen if parameter in groups_of})
+    full = {number: groups[number]["params"] for number in numbers}
     try:
-        for number, members in chosen.items():
-            groups[number]["params"] = members
-        optimizer.param_groups = [groups[number] for number in sorted(chosen)]
+        for number in numbers:
+            groups[number]["params"] = [parameter for parameter in full[number] if parameter in chosen]
+        optimizer.param_groups = [groups[number] for number in numbers]
         yield
     finally:
         optimizer.param_groups = groups
-        for group, members in zip(groups, full, strict=True):
-            group["params"] = members
-
-
-def _by_group(
-    places: dict[nn.Parameter, tuple[int, int]], parameters: Iterable[nn.Parameter]
-) -> dict[int, list[nn.Parameter]]:
-    chosen: dict[int, list[nn.Parameter]] = defaultdict(list)
-    for parameter in sorted((p for p in parameters if p in places), key=lambda p: places[p]):
-        chosen[places[parameter][0]].append(parameter)
-    return chosen
+        for number, members in full.items():
+            groups[number]["params"] = members

@@ -1,16 +1,23 @@
-"""The state of a replay: what each lane and device has at a moment of it."""
+"""The state of a replay: what each lane and device has at a moment of it, and when the next task can run."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.simulate.device_memory import DeviceMemory
-from lightning_harmony.plan.simulate.footprint import Footprint
+from lightning_harmony.plan.simulate.footprint import Footprint, footprints
+from lightning_harmony.plan.simulate.order import owner
+from lightning_harmony.plan.simulate.update_stream import UpdateStream
+from lightning_harmony.plan.values.cost import Cost
+from lightning_harmony.plan.values.memory_size import format_bytes
+from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import Span
-from lightning_harmony.plan.values.streams import COMPUTE, STREAMS
-from lightning_harmony.plan.values.task import Phase, Task
+from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.streams import COMPUTE, STREAM_OF, STREAMS
+from lightning_harmony.plan.values.task import Errand, Phase, Task
 
 
 @dataclass
@@ -46,21 +53,6 @@ class Stashed:
 
 
 @dataclass
-class Made:
-    """Gradients of a microbatch that are to be gathered.
-
-    Attributes:
-        position: the visit that they are of.
-        device: where they are.
-        ready: when they are there.
-    """
-
-    position: int
-    device: Device
-    ready: float
-
-
-@dataclass
 class Device:
     """A device in the middle of its tasks."""
 
@@ -90,3 +82,128 @@ class Device:
         """Nothing that comes behind is asked for before."""
         self.streams[COMPUTE] = max(self.streams[COMPUTE], seconds)
         self.issued = max(self.issued, seconds)
+
+
+class BrokenRuleError(Exception):
+    """A task breaks a rule, whatever other devices do."""
+
+
+class NotYetError(Exception):
+    """A task waits for what another device does."""
+
+
+# Runs a task of a device, for a pack and a microbatch.
+# Raises BrokenRuleError or NotYetError where it does not run, and has then changed nothing.
+Handler = Callable[[Device, int, int], None]
+
+
+def seconds_of(num_bytes: int, bytes_per_second: float | None) -> float:
+    """How long a copy or an update takes."""
+    return num_bytes / bytes_per_second if bytes_per_second else 0.0
+
+
+class ReplayState:
+    """The lanes, the devices and the updates of a step in the middle of it.
+
+    Args:
+        plan: what the tasks are for.
+        tasks: of each device.
+        packs: what each pack costs.
+        machine: what they run on.
+
+    Attributes:
+        footprints: of each visit.
+        lanes: of each microbatch.
+        devices: with their tasks.
+        updates: of packs.
+    """
+
+    def __init__(
+        self, plan: Plan, tasks: Sequence[Sequence[Task]], packs: Sequence[Cost], machine: MachineLimits
+    ) -> None:
+        if plan.num_microbatches is None or len(tasks) != plan.num_devices:
+            raise PlanError(
+                f"the plan is for {plan.num_devices} devices and {plan.num_microbatches} microbatches, the schedule for "
+                f"{len(tasks)} devices"
+            )
+        self.plan, self.packs, self.machine = plan, packs, machine
+        self.footprints = footprints(plan, packs)
+        self.lanes = [Lane() for _ in range(plan.num_microbatches)]
+        self.devices = [Device(number, own, DeviceMemory(machine)) for number, own in enumerate(tasks)]
+        ranks = {pack: rank for rank, pack in enumerate(dict.fromkeys(plan.visits))}
+        self.updates = UpdateStream(
+            ranks, [seconds_of(cost.gradient_bytes, machine.update_bytes_per_second) for cost in packs]
+        )
+
+    # ---- when the next task runs ---------------------------------------------------------------------------------------
+
+    def run(self, device: Device, num_bytes: int, after: float, seconds: float) -> float:
+        """Run the next task of a device as soon as it can.
+
+        Args:
+            device: the device.
+            num_bytes: what the task takes there.
+            after: when what it needs is there.
+            seconds: how long it takes.
+
+        Returns:
+            Its end.
+        """
+        task = device.tasks[device.place]
+        stream = STREAM_OF[task.kind]
+        room = self._room_at(device, num_bytes) if num_bytes else 0.0
+        start = max(after, room, device.streams[stream], 0.0 if stream is COMPUTE else device.issued)
+        end = start + seconds
+        device.streams[stream] = end
+        if stream is COMPUTE:
+            device.issued = start
+        device.memory.take(num_bytes, start)
+        if stream is COMPUTE:
+            device.memory.note_turn()
+        device.spans.append(Span(task, stream, start, end))
+        return end
+
+    def _room_at(self, device: Device, num_bytes: int) -> float:
+        """When a device has room."""
+        self.updates.run_until(device.issued)
+        while (room := device.memory.room_at(num_bytes)) is None:
+            if not self.updates.run_next():
+                short = format_bytes(device.memory.short_bytes(num_bytes))
+                problem = f"it takes {format_bytes(num_bytes)}, for which the capacity is {short} short"
+                # With several devices, another one may still fetch what is in the way.
+                raise BrokenRuleError(problem) if len(self.devices) == 1 else NotYetError(problem)
+        return room
+
+    # ---- whether it may ------------------------------------------------------------------------------------------------
+
+    def refuse_misplaced(self, device: Device, task: Task) -> None:
+        """Refuse a task that is for nothing of the plan, or not for this device."""
+        if not 0 <= task.pack < len(self.packs):
+            raise BrokenRuleError(f"there is no pack {task.pack}")
+        if task.microbatch is None or task.kind is Errand.REDUCE:
+            return
+        if not 0 <= task.microbatch < len(self.lanes):
+            raise BrokenRuleError(f"there is no microbatch {task.microbatch}")
+        if task.kind is Errand.GATHER:
+            self.refuse_other_owner(device, task.pack)
+            return
+        where = self.plan.device_of(task.pack, task.microbatch)
+        if where != device.number:
+            raise BrokenRuleError(
+                f"the plan places pack {task.pack} for microbatch {task.microbatch} on device {where}"
+            )
+
+    def refuse_other_owner(self, device: Device, pack: int) -> None:
+        """Refuse what only the device that updates a pack does."""
+        if owner(self.plan, pack) != device.number:
+            raise BrokenRuleError(f"the gradients of pack {pack} leave from device {owner(self.plan, pack)}")
+
+    def await_turn(self, lane: Lane, phase: Phase, pack: int, microbatch: int) -> None:
+        """Wait until a lane comes to a pack."""
+        visits = self.plan.visits
+        if lane.position < 0:
+            raise NotYetError(f"microbatch {microbatch} has come to its end")
+        if lane.phase is not phase or visits[lane.position] != pack:
+            raise NotYetError(
+                f"microbatch {microbatch} has to run {Task(visits[lane.position], lane.phase, microbatch)} before"
+            )

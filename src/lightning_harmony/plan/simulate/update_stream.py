@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
+
+from lightning_harmony.plan.simulate.device_memory import DeviceMemory
+
+
+@dataclass(frozen=True)
+class Staying:
+    """Gradients that an update uses up where they were summed.
+
+    Attributes:
+        device: the number of the device.
+        memory: its memory.
+        num_bytes: what they take there.
+    """
+
+    device: int
+    memory: DeviceMemory
+    num_bytes: int
 
 
 class UpdateStream:
@@ -13,19 +31,17 @@ class UpdateStream:
     Args:
         ranks: by pack, when the next forward needs it.
         seconds: by pack, what its update takes.
-        on_end: told each pack that has been updated, and when.
 
     Attributes:
         done: packs that have been updated, with beginning and end.
     """
 
-    def __init__(
-        self, ranks: Mapping[int, int], seconds: Sequence[float], on_end: Callable[[int, float], None]
-    ) -> None:
+    def __init__(self, ranks: Mapping[int, int], seconds: Sequence[float]) -> None:
         self.done: list[tuple[int, float, float]] = []
-        self._ranks, self._seconds, self._on_end = ranks, seconds, on_end
+        self._ranks, self._seconds = ranks, seconds
         self._added: set[int] = set()
         self._on_host: set[int] = set()
+        self._staying: dict[int, Staying] = {}
         self._coming: list[tuple[float, int, int]] = []
         self._waiting: list[tuple[int, int]] = []
         self._free = 0.0
@@ -33,11 +49,13 @@ class UpdateStream:
     def __contains__(self, pack: int) -> bool:
         return pack in self._added
 
-    def add(self, pack: int, seconds: float, *, is_on_host: bool = True) -> None:
+    def add(self, pack: int, seconds: float, staying: Staying | None = None) -> None:
         """The gradients of a pack are there from that moment on: on the host, or where they were summed."""
         self._added.add(pack)
-        if is_on_host:
+        if staying is None:
             self._on_host.add(pack)
+        else:
+            self._staying[pack] = staying
         heappush(self._coming, (seconds, self._ranks[pack], pack))
 
     def room_at(self, most: int) -> float:
@@ -72,5 +90,12 @@ class UpdateStream:
         start, self._free = self._free, self._free + self._seconds[pack]
         self._on_host.discard(pack)
         self.done.append((pack, start, self._free))
-        self._on_end(pack, self._free)
+        if pack in self._staying:
+            staying = self._staying[pack]
+            staying.memory.give(staying.num_bytes, self._free, lingers=True)
         return True
+
+    def left_behind(self, seconds: float) -> list[tuple[int, int, float]]:
+        """The gradients that updates still use up on devices after so many seconds: where, their bytes, and until when."""
+        ends = {pack: end - seconds for pack, _, end in self.done}
+        return [(each.device, each.num_bytes, ends[pack]) for pack, each in self._staying.items() if ends[pack] > 0.0]

@@ -1,0 +1,222 @@
+"""Running microbatches: each in a lane, which runs the user's code up to its loss and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_harmony.engine.glue.functions import functions_as_operations
+from lightning_harmony.engine.glue.glue import Glue
+from lightning_harmony.engine.glue.one_device import OneDevice
+from lightning_harmony.engine.lanes.lane import AnyLane, CallerLane, Lane, LanePool
+from lightning_harmony.engine.memory.placement import Placement
+from lightning_harmony.engine.memory.stash import LaneStash
+from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers
+from lightning_harmony.engine.step.granting import Granting
+from lightning_harmony.engine.step.pack_preparation import PackPreparation
+from lightning_harmony.engine.step.runtime import Runtime
+from lightning_harmony.engine.step.shortage import exceeded_in_turn
+from lightning_harmony.engine.step.step import Step
+from lightning_harmony.engine.step.turns import LaneProgress, Microbatch, Request
+from lightning_harmony.plan.values.task import Phase, Task
+
+
+class MicrobatchRunner:
+    """Runs the microbatches of a step.
+
+    Args:
+        step: the step.
+        lanes: run microbatches that take turns.
+        placement: of the step's packs.
+        transfers: between devices.
+        granting: gives lanes their turns.
+        preparation: makes room for the backward of a loss.
+        runtime: serves the layers that microbatches call.
+        glue: the code between layers.
+        discard_record: discards the record that foresaw something else than what happens; returns a word on it.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        lanes: LanePool,
+        placement: Placement,
+        transfers: Transfers,
+        granting: Granting,
+        preparation: PackPreparation,
+        runtime: Runtime,
+        glue: Glue,
+        discard_record: Callable[[], str],
+    ) -> None:
+        self._is_running_here = False
+        self._step = step
+        self._lanes = lanes
+        self._placement = placement
+        self._transfers = transfers
+        self._devices = transfers.devices
+        self._granting = granting
+        self._preparation = preparation
+        self._runtime = runtime
+        self._glue = glue
+        self._discard_record = discard_record
+        self.end()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether lanes run, or wait for each other."""
+        return self._lanes.is_driving or self._is_running_here
+
+    def begin(self, microbatches: Sequence[Microbatch]) -> None:
+        """Give each microbatch a lane that has not started: where they run one after the other, the calling thread is it."""
+        numbers = range(len(microbatches))
+        lanes: Sequence[AnyLane] = (
+            [CallerLane(number, self._granting.go_on) for number in numbers]
+            if self._step.is_sequential
+            else self._lanes.lanes([partial(self._run_lane, number) for number in numbers])
+        )
+        self._start([self._progress(lane, each) for lane, each in zip(lanes, microbatches, strict=True)])
+
+    def _progress(self, lane: AnyLane, microbatch: Microbatch) -> LaneProgress:
+        stashes = [LaneStash(residents.stash) for residents in self._placement.residents]
+        transfers = LaneTransfers(self._transfers, lane.microbatch)
+        glue = OneDevice(transfers, self._transfers) if len(self._devices) > 1 else None
+        return LaneProgress(lane, microbatch, stashes, transfers, glue)
+
+    def _start(self, running: Sequence[LaneProgress]) -> None:
+        placement = self._placement
+        self._step.start(running, placement.plan, {pack.index for pack in placement.packs if pack.buffers})
+
+    def drive(self, until: Phase) -> None:
+        """Grant lanes, one at a time, until each has ended or waits for what comes after ``until``."""
+        step = self._step
+        try:
+            # A compiled container around layers runs as it is written where its operations may be on several devices.
+            whole = torch.compiler.set_stance("force_eager") if len(self._devices) > 1 else nullcontext()
+            with whole, functions_as_operations():
+                if step.is_sequential:
+                    self._run_one_after_another()
+                else:
+                    self._lanes.drive(partial(self._granting.next, until))
+        except torch.OutOfMemoryError as error:
+            if step.granted is None:
+                raise
+            raise exceeded_in_turn(step.granted, self._devices, error, self._discard_record()) from error
+        except Exception as error:
+            granted = step.granted
+            if granted is not None and granted.pack is not None and hasattr(error, "add_note"):
+                task = Task(granted.pack.index, granted.phase, granted.progress.lane.microbatch)
+                on_device = f" on device {granted.device}" if len(self._devices) > 1 else ""
+                error.add_note(f"in task {task} ({granted.pack.name}){on_device}")
+            raise
+        finally:
+            step.granted = None
+            for device in self._devices:
+                device.join_lanes()
+
+    def abort(self) -> None:
+        """Unwind all lanes."""
+        self._lanes.abort()
+
+    def end(self) -> None:
+        """No lane runs any more."""
+        self._start([])
+
+    def close(self) -> None:
+        """Unwind all lanes and join their threads."""
+        self._lanes.close()
+
+    # ---- one microbatch ------------------------------------------------------------------------------------------------
+
+    def _run_lane(self, number: int) -> None:
+        """Run a microbatch whose lane takes turns with others."""
+        progress = self._step.turns.running[number]
+        assert isinstance(progress.lane, Lane)
+        with self._working(progress):
+            loss = self._run_forward(progress)
+            if loss is None:
+                return
+            if self._step.predicted is None:
+                progress.lane.park(Request(Phase.BACKWARD, None))
+                # The gradient comes from the caller, who has computed since the lane began.
+                for device in self._devices:
+                    device.catch_up()
+            else:
+                self._preparation.enter_loss(progress)
+            self._run_backward(progress, loss)
+
+    def _run_one_after_another(self) -> None:
+        """Run all microbatches in the calling thread, as far as their losses, or from there on."""
+        self._is_running_here = True
+        try:
+            for progress in self._step.turns.running:
+                if not progress.lane.finished:
+                    self._run_here(progress)
+        finally:
+            self._is_running_here = False
+
+    def _run_here(self, progress: LaneProgress) -> None:
+        """Run a microbatch in the calling thread, as far as its loss, or from there on."""
+        lane = progress.lane
+        assert isinstance(lane, CallerLane)
+        with lane.entered():
+            loss, progress.loss = progress.loss, None
+            watch = self._step.watch
+            if loss is None:
+                self._granting.go_on(lane)
+                if watch is not None:
+                    watch.begin(lane.microbatch)
+                with self._working(progress):
+                    loss = self._run_forward(progress)
+                    if watch is not None:
+                        watch.end()
+                    if loss is not None and self._step.predicted is not None:
+                        if self._step.fuses:
+                            self._preparation.enter_loss(progress)
+                        else:
+                            lane.park(Request(Phase.BACKWARD, None))
+                        self._run_backward(progress, loss)
+                        loss = None
+                progress.loss = loss
+            else:
+                lane.park(Request(Phase.BACKWARD, None))
+                with self._working(progress):
+                    self._run_backward(progress, loss)
+            lane.finished = progress.loss is None
+            self._granting.end()
+
+    @contextmanager
+    def _working(self, progress: LaneProgress) -> Iterator[None]:
+        """The context of a lane's own code."""
+        with ExitStack() as stack:
+            # The root last: it is the current one.
+            for device in reversed(self._devices):
+                stack.enter_context(device.lane(progress.lane.microbatch))
+            stack.callback(self._runtime.open_call.leave)
+            yield
+
+    def _run_forward(self, progress: LaneProgress) -> Tensor | None:
+        """Run a microbatch up to its loss; None if there is nothing to differentiate."""
+        with self._glue.stashing(), progress.glue or nullcontext():
+            loss = progress.microbatch.step()
+        return None if loss is None or not loss.requires_grad else loss
+
+    def _run_backward(self, progress: LaneProgress, loss: Tensor) -> None:
+        """Differentiate the loss of a microbatch."""
+        if self._step.predicted is None:
+            upstream = self._runtime.sent(self._step.upstream, self._runtime.home(loss))
+        else:
+            # Made where it is needed: to copy it to a GPU, the host would wait for all that was launched there.
+            upstream = torch.full((), self._step.predicted, device=loss.device)
+        progress.differentiating = True
+        gradient = (upstream.to(loss.device) * progress.microbatch.weight).to(loss.dtype)
+        with ExitStack() as stack:
+            # Glue's backward begins where its forward ended.
+            if progress.glue is not None:
+                stack.enter_context(self._devices[self._runtime.home(loss) or 0].selected())
+                # Hooks, checkpoints and functions of the user's own run glue in it.
+                stack.enter_context(progress.glue)
+            torch.autograd.backward(loss, gradient.expand_as(loss))

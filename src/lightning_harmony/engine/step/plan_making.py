@@ -1,0 +1,133 @@
+"""Making plans: from what layers were measured to cost, or from a plan that the user gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.measure.measurements import Measurements
+from lightning_harmony.engine.measure.origin import kind_of
+from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.plan.search.deciding import decide, foreseen, improved
+from lightning_harmony.plan.search.device_updates import with_device_updates
+from lightning_harmony.plan.search.rules import Packs, fitting_packs, packed, with_graphs
+from lightning_harmony.plan.values.cost import Cost
+from lightning_harmony.plan.values.plan import Parallel, Plan
+from lightning_harmony.plan.values.profile import share_seconds
+
+# How many times as fast as before updates or layers have to be for a plan to be looked at again.
+CLEARLY_FASTER = 1.25
+
+
+class PlanMaker:
+    """Makes the plans of a model. Layers and their calls are given by the layers' indices.
+
+    Args:
+        layers: of the model. Parameters that glue uses come to it as they are found.
+        devices: where they run.
+        parallel: how packs are placed on several devices.
+        fingerprint: of the model.
+        measured: what training steps were seen to take.
+        given: whose packs to use instead of deciding on them.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[SwappedLayer],
+        devices: Sequence[Device],
+        parallel: Parallel,
+        fingerprint: str,
+        measured: Measurements,
+        given: Plan | None,
+    ) -> None:
+        self._layers, self._devices, self._parallel = layers, devices, parallel
+        self._fingerprint, self._measured, self._given = fingerprint, measured, given
+        self._kinds: dict[int, str] = {}
+
+    def layer_by_layer(self, calls: Sequence[int]) -> Plan:
+        """Each layer a pack of its own, called in an order."""
+        return self._packed([], calls)
+
+    def with_fitting_packs(self, calls: Sequence[int]) -> Plan:
+        """Packs that fit on the devices; nothing is decided on graphs."""
+        capacities = [device.capacity_bytes for device in self._devices]
+        return self._packed(fitting_packs(self._costs(), self._names(calls), capacities, self._parallel), calls)
+
+    def decided(self, calls: Sequence[int], num_microbatches: int) -> Plan:
+        """The plan for steps from what is known of the layers, or what becomes of the given one."""
+        if self._given is not None:
+            # Parameters that glue used when it was made may not have been used yet.
+            known = {layer.name for layer in self._layers}
+            packs = [[name for name in pack if name in known] for pack in self._given.packs]
+            return self.of_packs([pack for pack in packs if pack], calls, num_microbatches)
+        plan = decide(
+            self._costs(),
+            self._names(calls),
+            num_microbatches,
+            self._measured.machine(),
+            num_devices=len(self._devices),
+            parallel=self._parallel,
+        )
+        return replace(plan, fingerprint=self._fingerprint)
+
+    def of_packs(self, packs: Packs, calls: Sequence[int], num_microbatches: int) -> Plan:
+        """A plan of packs for a number of microbatches, with whose graphs are kept, and what is foreseen."""
+        plan = self._packed(packs, calls)
+        given, costs, machine = self._given, self._costs(), self._measured.machine()
+        if given is not None:
+            is_placed = (plan.packs, plan.visits) == (given.packs, given.visits)
+            spread: frozenset[int] = given.spread if is_placed else frozenset()
+            plan = replace(plan, reuse=given.reuse, lookahead=given.lookahead, spread=spread)
+        plan = with_graphs(plan, costs, num_microbatches, [machine.free_bytes] * len(self._devices))
+        if given is None:
+            return improved(foreseen(plan, costs, machine), self._names(calls), with_its_packs=True)
+        # A step that differs from what a given plan foresees goes by its packs, but decides on graphs anew.
+        if all(getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")):
+            fields = ("first_fused", "kept", "joined", "device_updated")
+            plan = replace(plan, **{name: getattr(given, name) for name in fields})
+        elif not plan.just_in_time:
+            plan = replace(plan, first_fused=len(plan.visits), kept=frozenset())
+        return foreseen(plan, costs, machine)
+
+    def revised(self, plan: Plan, calls: Sequence[int], *, searches: bool) -> Plan:
+        """A plan with what is foreseen of it by what is known now.
+
+        Args:
+            plan: the plan in use.
+            calls: the order in which layers are called.
+            searches: whether to search for a better one even if the plan itself has not become clearly faster.
+        """
+        costs, machine = self._costs(), self._measured.machine()
+        if self._given is not None:
+            return foreseen(plan, costs, machine)
+        # Who updates which packs is decided last, for whatever packs these are.
+        revised = foreseen(replace(plan, device_updated=frozenset()), costs, machine)
+        if searches or _is_clearly_faster(revised, plan):
+            revised = improved(revised, self._names(calls))
+        return with_device_updates(revised)
+
+    def _packed(self, packs: Packs, calls: Sequence[int]) -> Plan:
+        """A plan of packs, and of one for each layer that is in none; nothing is decided on graphs."""
+        layers = [layer.name for layer in self._layers]
+        plan = packed(packs, layers, self._names(calls), len(self._devices), self._parallel)
+        return replace(plan, fingerprint=self._fingerprint)
+
+    def _names(self, calls: Sequence[int]) -> list[str]:
+        return [self._layers[call].name for call in calls]
+
+    def _costs(self) -> dict[str, Cost]:
+        """The cost of each layer by its name, layers that are alike sharing what was timed."""
+        kinds = [self._kind(layer) for layer in self._layers]
+        return {cost.name: cost for cost in share_seconds(list(map(self._measured.cost, self._layers)), kinds)}
+
+    def _kind(self, layer: SwappedLayer) -> str:
+        if layer.index not in self._kinds:
+            self._kinds[layer.index] = "a parameter" if layer.module is None else kind_of(layer.module)
+        return self._kinds[layer.index]
+
+
+def _is_clearly_faster(plan: Plan, other: Plan) -> bool:
+    """Whether a plan is foreseen to be."""
+    ours, theirs = plan.predicted, other.predicted
+    return ours is not None and theirs is not None and theirs.seconds > CLEARLY_FASTER * ours.seconds

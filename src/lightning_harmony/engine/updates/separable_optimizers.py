@@ -1,0 +1,75 @@
+"""Which optimizers update each parameter by itself, so that a step pack by pack is the same step."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+# Optimizers that update each parameter from its own gradient and state alone, so that a step pack by pack is the same
+# step. (LBFGS is not one: it searches along all parameters together.)
+SEPARABLE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
+        "Rprop", "SGD",
+    )
+    if hasattr(torch.optim, name)
+)  # fmt: skip
+
+
+# What torch puts around the step of a class when the first optimizer of it is made.
+_TORCHS_OWN = Optimizer.profile_hook_step(lambda: None).__code__
+
+
+def _steps_of(kind: type[Optimizer]) -> tuple[Any, Any]:
+    """The step of a class, without what torch itself puts around it, and how it zeroes gradients."""
+    step: Any = kind.step
+    if getattr(step, "__code__", None) is _TORCHS_OWN:
+        step = step.__wrapped__
+    return step, kind.zero_grad
+
+
+# As torch has them, whatever replaces them later.
+_GENUINE = {kind: _steps_of(kind) for kind in SEPARABLE}
+
+
+def why_not_separable(optimizer: Optimizer) -> str | None:
+    """The reason why an optimizer can't step pack by pack; None if it can."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in SEPARABLE:
+        return f"{name} is not known to update each parameter on its own"
+    if _has_other_step(optimizer):
+        return f"{name}.step is replaced by a function of its own"
+    if _zeroes_otherwise(optimizer):
+        return f"{name}.zero_grad is replaced by a function of its own"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{name} has step hooks"
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return "step hooks are registered for all optimizers"
+    return None
+
+
+def _has_other_step(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has another step than torch's: whoever gave it or its class that expects one call a step."""
+    own = type(optimizer).step
+    if _steps_of(type(optimizer))[0] is not _GENUINE[type(optimizer)][0]:
+        return True
+    step = vars(optimizer).get("step")
+    # What only asks for an update, and then makes it, is ours.
+    step = getattr(step, "asks_for", step)
+    function = getattr(step, "__func__", step)
+    if function is None or function is own:
+        return False
+    # A scheduler's. Objects that pass on what they are asked for have its mark, too.
+    is_schedulers = isinstance(function, FunctionType) and hasattr(function, "_wrapped_by_lr_sched")
+    return not (is_schedulers and getattr(function, "__wrapped__", None) is own)
+
+
+def _zeroes_otherwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer may leave gradients to the next step, which are gone when they are used just in time."""
+    zero_grad = vars(optimizer).get("zero_grad", optimizer.zero_grad)
+    return getattr(zero_grad, "__func__", None) is not _GENUINE[type(optimizer)][1]

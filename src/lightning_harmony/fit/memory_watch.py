@@ -1,0 +1,136 @@
+"""A watch on steps that may not fit on a device beside the model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.errors import CapacityError
+from lightning_harmony.fit.lasting_bytes import LastingBytes
+from lightning_harmony.fit.user_steps import num_elements
+from lightning_harmony.microbatches.snapshot import Snapshot
+from lightning_harmony.plan.values.memory_size import format_bytes
+
+Result = TypeVar("Result")
+
+
+class DoesNotFit(Exception):
+    """A batch does not fit in device memory beside the model. What its step did is undone."""
+
+
+@dataclass
+class MemoryWatch:
+    """Counts what a step takes on a device of limited capacity, and undoes the step if that is too much.
+
+    Attributes:
+        trainer: whose steps they are.
+        device: where the model is.
+        lasting: what it holds there.
+        peak_bytes: the most that was seen to be on the device; None where nothing is counted.
+    """
+
+    trainer: Any
+    device: Device
+    lasting: LastingBytes
+    peak_bytes: int | None = None
+    # Elements of the largest batch that is known to fit, by the name of the step.
+    _largest: dict[str, int] = field(default_factory=dict)
+
+    def knows_to_fit(self, name: str, args: Any) -> bool:
+        """Whether a batch is no larger than one that fitted.
+
+        Args:
+            name: of the user's step.
+            args: the batch, and more.
+        """
+        return self.device.capacity_bytes is None or num_elements(args) <= self._largest.get(name, -1)
+
+    def run(self, name: str, args: Any, step: Callable[[], Result]) -> Result:
+        """Run a step on a batch that may not fit, and undo it if it does not.
+
+        Args:
+            name: of the user's step.
+            args: the batch, and more.
+            step: runs it on that.
+
+        Raises:
+            DoesNotFit: if there is no room for the batch.
+        """
+        device, capacity = self.device, self.device.capacity_bytes
+        assert capacity is not None
+        before = Snapshot(self.trainer, [device])
+        error: str | None = None
+        try:
+            with self._counting() as most:
+                result = step()
+            if most() <= capacity:
+                self.peak_bytes = max(self.peak_bytes or 0, most())
+                self._largest[name] = num_elements(args)
+                return result
+            error = f"{format_bytes(most())} are needed"
+            # The device has had the room for it, but the user lets the process have less.
+            del result
+        except torch.OutOfMemoryError as shortage:
+            error = str(shortage)
+        # Not within the except clause: the error's frames hold what the attempt has allocated.
+        gc.collect()
+        before.restore()
+        raise DoesNotFit(
+            f"a batch does not fit into {format_bytes(capacity)} beside {format_bytes(self.lasting.total)} of weights, "
+            f"gradients and optimizer state ({error})"
+        )
+
+    @contextmanager
+    def _counting(self) -> Iterator[Callable[[], int]]:
+        """A context; what it gives tells the most bytes that the process had on the device in it, optimizer state included."""
+        device, lasting = self.device, self.lasting
+        if not isinstance(device, VirtualDevice):
+            peak = device.watch_peak()
+            # It comes when the optimizer first steps.
+            missing = 0 if any(optimizer.state for optimizer in self.trainer.optimizers) else lasting.state
+            yield lambda: peak() + missing
+            return
+        # Weights and optimizer state are where they always were: only what is allocated from here on is counted.
+        gradients = [
+            p.grad for p in self.trainer.lightning_module.parameters() if p.grad is not None and not device.owns(p.grad)
+        ]
+        uncounted = lasting.weights + lasting.state + sum(g.numel() * g.element_size() for g in gradients)
+        capacity = device.capacity_bytes
+        assert capacity is not None
+        device.capacity_bytes = max(capacity - uncounted, 0)
+        try:
+            with device.computing():
+                peak = device.watch_peak()
+                yield lambda: peak() + uncounted
+        finally:
+            device.capacity_bytes = capacity
+
+    @contextmanager
+    def bounding(self) -> Iterator[None]:
+        """The context of a step that nobody can undo: what exceeds the capacity is refused, with the way out.
+
+        Raises:
+            CapacityError: if the step exceeds it.
+        """
+        capacity = self.device.capacity_bytes
+        assert capacity is not None
+        try:
+            with self._counting() as most:
+                yield
+            if most() > capacity:
+                raise torch.OutOfMemoryError(f"{format_bytes(most())} were needed")
+        except torch.OutOfMemoryError as error:
+            less = format_bytes(self.lasting.total * 9 // 10)
+            raise CapacityError(
+                f"a batch exceeds the device's memory of {format_bytes(capacity)} beside {format_bytes(self.lasting.total)} "
+                "of weights, gradients and optimizer state. The step cannot be undone, as it optimizes or fetches batches "
+                "itself, or hooks between forward and backward are overridden. Use smaller batches, or have layers swapped "
+                f"from the start by giving less than that: HarmonyStrategy(device_memory={less!r}) ({error})"
+            ) from error

@@ -1,0 +1,192 @@
+"""Training a model that does not fit on its devices: its layers are swapped, from the set-up of a Trainer to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.measure.origin import origin_of
+from lightning_harmony.engine.model.decompose import Layer, find_layers
+from lightning_harmony.engine.model.host_store import HostStore
+from lightning_harmony.engine.step.assembly import assemble
+from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.fit.evaluation import Evaluation
+from lightning_harmony.fit.first_step import BuffersBefore
+from lightning_harmony.fit.garbage import LastingObjects
+from lightning_harmony.fit.signals import HeldSignals
+from lightning_harmony.fit.training import Training
+from lightning_harmony.microbatches.logs import unheard
+from lightning_harmony.microbatches.split_check import SplitCheck
+from lightning_harmony.plan.values.plan import Plan
+from lightning_harmony.reporting.fit_summary import FitSummary
+from lightning_harmony.reporting.step_reports import StepReports
+from lightning_harmony.setup.lightning_tree import LightningTree
+from lightning_harmony.setup.profile_cache import ProfileCache
+from lightning_harmony.setup.refusals import (
+    refuse_composed,
+    refuse_shared_memory,
+    refuse_sparse,
+    refuse_uninitialized,
+)
+from lightning_harmony.setup.settings import Settings
+from lightning_harmony.setup.store_progress import store_progress
+from lightning_harmony.updating.deferred_update import DeferredUpdate
+from lightning_harmony.updating.update_policy import UpdatePolicy
+
+
+class Swapped:
+    """Runs the user's steps on a model whose layers are swapped.
+
+    Where the model gets other parameters between steps, all is set up anew.
+
+    Args:
+        tree: the Trainer's.
+        trainer: whose module is trained or evaluated. The module is on the host.
+        settings: the strategy's.
+        torch_devices: where layers run.
+        devices: the same, opened. They are closed with the engine.
+        split_check: of the batches.
+        reports: where steps are reported.
+
+    Attributes:
+        engine: runs the steps.
+        training: what it is asked to do for a training step.
+        signals: held back in the middle of a step.
+    """
+
+    def __init__(
+        self,
+        tree: LightningTree,
+        trainer: Any,
+        settings: Settings,
+        torch_devices: Sequence[torch.device],
+        devices: Sequence[Device],
+        split_check: SplitCheck,
+        reports: StepReports,
+    ) -> None:
+        self._tree, self._trainer, self._settings = tree, trainer, settings
+        self._split_check, self._reports = split_check, reports
+        self._torch_devices = torch_devices
+        self.signals = HeldSignals()
+        self._lasting = LastingObjects()
+        self._buffers_before: BuffersBefore | None = None
+        self._use(self._build_engine(settings.plan, devices, None), None)
+
+    def _use(self, engine: Executor, summary: FitSummary | None) -> None:
+        """This engine runs steps from now on."""
+        tree, trainer, settings = self._tree, self._trainer, self._settings
+        self.engine = engine
+        deferred = DeferredUpdate(UpdatePolicy(tree, trainer, engine, settings.update), engine)
+        summary = FitSummary(tree, trainer, engine) if summary is None else replace(summary, engine=engine)
+        self.training = Training(tree, trainer, engine, settings, deferred, self._split_check, self._reports, summary)
+        self._evaluation = Evaluation(tree, trainer, engine, settings, self._split_check.splitting)
+
+    def catch_up(self) -> None:
+        """Before a step, see to what was changed since the last one: other parameters need another set-up."""
+        if self.engine.is_outdated():
+            before = self.engine
+            self.finish_update()
+            before.close()
+            refuse_uninitialized(self._module)
+            known = all(parameter in before.store for parameter in self._module.parameters())
+            devices = self._settings.open_devices(self._torch_devices)
+            # A plan that was given is for the model as it was.
+            engine = self._build_engine(None, devices, before.store if known else None)
+            engine.recorder.take_over(before.recorder)
+            self._use(engine, self.training.summary)
+        self.engine.catch_up()
+
+    def finish_update(self) -> None:
+        """See to it that all parameters and the optimizer's state are those after the last step."""
+        self.engine.updater.postponed.finish()
+
+    def end(self) -> None:
+        """Give the module back as an ordinary one on the host. Signals are still held if they were."""
+        self._lasting.end()
+        self.engine.close()
+
+    # ---- steps ---------------------------------------------------------------------------------------------------------
+
+    def training_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a batch in microbatches; the backward runs when that of the result does.
+
+        Args:
+            step: runs the user's training_step as it is.
+            args: the batch and its number, and perhaps more.
+            kwargs: more of the same.
+        """
+        self.signals.hold()
+        self._lasting.begin_step()
+        is_first = self._module.automatic_optimization and not self.engine.has_succeeded
+        self._buffers_before = BuffersBefore(self._module) if is_first else None
+        with self.restoring_buffers():
+            return self.training.run(step, args, kwargs)
+
+    @contextmanager
+    def restoring_buffers(self) -> Iterator[None]:
+        """A context in which an error of the first step leaves buffers as they were before it."""
+        try:
+            yield
+        except BaseException:
+            if self._buffers_before is not None:
+                self._buffers_before.restore()
+            raise
+
+    def evaluate(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a validation, test or prediction step."""
+        self.catch_up()
+        with self.signals.held():
+            return self._evaluation.run(name, step, args, kwargs)
+
+    # ---- the engine ----------------------------------------------------------------------------------------------------
+
+    def _build_engine(self, plan: Plan | None, devices: Sequence[Device], store: HostStore | None) -> Executor:
+        module, settings = self._module, self._settings
+        refuse_sparse(module)
+        refuse_composed(module)
+        if store is None:
+            refuse_shared_memory(module)
+        smallest = min((d.capacity_bytes for d in devices if d.capacity_bytes is not None), default=None)
+        layers = find_layers(module, max_layer_bytes=smallest, layers=settings.layers)
+        if not layers:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} has no submodule with parameters that could be swapped as a layer: hold the "
+                "network in a submodule, or train with Trainer(strategy='auto')"
+            )
+        moved = module.parameters() if store is None else ()
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in moved)
+        with store_progress(self._tree, self._trainer, num_bytes) as progress:
+            return assemble(
+                module,
+                layers,
+                *devices,
+                parallel=settings.parallel,
+                compute_dtype=getattr(self._trainer.precision_plugin, "compute_dtype", None),
+                compile_options=settings.compile_options,
+                updates_on_host=settings.update_on == "host",
+                plan=plan,
+                progress=progress,
+                records=self._records(layers, devices),
+                store=store,
+                recomputing=partial(unheard, self._trainer),
+            )
+
+    def _records(self, layers: list[Layer], devices: Sequence[Device]) -> ProfileCache | None:
+        settings, plugin = self._settings, self._trainer.precision_plugin
+        folder = settings.profile_folder()
+        if folder is None:
+            return None
+        taken = [type(plugin).__qualname__, str(plugin.precision), repr(settings.compile_options)]
+        origin = origin_of(self._module, layers, devices, taken)
+        return ProfileCache(folder, origin, self._tree.warn, is_chosen=settings.profile_cache is not True)
+
+    @property
+    def _module(self) -> Any:
+        return self._trainer.lightning_module
