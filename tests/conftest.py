@@ -7,12 +7,12 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import same_training
 import torch
 from torch import Tensor
 
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from support import same_training
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
-import same_training
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from support import nets, same_training
 from test_lightning import (
     BATCH_SIZE,
     NUM_MICROBATCHES,
@@ -33,8 +35,6 @@ from test_lightning import (
     trainer_for,
     values,
 )
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
-import same_training
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO, XLACheckpointIO
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy
+from support import nets, same_training
 from test_lightning import (
     BATCH_SIZE,
     NUM_MICROBATCHES,
@@ -29,9 +31,6 @@ from test_lightning import (
     trainer_for,
     values,
 )
-from torch.utils.data import DataLoader
-
-from lightning_harmony import HarmonyStrategy
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -230,7 +229,8 @@ def kill() -> None:
 def run_until_killed(path: Path, kill_at: str, step: int) -> None:
     call = f"test_checkpoints.train({str(path)!r}, {kill_at!r}, {step})"
     code = f"""
-import warnings, torch, same_training
+import warnings, torch
+from support import same_training
 warnings.simplefilter("ignore")
 # Sums of other numbers of threads differ by their order.
 torch.set_num_threads({torch.get_num_threads()})

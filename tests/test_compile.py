@@ -7,10 +7,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
-from same_training import Net, compare, train_harmony, train_plain, trainer_for
 from torch import nn
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.utils import counters
@@ -18,6 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyPrecision, HarmonyStrategy, estimate
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from support import nets
+from support.same_training import Net, compare, train_harmony, train_plain, trainer_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -8,13 +8,8 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
-import same_training
 import torch
-from same_training import Net, Training, assert_same_training, assert_within, compare, room, train_harmony, trainer_for
-from sampling import in_turns
-from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,6 +17,19 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy
 from lightning_harmony.engine.devices import virtual_device
+from support import nets, same_training
+from support.same_training import (
+    Net,
+    Training,
+    assert_same_training,
+    assert_within,
+    compare,
+    room,
+    train_harmony,
+    trainer_for,
+)
+from support.sampling import in_turns
+from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

@@ -8,19 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import nets
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
-from same_training import assert_within
-from test_lightning import Model, assert_equal, assert_same, harmony, trainer_for, values
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_harmony.errors import CapacityError
+from support import nets
+from support.same_training import assert_within
+from test_lightning import Model, assert_equal, assert_same, harmony, trainer_for, values
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -8,11 +8,13 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-import nets
 import pytest
-import same_training
 import torch
-from same_training import (
+from torch import nn
+
+from lightning_harmony import HarmonyStrategy
+from support import nets, same_training
+from support.same_training import (
     Net,
     Training,
     Update,
@@ -23,10 +25,7 @@ from same_training import (
     train_plain,
     update_for,
 )
-from sampling import in_turns
-from torch import nn
-
-from lightning_harmony import HarmonyStrategy
+from support.sampling import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import nets
 import pytest
 import torch
-from test_lightning import Manual, Model, harmony, loader, trainer_for
 from torch.optim import Optimizer
 
 from lightning_harmony.plan.drawing.page import format_seconds
@@ -18,6 +16,8 @@ from lightning_harmony.reporting import fit_summary
 from lightning_harmony.reporting.fit_summary import _packs, describe_plan
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.optimizer_state import expected_state_bytes, state_bytes
+from support import nets
+from test_lightning import Manual, Model, harmony, loader, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -10,18 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import nets
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from same_training import Gradients, Net, assert_close, compare, train_harmony, train_plain, trainer_for
-from test_compile import Compilations
-from test_evaluation import TIGHT, Evaluated, batches
-from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
-from test_lightning import harmony
-from test_lightning import trainer_for as quiet_trainer
-from test_precision import Scales, train_reference
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -30,6 +22,14 @@ from lightning_harmony.engine.devices.cuda_device import CudaDevice
 from lightning_harmony.engine.devices.stream import CudaStream, OnCudaStream
 from lightning_harmony.plan.drawing.recording import read_recording
 from lightning_harmony.plan.values.task import Phase
+from support import nets
+from support.same_training import Gradients, Net, assert_close, compare, train_harmony, train_plain, trainer_for
+from test_compile import Compilations
+from test_evaluation import TIGHT, Evaluated, batches
+from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
+from test_lightning import harmony
+from test_lightning import trainer_for as quiet_trainer
+from test_precision import Scales, train_reference
 
 pytestmark = [
     pytest.mark.gpu,

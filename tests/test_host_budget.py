@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from same_training import Net, compare, train_harmony, train_plain
 from torch import Tensor, nn
 
 from lightning_harmony import CapacityError, HarmonyStrategy, StepReport
@@ -15,6 +14,7 @@ from lightning_harmony.engine.devices.free_memory import HostMemory
 from lightning_harmony.plan.values.host_need import RING
 from lightning_harmony.updating.host_budget import room_on_host
 from lightning_harmony.updating.optimizer_state import state_bytes
+from support.same_training import Net, compare, train_harmony, train_plain
 
 pytestmark = [
     pytest.mark.cpu,

@@ -11,11 +11,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from same_training import SEED, Net, SeedMicrobatches, placed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_harmony import CapacityError, HarmonyMonitor, HarmonyStrategy
+from support.same_training import SEED, Net, SeedMicrobatches, placed
 
 pytestmark = [
     pytest.mark.in_memory,

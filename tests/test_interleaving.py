@@ -16,16 +16,16 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import lightning.pytorch as pl
-import nets
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from same_training import Net, Update, assert_same_training, placed, room, trainer_for
-from sampling import in_turns
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
+from support import nets
+from support.same_training import Net, Update, assert_same_training, placed, room, trainer_for
+from support.sampling import in_turns
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

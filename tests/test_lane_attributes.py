@@ -6,16 +6,16 @@ import contextvars
 from collections import deque
 from typing import Any
 
-import nets
 import pytest
 import torch
 import torch.nn.functional as F
-from same_training import Net, assert_same_training, update_for
-from sampling import in_turns
 from torch import Tensor, nn
 from torchmetrics import SumMetric
 
 from lightning_harmony.microbatches.lane_attributes import KnownChanges, LaneAttributes
+from support import nets
+from support.same_training import Net, assert_same_training, update_for
+from support.sampling import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

@@ -14,19 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
-import same_training
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
-from same_training import Net
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
 from lightning_harmony.engine.memory.residents import Place, Residents
 from lightning_harmony.setup.lightning_tree import classes_of
+from support import nets, same_training
+from support.same_training import Net
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -219,7 +218,7 @@ trainer:
     init_args:
       device_memory: 64KiB
       microbatch_size: 2
-      layers: [nets.Block]
+      layers: [support.nets.Block]
       update: deferred
       loss_reduction: mean
 """.replace("ACCELERATOR", same_training.accelerator).replace("SOURCE", source)

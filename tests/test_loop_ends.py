@@ -8,12 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from same_training import trainer_for
-from test_postponed_update import postponed  # noqa: F401
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_harmony import HarmonyStrategy
+from support.same_training import trainer_for
+from test_postponed_update import postponed  # noqa: F401
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

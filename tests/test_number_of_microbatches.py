@@ -9,11 +9,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from same_training import Reports, placed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_harmony import CapacityError, HarmonyStrategy
+from support.same_training import Reports, placed
 
 pytestmark = [
     pytest.mark.cpu,

@@ -6,12 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import Precision
-from same_training import assert_within
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+from lightning_harmony.errors import UnsupportedModelError
+from support import nets
+from support.same_training import assert_within
 from test_callbacks import fit
 from test_lightning import (
     CAPACITY,
@@ -26,11 +31,6 @@ from test_lightning import (
     trainer_for,
     values,
 )
-from torch import Tensor, nn
-from torch.nn.utils import prune
-from torch.utils.checkpoint import checkpoint
-
-from lightning_harmony.errors import UnsupportedModelError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
-import same_training
 import torch
-from same_training import SEED, Net, assert_same_training, compare, train_harmony, train_plain, trainer_for
-from sampling import in_turns
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.updates import streamed_update
+from support import nets, same_training
+from support.same_training import SEED, Net, assert_same_training, compare, train_harmony, train_plain, trainer_for
+from support.sampling import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

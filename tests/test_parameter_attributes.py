@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from same_training import Net, assert_same_training, train_harmony
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+from support.same_training import Net, assert_same_training, train_harmony
 
 
 class Scaled(nn.Linear):

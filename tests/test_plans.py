@@ -12,13 +12,8 @@ from traceback import extract_stack
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
-from copies import Late, Prompt
-from same_training import SEED, Net, Reports, compare, room, train_harmony, trainer_for
-from sampling import in_turns
-from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -34,6 +29,11 @@ from lightning_harmony.plan.values.plan import Plan, visits_of
 from lightning_harmony.plan.values.prediction import DevicePrediction
 from lightning_harmony.plan.values.record import Record
 from lightning_harmony.plan.values.task import Phase, Task
+from support import nets
+from support.copies import Late, Prompt
+from support.same_training import SEED, Net, Reports, compare, room, train_harmony, trainer_for
+from support.sampling import in_turns
+from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

@@ -15,8 +15,16 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from same_training import root
-from sampling import in_turns
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_harmony.engine.measure.profile import Profiler
+from lightning_harmony.engine.updates.optimizer_twin import Share
+from lightning_harmony.engine.updates.postponed import PostponedUpdate
+from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
+from lightning_harmony.engine.updates.update import Updater
+from support.same_training import root
+from support.sampling import in_turns
 from test_lightning import (
     BATCH_SIZE,
     NUM_MICROBATCHES,
@@ -30,14 +38,6 @@ from test_lightning import (
     trainer_for,
     values,
 )
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
-
-from lightning_harmony.engine.measure.profile import Profiler
-from lightning_harmony.engine.updates.optimizer_twin import Share
-from lightning_harmony.engine.updates.postponed import PostponedUpdate
-from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
-from lightning_harmony.engine.updates.update import Updater
 
 pytestmark = [
     pytest.mark.timeout(60, method="thread"),

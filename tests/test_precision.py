@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from same_training import (
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyPrecision, HarmonyStrategy
+from lightning_harmony.engine.lanes.rng import stream_seed
+from lightning_harmony.engine.model.decompose import find_layers
+from support import nets
+from support.same_training import (
     SEED,
     Gradients,
     Net,
@@ -25,13 +31,7 @@ from same_training import (
     train_plain,
     trainer_for,
 )
-from sampling import in_turns
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
-
-from lightning_harmony import HarmonyPrecision, HarmonyStrategy
-from lightning_harmony.engine.lanes.rng import stream_seed
-from lightning_harmony.engine.model.decompose import find_layers
+from support.sampling import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

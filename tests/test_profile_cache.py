@@ -12,11 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import nets
 import pytest
 import torch
-from same_training import SEED, Net, Training, compare, room, train_harmony, train_plain
-from sampling import in_turns
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.step.executor import Executor
@@ -25,6 +22,9 @@ from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.record import Record
 from lightning_harmony.setup.profile_cache import ProfileCache
+from support import nets
+from support.same_training import SEED, Net, Training, compare, room, train_harmony, train_plain
+from support.sampling import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

@@ -9,19 +9,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from same_training import SEED, Net, assert_same_training, placed, room, root, update_for
-from sampling import in_turns
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics import MeanMetric
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from lightning_harmony.engine.lanes.rng import stream_seed
+from support import nets
+from support.same_training import SEED, Net, assert_same_training, placed, room, root, update_for
+from support.sampling import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

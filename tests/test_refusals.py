@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision
-from same_training import Net, trainer_for
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy, UnsupportedModelError
+from support import nets
+from support.same_training import Net, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

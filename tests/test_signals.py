@@ -11,15 +11,15 @@ from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from test_lightning import Model, assert_equal, harmony, loader, trainer_for, values
 from torch import Tensor
 
 from lightning_harmony.fit.signals import HeldSignals
+from support import nets
+from test_lightning import Model, assert_equal, harmony, loader, trainer_for, values
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

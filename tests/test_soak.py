@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
-import same_training
 import torch
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
-from same_training import assert_within
-from test_lightning import Model, harmony, trainer_for
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
+
+from support import nets, same_training
+from support.same_training import assert_within
+from test_lightning import Model, harmony, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

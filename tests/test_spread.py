@@ -8,10 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
-from same_training import (
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.memory.residents import Residents
+from lightning_harmony.engine.memory.swap import Swapper
+from lightning_harmony.plan.values.plan import Plan
+from support import nets
+from support.same_training import (
     SEED,
     Net,
     Reports,
@@ -23,18 +31,10 @@ from same_training import (
     train_plain,
     trainer_for,
 )
-from sampling import in_turns
-from spreading import spread_packs
+from support.sampling import in_turns
+from support.spreading import spread_packs
 from test_devices import Explodes, Mixing
 from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
-
-from lightning_harmony import HarmonyStrategy
-from lightning_harmony.engine.devices.device import Device
-from lightning_harmony.engine.memory.residents import Residents
-from lightning_harmony.engine.memory.swap import Swapper
-from lightning_harmony.plan.values.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

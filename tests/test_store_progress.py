@@ -7,9 +7,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks.progress import tqdm_progress
-from test_lightning import Model, harmony, loader, trainer_for
 
 from lightning_harmony.setup import store_progress
+from test_lightning import Model, harmony, loader, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
-from same_training import placed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy
+from support import nets
+from support.same_training import placed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 

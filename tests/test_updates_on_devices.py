@@ -9,10 +9,8 @@ from functools import cache, partial
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
-from same_training import SEED, Net, Training, _fit, _result, compare, train_harmony, train_plain, trainer_for
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -21,6 +19,8 @@ from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.updates.optimizer_twin import Share
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.plan.values.plan import Plan
+from support import nets
+from support.same_training import SEED, Net, Training, _fit, _result, compare, train_harmony, train_plain, trainer_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

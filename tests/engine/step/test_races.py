@@ -9,18 +9,9 @@ from traceback import extract_stack
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
 import torch.nn.functional as F
-from same_training import SEED, Gradients, Net, trainer_for
-from sampling import in_turns
-from spreading import spread_packs
-from streams import Detector, FakeCudaDevice, detecting, on_root
-from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
-from test_lane_attributes import ReadsWhatLayersSet, SetsWhatLayersRead
-from test_lane_attributes import samples as pairs
-from test_recompute import Blocks, CountsInATensor, GivesAMask, Measures
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -33,6 +24,15 @@ from lightning_harmony.engine.step.pack_preparation import PackPreparation
 from lightning_harmony.engine.step.runtime import Runtime
 from lightning_harmony.engine.updates.streamed_update import _Stage
 from lightning_harmony.plan.values.plan import Plan
+from support import nets
+from support.same_training import SEED, Gradients, Net, trainer_for
+from support.sampling import in_turns
+from support.spreading import spread_packs
+from support.streams import Detector, FakeCudaDevice, detecting, on_root
+from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
+from test_lane_attributes import ReadsWhatLayersSet, SetsWhatLayersRead
+from test_lane_attributes import samples as pairs
+from test_recompute import Blocks, CountsInATensor, GivesAMask, Measures
 
 pytestmark = [
     pytest.mark.cpu,

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import STEP, names
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.search.given import read_plan, refuse_unfit
@@ -16,6 +15,7 @@ from lightning_harmony.plan.simulate.validity import refuse_invalid
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted
 from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from support.plans import STEP, names
 
 LAYERS = [Cost(f"layer {index}", 10, 10) for index in range(3)]
 PLAN = Plan(names(3), (0, 1, 2), 2, num_microbatches=2, fingerprint="same")

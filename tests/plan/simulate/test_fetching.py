@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import names, plans
 
 from lightning_harmony.plan.simulate.fetching import Residence, fetch_ahead
 from lightning_harmony.plan.simulate.lowering import lower
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import Errand
+from support.plans import names, plans
 
 # Three packs of 10, one after the other; each goes when it was used.
 FOLLOWING = [[1, 2], [2], []]

@@ -7,13 +7,13 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import full_plans
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted, fingerprint, merge_calls, visits_of
 from lightning_harmony.plan.values.profile import MachineLimits, Profile
 from lightning_harmony.plan.values.task import Phase
+from support.plans import full_plans
 
 # Packs 0 1 2 0 3: the first is visited twice.
 TWICE = Plan((("embed",), ("block.0", "block.1"), ("block.2",), ("head",)), (0, 1, 2, 0, 3), 4)

@@ -2,9 +2,9 @@
 
 import pytest
 from hypothesis import given
-from plans import tasks
 
 from lightning_harmony.plan.values.task import Errand, Phase, Task
+from support.plans import tasks
 
 
 @given(task=tasks)

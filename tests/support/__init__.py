@@ -1,0 +1,1 @@
+"""What several test modules share. They import from here, and never from each other."""
