@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from support import same_training
+from support.postponing import postponed  # noqa: F401  (a fixture of several modules)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

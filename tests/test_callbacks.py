@@ -22,17 +22,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from support import nets, same_training
-from test_lightning import (
-    BATCH_SIZE,
+from support.lightning_fits import (
     NUM_MICROBATCHES,
     NUM_STEPS,
     Images,
     Model,
     assert_equal,
     assert_same,
+    batches_for,
+    fit,
     harmony,
     loader,
     trainer_for,
+    trainer_of,
     values,
 )
 
@@ -41,39 +43,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
 ]
-# One microbatch as large as the batch needs more room.
-ROOM_FOR_WHOLE_BATCH = "72KiB"
-
-
-def trainer_of(
-    kind: str, num_microbatches: int = NUM_MICROBATCHES, device_memory: str | None = None, **options: Any
-) -> Any:
-    """A Trainer of plain Lightning or of harmony."""
-    if kind == "plain":
-        return trainer_for("auto", accumulate_grad_batches=num_microbatches, **options)
-    memory = {} if num_microbatches > 1 else {"device_memory": ROOM_FOR_WHOLE_BATCH}
-    memory = {"device_memory": device_memory} if device_memory is not None else memory
-    return trainer_for(harmony(num_microbatches=num_microbatches, **memory), **options)
-
-
-def batches_for(kind: str, num_microbatches: int = NUM_MICROBATCHES) -> DataLoader[Any]:
-    return loader(BATCH_SIZE // num_microbatches if kind == "plain" else BATCH_SIZE)
-
-
-def fit(
-    kind: str,
-    module: Any = None,
-    *,
-    num_microbatches: int = NUM_MICROBATCHES,
-    validate: bool = False,
-    ckpt_path: Any = None,
-    **options: Any,
-) -> Any:
-    """Train by plain Lightning, a microbatch a batch, or by harmony; return the Trainer."""
-    trainer = trainer_of(kind, num_microbatches, **options)
-    train = batches_for(kind, num_microbatches)
-    trainer.fit(Model() if module is None else module, train, loader() if validate else None, ckpt_path=ckpt_path)
-    return trainer
 
 
 def fit_both(callback: Callable[[], Any], make: Callable[[], Any] = Model, **options: Any) -> tuple[Any, Any]:

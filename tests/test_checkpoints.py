@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
 from support import nets, same_training
-from test_lightning import (
+from support.lightning_fits import (
     BATCH_SIZE,
     NUM_MICROBATCHES,
     Model,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_harmony import HarmonyPrecision, HarmonyStrategy, estimate
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from support import nets
+from support.compilations import Compilations
 from support.same_training import Net, compare, train_harmony, train_plain, trainer_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -45,18 +45,6 @@ class Counting:
             return graph(*args)
 
         return run
-
-
-class Compilations(pl.Callback):
-    """How many frames had been compiled after each step, and which layers had narrow weights."""
-
-    def __init__(self) -> None:
-        self.frames: list[int] = []
-        self.narrow: set[str] = set()
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.frames.append(counters["frames"]["total"])
-        self.narrow = {layer.name for layer in trainer.strategy._executor._model.layers if layer.narrow}
 
 
 def build(net: Callable[[], nn.Module], backend: Any = None) -> Net:

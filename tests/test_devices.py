@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_harmony import CapacityError, HarmonyStrategy
 from lightning_harmony.engine.devices import virtual_device
 from support import nets, same_training
+from support.cases import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
 from support.same_training import (
     Net,
     Training,
@@ -29,7 +30,6 @@ from support.same_training import (
     trainer_for,
 )
 from support.sampling import in_turns
-from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -132,39 +132,12 @@ def test_the_user_sees_one_device() -> None:
     assert len(trainer.strategy.step_report.peak_device_bytes) == 3
 
 
-class Mixing(nets.Language):
-    """Glue that takes tensors of all layers together, changes some in place, and makes new ones."""
-
-    def forward(self, batch: Tensor) -> Tensor:
-        x = first = self.embed(batch[:, :-1])
-        seen = [x]
-        for block in self.blocks:
-            x = block(x) + 0.1 * first
-            seen.append(x)
-        mixed = torch.stack(seen).mean(0) * torch.ones(x.shape[-1], device=batch.device)
-        total = torch.zeros_like(mixed)
-        for each in seen:
-            total += each
-        total[:, 0] = seen[-1][:, 0]
-        mixed = torch.where(total > 0, mixed, first) + torch.cat([seen[0], seen[-1]], dim=-1)[..., : x.shape[-1]]
-        return super().logits(mixed).flatten(0, 1).logsumexp(-1).mean() + torch.einsum("btw,btw->", total, first) / 1e3
-
-
 def test_glue_that_mixes_devices_computes_as_on_one() -> None:
     """Forward, losses and gradients: a copy brings each use's gradient back in the order of one device."""
-    module = build(Mixing)
+    module = build(nets.Mixing)
     one = train(module, 1)
     compare(one, train(module, 2))
     compare(one, train(module, 3, device_memory="256KiB"))
-
-
-class Explodes(nets.Block):
-    fault: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fault is not None:
-            self.fault()
-        return super().forward(x)
 
 
 @pytest.mark.timeout(60, method="thread")
@@ -172,7 +145,7 @@ class Explodes(nets.Block):
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_what_fails_on_one_device_ends_all_lanes_and_names_it(parallel: Any, error: type[BaseException]) -> None:
     module = build(nets.Language)
-    block = Explodes()
+    block = nets.Explodes()
     module.net.blocks[2] = block
     calls: list[int] = []
 

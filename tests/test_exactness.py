@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_harmony import HarmonyStrategy
 from support import nets, same_training
+from support.cases import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
 from support.same_training import (
     Net,
     Training,
@@ -29,26 +30,6 @@ from support.sampling import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
-}
-NETS: dict[str, Callable[[], nn.Module]] = {
-    "plain": nets.Language,
-    "dropout": lambda: nets.Language(dropout=0.3),
-    "frozen": nets.Frozen,
-    "skipped": nets.RandomlySkipped,
-    "reordered": nets.Reordered,
-    "rich": nets.Rich,
-    "own-parameters": nets.OwnParameters,
-    "returned-parameter": nets.ReturnedParameter,
-    "spectral-norm": nets.SpectralNorm,
-    "changes-an-input": nets.ChangesAnInput,
-    "hooked": nets.Hooked,
-    "several-consumers": nets.Shared,
-    "skip-connections": nets.SkipConnections,
-}
 CAPACITIES = {"all": None, "some": "88KiB", "tight": "60KiB"}
 
 
@@ -170,14 +151,6 @@ class Casts(nets.Language):
 def test_weights_are_narrow_only_where_autocast_alone_reads_them(capacity: str | None, changes: bool) -> None:
     module = build(lambda: Casts(changes=changes))
     assert_same_training(module, nets.tokens(), device_memory=capacity, precision="bf16-mixed")
-
-
-SUMMED_IN_ANOTHER_ORDER = {
-    "tied": nets.Tied,
-    "tied-by-code": nets.TiedByCode,
-    "used-twice": nets.Repeated,
-    "regularized": nets.Regularized,
-}
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)

@@ -17,7 +17,7 @@ from lightning_harmony.reporting.fit_summary import _packs, describe_plan
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.optimizer_state import expected_state_bytes, state_bytes
 from support import nets
-from test_lightning import Manual, Model, harmony, loader, trainer_for
+from support.lightning_fits import Manual, Model, harmony, loader, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

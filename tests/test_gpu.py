@@ -22,14 +22,15 @@ from lightning_harmony.engine.devices.cuda_device import CudaDevice
 from lightning_harmony.engine.devices.stream import CudaStream, OnCudaStream
 from lightning_harmony.plan.drawing.recording import read_recording
 from lightning_harmony.plan.values.task import Phase
+from support import device_updates as updates
 from support import nets
+from support.cases import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
+from support.compilations import Compilations
+from support.evaluating import TIGHT, Evaluated, batches
+from support.half_precision import Scales, train_reference
+from support.lightning_fits import harmony
+from support.lightning_fits import trainer_for as quiet_trainer
 from support.same_training import Gradients, Net, assert_close, compare, train_harmony, train_plain, trainer_for
-from test_compile import Compilations
-from test_evaluation import TIGHT, Evaluated, batches
-from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
-from test_lightning import harmony
-from test_lightning import trainer_for as quiet_trainer
-from test_precision import Scales, train_reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -444,8 +445,6 @@ def test_who_works_on_a_stream_has_the_streams_that_were_current_afterwards(gpu:
 def test_packs_that_are_updated_where_their_gradients_are_have_the_bits_of_all_others(
     slowed: str | None, precision: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import test_updates_on_devices as updates
-
     module = updates.build("AdamW", nets.Language(dropout=0.3))
     options = {"accelerator": "gpu", "precision": precision}
     # What libraries take counts, too.

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
-from test_lightning import Model, assert_same, harmony, loader, trainer_for, values
+from support.lightning_fits import Model, assert_same, harmony, loader, trainer_for, values
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

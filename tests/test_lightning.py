@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import inspect
 import pickle
 import warnings
@@ -16,7 +15,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -25,6 +23,25 @@ from lightning_harmony import HarmonyStrategy, StepReport
 from lightning_harmony.engine.memory.residents import Place, Residents
 from lightning_harmony.setup.lightning_tree import classes_of
 from support import nets, same_training
+from support.lightning_fits import (
+    BATCH_SIZE,
+    CAPACITY,
+    NUM_MICROBATCHES,
+    NUM_STEPS,
+    Images,
+    Manual,
+    Model,
+    adamw,
+    assert_equal,
+    assert_same,
+    fit_harmony,
+    fit_plain,
+    harmony,
+    loader,
+    plainly,
+    trainer_for,
+    values,
+)
 from support.same_training import Net
 
 pytestmark = [
@@ -32,107 +49,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
 ]
-BATCH_SIZE = 8
-NUM_MICROBATCHES = 4
-NUM_STEPS = 3
-CAPACITY = "64KiB"
 # Each tree, and where what it takes is imported from.
 SOURCES = {"lightning.pytorch": "lightning_harmony", "pytorch_lightning": "lightning_harmony.pytorch_lightning"}
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-class Model(pl.LightningModule):
-    """A language model with everything that Lightning may call."""
-
-    def __init__(self, make_optimizer: Callable[[Any], Any] = adamw) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nets.Language()
-        self.scale = nn.Parameter(torch.tensor(1.0))
-        self.make_optimizer = make_optimizer
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.net.logits(self.net.body(self.net.embed(batch))) * self.scale
-
-    def loss(self, batch: Tensor) -> Tensor:
-        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log("num_samples", float(len(batch)), reduce_fx="sum", on_step=False, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
-
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("test_loss", self.loss(batch))
-
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self(batch[:, :-1])
-
-    def configure_optimizers(self) -> Any:
-        return self.make_optimizer(self.parameters())
-
-
-def loader(batch_size: int = BATCH_SIZE) -> DataLoader[Any]:
-    return DataLoader(nets.tokens(NUM_STEPS * BATCH_SIZE), batch_size=batch_size)
-
-
-def trainer_for(strategy: Any, *, tree: Any = pl, **options: Any) -> Any:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    devices = 1 if strategy == "auto" else same_training.default_devices
-    where = same_training.placed({"devices": devices, **options})
-    return tree.Trainer(**{"max_epochs": 1, "strategy": strategy, **quiet, **where})
-
-
-def fit_plain(module: Any, *, accumulate: int = 1, **options: Any) -> Any:
-    """Train with plain Lightning, a microbatch a batch."""
-    trainer = trainer_for("auto", accumulate_grad_batches=NUM_MICROBATCHES * accumulate, **options)
-    trainer.fit(module, loader(BATCH_SIZE // NUM_MICROBATCHES), ckpt_path=None)
-    return trainer
-
-
-@functools.cache
-def plainly() -> Any:
-    """The trainer of a model that plain Lightning has trained."""
-    return fit_plain(Model())
-
-
-def harmony(**arguments: Any) -> Any:
-    arguments = {"device_memory": CAPACITY, "num_microbatches": NUM_MICROBATCHES, **arguments}
-    return HarmonyStrategy(**arguments | {"device_memory": same_training.room(arguments["device_memory"])})
-
-
-def fit_harmony(module: Any, strategy: Any = None, **options: Any) -> Any:
-    trainer = trainer_for(strategy or harmony(), **options)
-    trainer.fit(module, loader())
-    return trainer
-
-
-def values(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-
-def assert_equal(a: Any, b: Any) -> None:
-    torch.testing.assert_close(a, b, rtol=0, atol=0, check_device=same_training.accelerator == "cpu")
-
-
-def assert_same(plain: Any, other: Any) -> None:
-    """Equal weights and optimizer state."""
-    assert_equal(values(plain.lightning_module), values(other.lightning_module))
-    assert len(plain.optimizers) == len(other.optimizers)
-    for a, b in zip(plain.optimizers, other.optimizers, strict=True):
-        assert_equal(a.state_dict()["state"], b.state_dict()["state"])
 
 
 # --- How it is asked for.
@@ -409,18 +327,6 @@ def test_only_the_first_of_equal_evaluation_batches_is_measured_and_the_next_pac
     assert len(fetched) == (batches - 1) * len(alone)
 
 
-class Images(pl.LightningModule):
-    """Has buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nets.Convolutions()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.net(batch))
-
-
 def test_the_plan_follows_from_the_first_step_and_can_be_kept_after_the_fit() -> None:
     seen: list[str] = []
 
@@ -513,20 +419,6 @@ def test_microbatches_that_are_too_small_for_batch_norm_are_named_with_the_way_o
 
 
 # --- Ways to optimize.
-
-
-class Manual(Model):
-    def __init__(self, make_optimizer: Callable[[Any], Any] = adamw) -> None:
-        super().__init__(make_optimizer)
-        self.automatic_optimization = False
-        self.norms: list[Tensor] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        self.norms.append(torch.stack([p.grad.norm() for p in self.parameters()]).norm())
-        optimizer.step()
 
 
 @pytest.mark.parametrize("memory", [None, "96KiB"], ids=["all", "some"])

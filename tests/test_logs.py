@@ -9,7 +9,7 @@ from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, Metric, Metric
 from lightning_harmony.microbatches.logs import MicrobatchLogs
 from lightning_harmony.setup.lightning_tree import classes_of
 from support import nets, same_training
-from test_lightning import (
+from support.lightning_fits import (
     BATCH_SIZE,
     CAPACITY,
     NUM_MICROBATCHES,

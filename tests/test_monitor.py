@@ -27,8 +27,8 @@ from lightning_harmony.plan.values.streams import COMPUTE, STREAM_OF, UPDATE
 from lightning_harmony.plan.values.task import Errand, Phase
 from lightning_harmony.setup.lightning_tree import classes_of
 from support import same_training
+from support.lightning_fits import NUM_STEPS, Manual, Model, assert_same, harmony, loader, trainer_for, values
 from support.spreading import spread_packs
-from test_lightning import NUM_STEPS, Manual, Model, assert_same, harmony, loader, trainer_for, values
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -16,14 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_harmony.errors import UnsupportedModelError
 from support import nets
-from support.same_training import assert_within
-from test_callbacks import fit
-from test_lightning import (
+from support.lightning_fits import (
     CAPACITY,
     Manual,
     Model,
     assert_equal,
     assert_same,
+    fit,
     fit_harmony,
     fit_plain,
     harmony,
@@ -31,6 +30,7 @@ from test_lightning import (
     trainer_for,
     values,
 )
+from support.same_training import assert_within
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

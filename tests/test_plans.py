@@ -30,10 +30,10 @@ from lightning_harmony.plan.values.prediction import DevicePrediction
 from lightning_harmony.plan.values.record import Record
 from lightning_harmony.plan.values.task import Phase, Task
 from support import nets
+from support.cases import NETS, SUMMED_IN_ANOTHER_ORDER
 from support.copies import Late, Prompt
 from support.same_training import SEED, Net, Reports, compare, room, train_harmony, trainer_for
 from support.sampling import in_turns
-from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

@@ -15,39 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torchmetrics import MeanMetric
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from lightning_harmony.engine.lanes.rng import stream_seed
 from support import nets
 from support.same_training import SEED, Net, assert_same_training, placed, room, root, update_for
 from support.sampling import in_turns
+from support.stateful import Blocks, CountsInATensor, GivesAMask, Measures, samples
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
 NUM_MICROBATCHES = 2
-
-
-def samples() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    return [tuple(torch.randn(2, nets.WIDTH, generator=generator)) for _ in range(12)]
-
-
-class Blocks(nn.Module):
-    """Four blocks, between an input and a target."""
-
-    def __init__(self, block: Any = nets.Block) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(4))
-
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def forward(self, batch: Any) -> Tensor:
-        x, y = batch
-        return F.mse_loss(self.run(x), y)
 
 
 class EvaluatedThenTrained(Blocks):
@@ -98,28 +76,6 @@ class Collects(nets.Block):
         self.norms.append(float(x.detach().norm()))
         self.by_name["calls"].append(len(self.norms))
         return super().forward(x) * (1 + 0.01 * len(self.norms)) / (1 + 0.01 * sum(self.norms[-3:]))
-
-
-class CountsInATensor(nets.Block):
-    """Not registered as a buffer, and changed in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = [torch.zeros(())]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen[0] += len(x)
-        return super().forward(x) / (1 + 0.01 * self.seen[0])
-
-
-class Measures(nets.Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = MeanMetric()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean.update(x.detach().abs().mean())
-        return super().forward(x) / (1 + self.mean.compute())
 
 
 class TorchGenerator(nets.Block):
@@ -203,24 +159,6 @@ class Slices(Blocks):
         x = self.first(x)
         rows = x.unsqueeze(1).repeat(1, nets.WIDTH // len(x) + 1, 1)
         return super().run(x + self.project(rows[:, 1:]).mean(1))
-
-
-class Masked(nets.Block):
-    def forward(self, x: Tensor, context: Any) -> Tensor:  # type: ignore[override]
-        return super().forward(x * context.mask)
-
-
-class GivesAMask(Blocks):
-    """One object for all blocks, wherever they are."""
-
-    def __init__(self) -> None:
-        super().__init__(Masked)
-
-    def run(self, x: Tensor) -> Tensor:
-        context = SimpleNamespace(mask=(x > -1).to(x.dtype))
-        for block in self.blocks:
-            x = block(x, context)
-        return x
 
 
 class CallsItself(nets.Block):

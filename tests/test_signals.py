@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_harmony.fit.signals import HeldSignals
 from support import nets
-from test_lightning import Model, assert_equal, harmony, loader, trainer_for, values
+from support.lightning_fits import Model, assert_equal, harmony, loader, trainer_for, values
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

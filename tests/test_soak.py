@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from support import nets, same_training
+from support.lightning_fits import Model, harmony, trainer_for
 from support.same_training import assert_within
-from test_lightning import Model, harmony, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -19,6 +19,8 @@ from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.memory.swap import Swapper
 from lightning_harmony.plan.values.plan import Plan
 from support import nets
+from support.cases import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
+from support.nets import Explodes, Mixing
 from support.same_training import (
     SEED,
     Net,
@@ -33,8 +35,6 @@ from support.same_training import (
 )
 from support.sampling import in_turns
 from support.spreading import spread_packs
-from test_devices import Explodes, Mixing
-from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

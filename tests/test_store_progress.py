@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.callbacks.progress import tqdm_progress
 
 from lightning_harmony.setup import store_progress
-from test_lightning import Model, harmony, loader, trainer_for
+from support.lightning_fits import Model, harmony, loader, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_harmony.fit.unregistered import move_unregistered
-from test_lightning import Model, assert_same, harmony, loader, trainer_for
+from support.lightning_fits import Model, assert_same, harmony, loader, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

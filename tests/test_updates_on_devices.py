@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -12,37 +11,28 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_harmony import HarmonyStrategy, StepReport
+from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.updates.optimizer_twin import Share
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.plan.values.plan import Plan
 from support import nets
-from support.same_training import SEED, Net, Training, _fit, _result, compare, train_harmony, train_plain, trainer_for
+from support.device_updates import (
+    CAPACITY,
+    OPTIMIZERS,
+    STEPS,
+    _train,
+    build,
+    plan_in_use,
+    planned,
+    samples,
+    stay,
+    train,
+)
+from support.same_training import Net, Training, compare, train_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
-
-STEPS, CAPACITY = 6, "160KiB"
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
-    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
-    "RAdam": lambda parameters: torch.optim.RAdam(parameters, lr=0.01),
-}
-
-
-class Seen(pl.Callback):
-    """Keeps the reports of steps, from a hook that runs in the next step: none that updates have to be over for."""
-
-    def __init__(self) -> None:
-        self.reports: list[StepReport] = []
-
-    def on_before_zero_grad(self, trainer: Any, *args: Any) -> None:
-        if trainer.strategy.step_report is not None:
-            self.reports.append(trainer.strategy.step_report)
 
 
 class Count(nn.Module):
@@ -57,59 +47,10 @@ class Count(nn.Module):
         return x * self.scale + self.shift
 
 
-def build(optimizer: str = "AdamW", net: nn.Module | None = None) -> Net:
-    torch.manual_seed(SEED)
-    return Net(net or nets.Language(), OPTIMIZERS[optimizer])
-
-
-def samples() -> Any:
-    return nets.tokens(8 * STEPS)
-
-
-def plan_in_use(module: Net, **options: Any) -> Plan:
-    """The plan of the last step."""
-    strategy = HarmonyStrategy(device_memory=CAPACITY, num_microbatches=4, profile_cache=False)
-    plans: list[Plan] = []
-    keeping = pl.Callback()
-    keeping.on_train_epoch_end = lambda trainer, module: plans.append(trainer.strategy.plan)  # type: ignore[method-assign]
-    callbacks = [keeping]
-    train_harmony(
-        copy.deepcopy(module), samples(), strategy, 8, with_gradients=False, more_callbacks=callbacks, **options
-    )
-    return plans[0]
-
-
-def planned(module: Net, **options: Any) -> Plan:
-    """A plan with all packs updated where their gradients are."""
-    plan = plan_in_use(module, **options)
-    return replace(plan, device_updated=frozenset(plan.visits), predicted=None)
-
-
 @cache
 def usually_planned() -> Plan:
     """Such a plan for the network and the optimizer that most tests have."""
     return planned(build())
-
-
-def train(module: Net, plan: Plan, *more: pl.Callback, **options: Any) -> tuple[Training, list[StepReport]]:
-    """Train with a plan, and no hook that would have each step wait for its update."""
-    seen = Seen()
-    capacity = options.pop("device_memory", CAPACITY)
-    strategy = HarmonyStrategy(device_memory=capacity, num_microbatches=4, plan=plan, profile_cache=False)
-    training = _train(copy.deepcopy(module), strategy, [seen, *more], **options)
-    return training, seen.reports
-
-
-def _train(module: Net, strategy: Any, callbacks: list[pl.Callback], **options: Any) -> Training:
-    trainer = trainer_for(strategy, STEPS, callbacks, **options)
-    _fit(trainer, module, DataLoader(samples(), batch_size=8))
-    return _result(trainer, module, [])
-
-
-def stay(module: Net, reports: list[StepReport]) -> bool:
-    """Whether gradients stayed on the device in the last step."""
-    trained = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
-    return reports[-1].swapped_out_bytes["gradients"] < trained
 
 
 def plain(module: Net, **options: Any) -> Training:

@@ -25,14 +25,13 @@ from lightning_harmony.engine.step.runtime import Runtime
 from lightning_harmony.engine.updates.streamed_update import _Stage
 from lightning_harmony.plan.values.plan import Plan
 from support import nets
+from support.cases import NETS, SUMMED_IN_ANOTHER_ORDER
 from support.same_training import SEED, Gradients, Net, trainer_for
 from support.sampling import in_turns
 from support.spreading import spread_packs
+from support.stateful import Blocks, CountsInATensor, GivesAMask, Measures, ReadsWhatLayersSet, SetsWhatLayersRead
+from support.stateful import samples as pairs
 from support.streams import Detector, FakeCudaDevice, detecting, on_root
-from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
-from test_lane_attributes import ReadsWhatLayersSet, SetsWhatLayersRead
-from test_lane_attributes import samples as pairs
-from test_recompute import Blocks, CountsInATensor, GivesAMask, Measures
 
 pytestmark = [
     pytest.mark.cpu,

@@ -29,10 +29,9 @@ from lightning_harmony.plan.simulate.replay import predict, with_prediction
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted, visits_of
 from lightning_harmony.plan.values.profile import MachineLimits, Profile
-from support.plans import costs, machines, plans, speeds
+from support.plans import LAYER, costs, machines, plans, speeds
 
 SPEEDS = ("swap_in_bytes_per_second", "swap_out_bytes_per_second", "update_bytes_per_second")
-LAYER = Cost("layer", 100, 100, 5, 8, 30, 100, 4, 4, 1.0, 3.0, 1.0)
 
 
 @pytest.fixture(autouse=True)
