@@ -25,6 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Until all tests are collected: each collection would look at all that the libraries make, and nothing of that ends.
+    gc.disable()
     # About the way in which LightningCLI calls it. A filter of warnings by its class would have every test need the package.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     same_training.accelerator = config.getoption("--accelerator")
@@ -48,6 +50,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.cpu,
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
 ]
-NUM_LAYERS, WIDTH, NUM_MICROBATCHES = 24, 128, 4
+NUM_LAYERS, WIDTH, NUM_MICROBATCHES = 16, 128, 4
 SAMPLES = 64
 
 
@@ -52,7 +52,7 @@ class Host(pl.Callback):
     def __init__(self, room: float, patch: pytest.MonkeyPatch, **arguments: Any) -> None:
         self.room = int(room)
         self.strategy: Any = HarmonyStrategy(
-            device_memory="700KiB", num_microbatches=NUM_MICROBATCHES, profile_cache=False, **arguments
+            device_memory="560KiB", num_microbatches=NUM_MICROBATCHES, profile_cache=False, **arguments
         )
         patch.setattr("lightning_harmony.updating.host_budget.room_on_host", lambda: self.room - self.taken())
 
