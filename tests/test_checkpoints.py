@@ -174,7 +174,7 @@ def test_a_fit_goes_on_from_any_step_with_other_devices_another_capacity_plan_an
         options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [every_step(tmp_path)]}
         trainer = trainer_for(strategy, max_epochs=2, devices=devices, **options)
         path = None if step is None else tmp_path / f"step={step}.ckpt"
-        trainer.fit(Noisy(), Resumable(nets.tokens(24), batch_size=8), ckpt_path=path)
+        trainer.fit(Noisy(), Resumable(nets.tokens(3 * BATCH_SIZE), batch_size=BATCH_SIZE), ckpt_path=path)
         return trainer
 
     whole = fit(harmony())

@@ -17,7 +17,7 @@ from lightning_harmony.reporting.fit_summary import _packs, describe_plan
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.optimizer_state import expected_state_bytes, state_bytes
 from support import nets
-from support.lightning_fits import Manual, Model, harmony, loader, trainer_for
+from support.lightning_fits import NUM_MICROBATCHES, Manual, Model, harmony, loader, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -71,7 +71,7 @@ def test_it_says_what_is_known_and_then_the_plan(said: list[str], plans: list[Pl
         start,
     )
     (plan,), report = plans, trainer.strategy.step_report
-    assert f"Harmony: 7 layers in {len(plan.packs)} packs, 4 microbatches, 1 device\n" in planned
+    assert f"Harmony: 7 layers in {len(plan.packs)} packs, {NUM_MICROBATCHES} microbatches, 1 device\n" in planned
     assert f"{format_bytes(plan.predicted.peak_bytes[0])} of 64 KiB  Predicted peak on device 0\n" in planned
     # The time of the updates included, which is known from the second step on.
     assert plan.profile.machine.update_bytes_per_second is not None

@@ -77,14 +77,14 @@ def model_of(package: Any) -> Any:
 def test_the_strategy_trains_in_both_trees_as_one_process_with_one_device(tree: str, by_name: bool) -> None:
     package = import_module(tree)
     swapped = model_of(package)
-    strategy = "harmony" if by_name else classes_of(tree).HarmonyStrategy(device_memory=CAPACITY, num_microbatches=4)
+    strategy = "harmony" if by_name else classes_of(tree).HarmonyStrategy(CAPACITY, NUM_MICROBATCHES)
     trainer = trainer_for(strategy, tree=package)
     trainer.fit(swapped, loader())
     assert isinstance(trainer.strategy, classes_of(tree).HarmonyStrategy)
     assert (trainer.num_devices, trainer.world_size, trainer.global_rank) == (1, 1, 0)
     assert trainer.is_global_zero
     # By name, nothing is said of microbatches: a batch runs whole.
-    assert trainer.strategy.step_report.num_microbatches == (1 if by_name else 4)
+    assert trainer.strategy.step_report.num_microbatches == (1 if by_name else NUM_MICROBATCHES)
     plain = fit_harmony(Model(), "auto") if by_name else plainly()
     assert_equal(values(plain.lightning_module), values(swapped))
 
@@ -154,7 +154,7 @@ trainer:
     assert getattr(import_module(module), name) is classes_of(tree).HarmonyStrategy
     cli.trainer.fit(cli.model, loader())
     report = cli.trainer.strategy.step_report
-    assert (report.num_microbatches, report.update) == (4, "deferred")
+    assert (report.num_microbatches, report.update) == (NUM_MICROBATCHES, "deferred")
     same_training.assert_within([report], "64KiB")
     assert_same(plainly(), cli.trainer)
 
@@ -635,7 +635,7 @@ def raw_bytes(module: nn.Module) -> int:
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("num_microbatches", [2, 8])
+@pytest.mark.parametrize("num_microbatches", [2, BATCH_SIZE])
 def test_weights_come_once_a_phase_and_gradients_go_once_whatever_the_number_of_microbatches(
     num_microbatches: int,
 ) -> None:

@@ -432,8 +432,12 @@ class TestGiven:
 
 
 class TestForwardPacks:
-    @pytest.mark.parametrize("capacity", [None, "128KiB"])
-    @pytest.mark.parametrize("net", ["plain", "dropout", "tied-by-code", "skipped", "used-twice", "own-parameters"])
+    @pytest.mark.parametrize(
+        ("net", "capacity"),
+        in_turns(
+            ["plain", "dropout", "tied-by-code", "skipped", "own-parameters", "used-twice"], [(None,), ("128KiB",)]
+        ),
+    )
     def test_change_no_bit(self, net: str, capacity: str | None) -> None:
         self.compare({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net], nets.tokens(24), capacity, "pipeline", 1)
 

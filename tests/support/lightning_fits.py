@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from lightning_harmony import HarmonyStrategy
 from support import nets, same_training
 
-BATCH_SIZE = 8
-NUM_MICROBATCHES = 4
+BATCH_SIZE = 4
+NUM_MICROBATCHES = 2
 NUM_STEPS = 3
 CAPACITY = "64KiB"
 # One microbatch as large as the batch needs more room.

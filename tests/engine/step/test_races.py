@@ -368,12 +368,16 @@ def test_nothing_races_in_few_microbatches(monkeypatch: pytest.MonkeyPatch, num_
     assert find_races(monkeypatch, "own-parameters", num_microbatches=num_microbatches) == []
 
 
-@pytest.mark.parametrize("net", ["dropout", "own-parameters"])
-def test_nothing_races_with_an_update_after_the_backward(monkeypatch: pytest.MonkeyPatch, net: str) -> None:
-    assert find_races(monkeypatch, net, update="deferred", device_memory="22KiB") == []
-    assert find_races(monkeypatch, net, callbacks=(Gradients(),), device_memory="22KiB") == []
-    accumulated = {"accumulate_grad_batches": 2, "max_epochs": 2}
-    assert find_races(monkeypatch, net, device_memory="22KiB", trainer=accumulated) == []
+AFTER_THE_BACKWARD: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "deferred": lambda: {"update": "deferred"},
+    "read": lambda: {"callbacks": (Gradients(),)},
+    "accumulated": lambda: {"trainer": {"accumulate_grad_batches": 2, "max_epochs": 2}},
+}
+
+
+@pytest.mark.parametrize(("why", "net"), in_turns(AFTER_THE_BACKWARD, [("own-parameters",), ("dropout",)]))
+def test_nothing_races_with_an_update_after_the_backward(monkeypatch: pytest.MonkeyPatch, why: str, net: str) -> None:
+    assert find_races(monkeypatch, net, device_memory="22KiB", **AFTER_THE_BACKWARD[why]()) == []
 
 
 @pytest.mark.parametrize("net", ["dropout", "own-parameters"])
