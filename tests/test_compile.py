@@ -104,7 +104,7 @@ def test_compile_layers_compiles_what_the_user_did_not() -> None:
     assert compilations.frames == [4, 4, 4]
 
 
-def test_compiled_layers_on_several_devices() -> None:
+def test_compiled_layers_on_several_devices_train_as_plain_lightning_does() -> None:
     plain = train_plain(build(nets.Language, "aot_eager"), nets.tokens(), 4, 8)
     strategy = HarmonyStrategy(num_microbatches=4, device_memory="96KiB")
     harmony, compilations = train(build(nets.Language, "aot_eager"), strategy, devices=2)

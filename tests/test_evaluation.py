@@ -135,7 +135,7 @@ def test_what_a_failed_attempt_left_is_taken_back_and_there_is_only_one() -> Non
 
 
 @pytest.mark.cpu
-def test_that_a_batch_is_split_is_said_once() -> None:
+def test_the_split_of_a_batch_is_said_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer_for(harmony(**TIGHT)).validate(Evaluated(), batches(), verbose=False)

@@ -81,7 +81,7 @@ def test_every_network_trains_bit_for_bit_as_plain_lightning(net: str, capacity:
 @pytest.mark.parametrize(
     ("net", "capacity", "update"), in_turns(NETS, [("some", "after the backward"), ("tight", "just in time")])
 )
-def test_every_network_whose_copies_lanes_make_themselves(
+def test_every_network_trains_bit_for_bit_where_lanes_make_copies_themselves(
     net: str, capacity: str, update: Update, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As they do with small tensors. In other tests threads copy these, too."""
@@ -93,7 +93,9 @@ def test_every_network_whose_copies_lanes_make_themselves(
     ("num_microbatches", "optimizer", "update"),
     in_turns(product([1, 3, 8], OPTIMIZERS), [("after the backward",), ("just in time",)]),
 )
-def test_every_optimizer_and_number_of_microbatches(num_microbatches: int, optimizer: str, update: Update) -> None:
+def test_every_optimizer_trains_bit_for_bit_in_any_number_of_microbatches(
+    num_microbatches: int, optimizer: str, update: Update
+) -> None:
     batch_size = num_microbatches * (8 // num_microbatches)
     samples = nets.tokens(3 * batch_size)
     assert_same_training(
@@ -226,7 +228,7 @@ def _hugging_face(name: str) -> nn.Module:
 
 @pytest.mark.parametrize("capacity", [None, "100KiB"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
-def test_hugging_face_models_from_config(name: str, capacity: str | None) -> None:
+def test_models_of_hugging_face_train_bit_for_bit_as_plain_lightning(name: str, capacity: str | None) -> None:
     module = build(lambda: _hugging_face(name), "adamw")
     assert_same_training(module, nets.tokens(), device_memory=capacity, updates=update_for(capacity))
 

@@ -108,7 +108,7 @@ def test_bf16_compute_is_a_bfloat16_copy_on_the_gpu_with_float32_masters_on_the_
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true"])
-def test_true_precisions_on_the_gpu(precision: Any) -> None:
+def test_true_precisions_train_as_plain_lightning_on_the_gpu(precision: Any) -> None:
     module = build("plain")
     options = {"accelerator": "gpu", "precision": precision}
     plain = train_plain(copy.deepcopy(module), nets.tokens(), 4, 8, **options)

@@ -112,7 +112,9 @@ def test_a_stash_beyond_the_host_has_microbatches_run_one_after_the_other(
     assert "use smaller batches, or more memory" in line
 
 
-def test_they_take_turns_where_there_is_room(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_microbatches_take_turns_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO"):
         Host(4.2 * OF_WEIGHTS, monkeypatch).train(WITH_STASH)
     assert not [record.message for record in caplog.records if "one after the other" in record.message]

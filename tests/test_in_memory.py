@@ -299,7 +299,7 @@ def test_the_step_runs_in_the_callers_thread_with_its_event_loop() -> None:
     assert {name for _, name in harmony.lightning_module.calls} == {threading.main_thread().name}
 
 
-def test_frozen_parameters_and_a_loss_without_gradients() -> None:
+def test_frozen_parameters_and_a_loss_without_gradients_train_as_in_plain_lightning() -> None:
     class Partly(Model):
         def __init__(self) -> None:
             super().__init__()

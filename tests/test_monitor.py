@@ -121,7 +121,7 @@ def test_how_busy_devices_are_is_measured_for_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("tree", ["lightning.pytorch", "pytorch_lightning"])
-def test_it_serves_both_trees(tree: str, tmp_path: Path) -> None:
+def test_the_monitor_serves_both_trees(tree: str, tmp_path: Path) -> None:
     class Other(import_module(tree).LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()

@@ -57,7 +57,7 @@ def test_training_is_that_of_plain_lightning_on_the_same_device(optimizer: str, 
     ("optimizer", "precision"),
     in_turns(["AdamW", "momentum", "Adafactor"], [("bf16-true",), ("bf16-mixed",), ("64-true",)]),
 )
-def test_it_is_in_each_precision(optimizer: str, precision: str) -> None:
+def test_training_is_that_of_plain_lightning_in_each_precision(optimizer: str, precision: str) -> None:
     assert_same_training(
         build(optimizer, nets.Frozen),
         nets.tokens(),

@@ -163,7 +163,7 @@ def test_a_shared_parameter_is_updated_once(options: dict[str, Any], postponed: 
 
 
 @pytest.mark.parametrize(("way", "parallel"), in_turns(WAYS, [("pipeline",), ("data",)]))
-def test_several_devices_wait_for_it(way: str, parallel: Any, postponed: list[bool]) -> None:
+def test_several_devices_wait_for_a_postponed_update(way: str, parallel: Any, postponed: list[bool]) -> None:
     runs = [
         fit(
             "harmony",
@@ -442,7 +442,7 @@ def test_an_update_that_was_asked_for_is_not_lost(
     assert_equal(expected, found)
 
 
-def test_neither_is_one_when_the_data_fails(postponed: list[bool]) -> None:
+def test_an_update_is_not_lost_when_the_data_fails(postponed: list[bool]) -> None:
     def batches() -> Iterator[Tensor]:
         yield from list(loader())[:2]
         raise Boom

@@ -286,7 +286,7 @@ class Manual(Net):
         optimizer.step()
 
 
-def test_bf16_compute_in_manual_optimization() -> None:
+def test_bf16_compute_trains_in_manual_optimization() -> None:
     module = build(nets.Language)
     expected = train_reference(copy.deepcopy(module), nets.tokens(), 1, 8)
     manual = Manual(copy.deepcopy(module.net))

@@ -252,7 +252,7 @@ class TestFiles:
             train(folder)
         assert Record.from_json(file.read_text()).sizes
 
-    def test_so_is_one_cut_off(self, folder: Path) -> None:
+    def test_a_profile_that_is_cut_off_is_named_and_replaced(self, folder: Path) -> None:
         file = file_of_a_fit(folder)
         whole = file.read_text()
         file.write_text(whole[: len(whole) // 2])
@@ -262,7 +262,9 @@ class TestFiles:
     @pytest.mark.parametrize(
         "change", [{"model": "another"}, {"machine": "another"}, {"versions": "torch 1.0"}], ids=lambda c: next(iter(c))
     )
-    def test_so_is_one_of_another_model_machine_or_version(self, change: dict[str, str], folder: Path) -> None:
+    def test_a_profile_of_another_model_or_machine_is_named_and_replaced(
+        self, change: dict[str, str], folder: Path
+    ) -> None:
         file = file_of_a_fit(folder)
         record = Record.from_json(file.read_text())
         file.write_text(replace(record, origin=replace(record.origin, **change)).to_json())
@@ -270,7 +272,7 @@ class TestFiles:
             train(folder)
         assert Record.from_json(file.read_text()).origin == record.origin
 
-    def test_so_is_one_that_contradicts_itself(self, folder: Path) -> None:
+    def test_a_profile_that_contradicts_itself_is_named_and_replaced(self, folder: Path) -> None:
         file = file_of_a_fit(folder)
         data = json.loads(file.read_text())
         data["sizes"][0]["layers"][0]["forward_seconds"] = float("nan")
@@ -319,7 +321,7 @@ class TestFiles:
         with pytest.raises(ValueError, match="True, False, or a folder"):
             HarmonyStrategy(profile_cache=wrong)
 
-    def test_so_is_a_file(self, tmp_path: Path) -> None:
+    def test_a_file_in_place_of_a_folder_is_refused(self, tmp_path: Path) -> None:
         file = tmp_path / "file"
         file.touch()
         with pytest.raises(ValueError, match="this is not a folder"):

@@ -199,7 +199,7 @@ class ChoosesKernels(Blocks):
 
 
 @pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "24KiB"), (2, "24KiB")])
-def test_kernels_that_a_step_chooses_for_a_while(devices: int, memory: Any) -> None:
+def test_a_recompute_uses_the_kernels_that_a_step_chooses_for_a_while(devices: int, memory: Any) -> None:
     """The flags are the process's: microbatches that take turns would leave each other theirs, and the process, too."""
     before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
     torch.manual_seed(0)
@@ -217,7 +217,7 @@ BLOCKS = [Counts, BeginsOnce, Collects, CountsInATensor, Measures, TorchGenerato
 
 
 @pytest.mark.parametrize(("block", "devices", "memory"), in_turns(BLOCKS, [(2, "44KiB"), (1, None), (1, "44KiB")]))
-def test_what_a_layer_keeps_in_python(block: type[nn.Module], devices: int, memory: Any) -> None:
+def test_a_recompute_finds_what_a_layer_keeps_in_python(block: type[nn.Module], devices: int, memory: Any) -> None:
     torch.manual_seed(0)
     net = Net(Blocks(block))
     assert_same_training(
@@ -235,7 +235,7 @@ def test_what_a_layer_keeps_in_python(block: type[nn.Module], devices: int, memo
     ("net", "devices", "memory"),
     in_turns([EvaluatedThenTrained, Lists, Dicts], [(1, None), (1, "44KiB"), (2, "44KiB")]),
 )
-def test_what_a_layer_is_given(net: type[nn.Module], devices: int, memory: Any) -> None:
+def test_a_recompute_finds_what_a_layer_is_given(net: type[nn.Module], devices: int, memory: Any) -> None:
     torch.manual_seed(0)
     # Tensors with two readers each.
     tolerance = 0.0 if net is EvaluatedThenTrained else 1e-5
@@ -258,7 +258,7 @@ GIVEN: dict[str, Any] = {"slices": Slices, "an object": GivesAMask, "calls itsel
     ("name", "smallest", "devices", "memory"),
     in_turns(product(GIVEN, [64, 16 * 1024]), [(1, None), (1, "44KiB"), (2, "44KiB")]),
 )
-def test_what_a_layer_is_given_and_how_it_is_called(
+def test_a_recompute_finds_what_a_layer_is_given_however_it_is_called(
     name: str, smallest: int, devices: int, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slice too small for the stash came to the second run of a call without gaps.
@@ -317,7 +317,7 @@ class SeedNumPy(pl.Callback):
 
 
 @pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "44KiB"), (2, "44KiB")])
-def test_what_layers_draw_from_numpy(devices: int, memory: Any) -> None:
+def test_a_recompute_draws_from_numpy_what_the_layer_drew(devices: int, memory: Any) -> None:
     torch.manual_seed(0)
     module, trained = Net(Blocks(DrawsFromNumPy)), []
     for strategy, num_batches in (

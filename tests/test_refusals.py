@@ -655,7 +655,7 @@ class Mirrored(TiedByData):
 
 
 @pytest.mark.parametrize("net", [TiedByData, Mirrored])
-def test_parameters_in_the_memory_of_others(net: Callable[[], nn.Module]) -> None:
+def test_parameters_in_the_memory_of_others_are_refused(net: Callable[[], nn.Module]) -> None:
     module = Net(net())
     with pytest.raises(UnsupportedModelError, match=r"net\.one\.\S+ and 'net\.\S+ lie in the same memory.*share the"):
         fit(module)
@@ -676,7 +676,7 @@ class Losses(nets.Language):
         return super().forward(batch) * torch.ones(3, device=batch.device)
 
 
-def test_a_loss_of_several_elements() -> None:
+def test_a_loss_of_several_elements_is_refused() -> None:
     module = Net(Losses())
     words = ["only for scalar outputs", "shape (3,)", "mean"]
     assert_refused(module, RuntimeError, words, lambda: fit(module))

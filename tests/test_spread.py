@@ -153,7 +153,7 @@ def test_room_is_made_for_sums_and_what_comes_before_they_are_there(monkeypatch:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("devices", [2, 3, 4])
-def test_what_it_takes_is_reported(devices: int) -> None:
+def test_the_bytes_that_a_spread_head_takes_are_reported(devices: int) -> None:
     """Each device brings the head, its gradients leave once, and those of each microbatch come to its home."""
     module = build()
     alone, spread = (train(module, devices, plan_for(devices, packs)).reports[-1] for packs in (frozenset(), {5}))

@@ -101,7 +101,7 @@ def assert_is_short(files: list[str]) -> None:
 
 
 @pytest.mark.in_memory
-def test_nor_is_it_where_nothing_is_swapped() -> None:
+def test_what_stands_between_the_users_frames_is_not_shown_where_nothing_is_swapped() -> None:
     assert_is_short(files_of(Module("forward", 1), ZeroDivisionError))
 
 

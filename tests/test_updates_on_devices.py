@@ -59,7 +59,7 @@ def plain(module: Net, **options: Any) -> Training:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_they_train_as_plain_lightning_does(optimizer: str) -> None:
+def test_packs_that_devices_update_train_as_plain_lightning_does(optimizer: str) -> None:
     module = build(optimizer)
     training, reports = train(module, planned(module))
     compare(plain(module), training)
@@ -70,7 +70,7 @@ def test_they_train_as_plain_lightning_does(optimizer: str) -> None:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("apart", [False, True])
-def test_they_are_chosen_where_the_device_has_a_processor_of_its_own(
+def test_updates_on_devices_are_chosen_where_the_device_has_a_processor_of_its_own(
     monkeypatch: pytest.MonkeyPatch, *, apart: bool
 ) -> None:
     """On the host's own, a step that was slow by chance was planned so, and swapped other bytes than an estimate had said."""
@@ -110,7 +110,7 @@ def test_a_hook_finds_finished_weights_and_what_it_makes_of_them_is_trained(hook
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
-def test_in_every_precision(precision: Any) -> None:
+def test_packs_that_devices_update_train_as_plain_lightning_in_every_precision(precision: Any) -> None:
     module = build(net=nets.Language(dropout=0.3))
     training, reports = train(module, planned(module, precision=precision), precision=precision)
     compare(plain(module, precision=precision), training)
@@ -128,7 +128,7 @@ def test_parameters_that_are_not_trained_come_from_the_host() -> None:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("devices", [2, 3])
-def test_on_several_devices(devices: int) -> None:
+def test_packs_that_several_devices_update_train_as_plain_lightning_does(devices: int) -> None:
     module = build()
     training, reports = train(module, planned(module, devices=devices), devices=devices)
     compare(plain(module), training)
@@ -137,7 +137,7 @@ def test_on_several_devices(devices: int) -> None:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("optimizer", ["AdamW", "fused AdamW", "Adafactor"])
-def test_large_parameters_are_stepped_in_ranges_there_too(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_step_large_parameters_in_ranges(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step makes meanwhile is as large as what it is made of, and finds no room on a device that is full."""
     monkeypatch.setattr("lightning_harmony.engine.updates.streamed_update._MOST_BYTES", 8192)
     module = build(optimizer)

@@ -114,7 +114,7 @@ class TestNonsense:
         ):
             read_plan(file)
 
-    def test_so_is_that_of_a_plan_that_is_no_file(self) -> None:
+    def test_the_field_of_a_plan_that_is_no_file_is_named(self) -> None:
         profile = Profile((Cost("layer 0", -5, 10),))
         with pytest.raises(PlanError, match=r"plan\.profile\.layers\[0\]\.weight_bytes is -5"):
             read_plan(replace(PLAN, profile=profile))
@@ -147,7 +147,7 @@ class TestRefuseUnfit:
         other = replace(PLAN, packs=(("layer 0",), ("layer 1", "other"), ("layer 2",)))
         assert "the plan has 'other', which the model has not" in refusal(other)
 
-    def test_so_is_one_that_the_plan_has_not(self) -> None:
+    def test_a_layer_that_the_plan_has_not_is_refused(self) -> None:
         text = refusal(Plan((("layer 0",),), (0,), 0))
         assert "the model has 'layer 1', which the plan has not (and 1 more differences)" in text
         assert "HarmonyStrategy(layers=..., device_memory=...)" in text

@@ -333,7 +333,7 @@ class TestBetter:
         assert (better is plan) != spreads
         assert (better.fingerprint, better.profile) == ("of it", profile)
 
-    def test_its_packs_may_stay(self) -> None:
+    def test_packs_of_a_better_plan_may_stay(self) -> None:
         plan = replace(self.plan(graph_bytes=0), first_fused=2)
         plan = replace(plan, predicted=Predicted(predict(plan).seconds + 1000.0, ()))
         better = search_better(plan, range(6), with_its_packs=True)

@@ -26,7 +26,7 @@ def first(residences: list[Residence]) -> list[int]:
     return [each.first for each in residences]
 
 
-def test_it_comes_as_soon_as_there_is_room_until_its_use() -> None:
+def test_a_pack_comes_as_soon_as_there_is_room_until_its_use() -> None:
     for capacity, expected in ((None, [0, 0, 0]), (30, [0, 0, 0]), (29, [0, 0, 1]), (19, [0, 1, 2])):
         residences = chain()
         fetch_ahead(residences, [0, 0, 0], FOLLOWING, capacity)

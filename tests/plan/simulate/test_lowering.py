@@ -107,7 +107,7 @@ def test_without_grouping_each_microbatch_swaps_each_pack_anew_and_parks_its_gra
     )
 
 
-def test_with_grouping_alone_each_visit_does_and_the_update_follows_the_backward() -> None:
+def test_with_grouping_alone_each_visit_swaps_its_pack_anew_and_the_update_follows_the_backward() -> None:
     plan = plan_of(2, 2, num_microbatches=2, reuse="visit", lookahead=0)
     (tasks,) = lower(plan, [Cost("pack", 10, 10)] * 2, None).devices
     assert " ".join(map(str, tasks)) == (

@@ -575,7 +575,7 @@ class TestProperties:
 
 
 class TestPredict:
-    def test_it_takes_what_the_plan_knows(self) -> None:
+    def test_a_prediction_rests_on_the_profile_of_the_plan(self) -> None:
         layers = tuple(replace(PACK, name=f"layer {index}") for index in range(2))
         plan = replace(TWO, profile=Profile(layers, MachineLimits(60, 1.0, 1.0)))
         assert predict(plan).peak_bytes[0] <= 60
