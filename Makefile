@@ -1,6 +1,7 @@
 # Two commands do everything: `make demo` and `make test`. Both first make the virtual environment that they need.
 # `make quick` runs the tests of the parts and some of the whole, in about two minutes; `make test-whole` those that
 # `make test` samples in all combinations.
+# `make coverage` runs the tests of `make test` and tells which lines and branches none of them reaches.
 # `make test-oldest` tests with the oldest version of Lightning that is supported, in both of its trees.
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,7 +25,7 @@ BIN := $(VENV)/bin
 # A process a core, and in each one thread: more would wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4
 
-.PHONY: demo test quick test-whole test-oldest clean
+.PHONY: demo test quick test-whole coverage test-oldest clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/train_gpt.py
@@ -44,11 +45,14 @@ quick: $(VENV)/.installed-test
 test-whole: $(VENV)/.installed-test
 	WHOLE_MATRICES=1 $(PYTEST) -m "not gpu"
 
+coverage: $(VENV)/.installed-test
+	$(PYTEST) -m "not gpu" --cov --cov-report=term --cov-report=html:build/coverage
+
 test-oldest: $(OLDEST_VENV)/.installed
 	$(OLDEST_VENV)/bin/pytest -n auto --maxprocesses 4 -m "not gpu"
 
 clean:
-	rm -rf $(VENV) $(OLDEST_VENV) build src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(OLDEST_VENV) build src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .coverage*
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

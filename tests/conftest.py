@@ -7,12 +7,14 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import same_training
 import torch
 from torch import Tensor
 
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from support import same_training
+from support.postponing import postponed  # noqa: F401  (a fixture of several modules)
+from support.sampling import IS_WHOLE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,6 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Until all tests are collected: each collection would look at all that the libraries make, and nothing of that ends.
+    gc.disable()
     # About the way in which LightningCLI calls it. A filter of warnings by its class would have every test need the package.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     same_training.accelerator = config.getoption("--accelerator")
@@ -34,7 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests of what devices could change run on one and on two: `@pytest.mark.devices(1, 2)`."""
+    """Tests of what devices could change run on one and on two: `@pytest.mark.devices(1, 2)`.
+
+    Those that have several cases beside run each case on one of these numbers, in turns; on each of them in whole matrices.
+    """
     marker = metafunc.definition.get_closest_marker("devices")
     if marker is not None and metafunc.config.getoption("--devices") is None:
         metafunc.parametrize("num_default_devices", marker.args, indirect=True, ids=lambda number: f"{number}dev")
@@ -47,6 +54,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +80,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return True
         # Tests of parts, in the folders, name their devices.
         is_of_parts = item.path.parent != Path(__file__).parent
-        return same_training.accelerator == "gpu" and bool(is_of_parts or item.get_closest_marker("cpu"))
+        if same_training.accelerator == "gpu" and bool(is_of_parts or item.get_closest_marker("cpu")):
+            return True
+        return not IS_WHOLE and not is_in_turn(item)
+
+    cases: dict[str, list[dict[str, int]]] = {}
+
+    def is_in_turn(item: pytest.Item) -> bool:
+        """Whether the turn of a case falls on its number of devices."""
+        callspec = getattr(item, "callspec", None)
+        if callspec is None or "num_default_devices" not in callspec.indices:
+            return True
+        case = {name: index for name, index in callspec.indices.items() if name != "num_default_devices"}
+        known = cases.setdefault(item.nodeid.partition("[")[0], [])
+        if case not in known:
+            known.append(case)
+        num_numbers = len(item.get_closest_marker("devices").args)
+        return not case or known.index(case) % num_numbers == callspec.indices["num_default_devices"]
 
     left_out = [item for item in items if is_left_out(item)]
     config.hook.pytest_deselected(items=left_out)

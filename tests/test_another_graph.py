@@ -8,11 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from same_training import trainer_for
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+from support.same_training import trainer_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 

@@ -8,7 +8,7 @@ from lightning_harmony.estimating.application import parse_arguments, parse_batc
 pytestmark = pytest.mark.cpu
 
 
-def test_a_batch_in_words() -> None:
+def test_a_batch_is_described_in_words() -> None:
     alone = parse_batch("int64[8, 128]")
     assert (alone.shape, alone.dtype, alone.device.type) == ((8, 128), torch.int64, "meta")
     assert [tuple(t.shape) for t in parse_batch("float32[2, 3, 4],int64[2]")] == [(2, 3, 4), (2,)]

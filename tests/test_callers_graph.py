@@ -12,18 +12,18 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
-import same_training
 import torch
 import torch.nn.functional as F
-from nets import WIDTH
-from same_training import Net, Update, assert_same_training, trainer_for, update_for
-from sampling import in_turns
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from lightning_harmony.engine.layers.layer_call import LayerCall
+from support import same_training
+from support.nets import WIDTH
+from support.same_training import Net, Update, assert_same_training, trainer_for, update_for
+from support.sampling import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*does not have many workers")
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
-import same_training
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO, XLACheckpointIO
-from test_lightning import (
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy
+from support import nets, same_training
+from support.forks import Forks, forking
+from support.lightning_fits import (
     BATCH_SIZE,
     NUM_MICROBATCHES,
     Model,
@@ -29,9 +31,6 @@ from test_lightning import (
     trainer_for,
     values,
 )
-from torch.utils.data import DataLoader
-
-from lightning_harmony import HarmonyStrategy
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -175,7 +174,7 @@ def test_a_fit_goes_on_from_any_step_with_other_devices_another_capacity_plan_an
         options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [every_step(tmp_path)]}
         trainer = trainer_for(strategy, max_epochs=2, devices=devices, **options)
         path = None if step is None else tmp_path / f"step={step}.ckpt"
-        trainer.fit(Noisy(), Resumable(nets.tokens(24), batch_size=8), ckpt_path=path)
+        trainer.fit(Noisy(), Resumable(nets.tokens(3 * BATCH_SIZE), batch_size=BATCH_SIZE), ckpt_path=path)
         return trainer
 
     whole = fit(harmony())
@@ -227,37 +226,32 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_until_killed(path: Path, kill_at: str, step: int) -> None:
-    call = f"test_checkpoints.train({str(path)!r}, {kill_at!r}, {step})"
-    code = f"""
-import warnings, torch, same_training
+def run_until_killed(forks: Forks, path: Path, kill_at: str, step: int) -> None:
+    ended = forks.run(f"""
+import warnings, torch, test_checkpoints
+from support import same_training
 warnings.simplefilter("ignore")
 # Sums of other numbers of threads differ by their order.
 torch.set_num_threads({torch.get_num_threads()})
 torch.use_deterministic_algorithms({torch.are_deterministic_algorithms_enabled()}, warn_only=True)
 same_training.accelerator = {same_training.accelerator!r}
-import test_checkpoints
-{call}
-"""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-        "TMPDIR": str(path),
-    }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+test_checkpoints.train({str(path)!r}, {kill_at!r}, {step})
+""")
+    assert ended.exit_code == -signal.SIGKILL, ended.said
 
 
 def test_killed_in_a_save_and_in_a_step_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
     killed.mkdir()
-    for kill_at, step, expected in (
-        ("save", 3, {"step=1.ckpt", "step=2.ckpt"}),
-        ("step", 5, {"step=4.ckpt", "step=5.ckpt"}),
-    ):
-        run_until_killed(killed, kill_at, step)
-        found = {path.name: torch.load(path, weights_only=True) for path in killed.glob("*.ckpt")}
-        assert found.keys() == {*expected, "last.ckpt"}
-        last = max(each["global_step"] for each in found.values())
-        assert found["last.ckpt"]["global_step"] == last
+    environment = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "TMPDIR": str(killed)}
+    with forking("import test_checkpoints", environment) as forks:
+        for kill_at, step, expected in (
+            ("save", 3, {"step=1.ckpt", "step=2.ckpt"}),
+            ("step", 5, {"step=4.ckpt", "step=5.ckpt"}),
+        ):
+            run_until_killed(forks, killed, kill_at, step)
+            found = {path.name: torch.load(path, weights_only=True) for path in killed.glob("*.ckpt")}
+            assert found.keys() == {*expected, "last.ckpt"}
+            last = max(each["global_step"] for each in found.values())
+            assert found["last.ckpt"]["global_step"] == last
     assert_equal(train(str(killed), "", 0), train(str(undisturbed), "", 0))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from plans import STEP
 
 from lightning_harmony.cli import main
 from lightning_harmony.plan.drawing.page import summary, to_html
@@ -18,6 +17,7 @@ from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.machine import read_machine
 from lightning_harmony.plan.values.profile import MachineLimits
 from lightning_harmony.plan.values.task import Task
+from support.plans import STEP
 
 pytestmark = pytest.mark.cpu
 

@@ -6,11 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
-import nets
 import pytest
 import torch
-from same_training import Net, compare, train_harmony, train_plain, trainer_for
 from torch import nn
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.utils import counters
@@ -18,6 +15,9 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyPrecision, HarmonyStrategy, estimate
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from support import nets
+from support.compilations import Compilations
+from support.same_training import Net, compare, train_harmony, train_plain, trainer_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -45,18 +45,6 @@ class Counting:
             return graph(*args)
 
         return run
-
-
-class Compilations(pl.Callback):
-    """How many frames had been compiled after each step, and which layers had narrow weights."""
-
-    def __init__(self) -> None:
-        self.frames: list[int] = []
-        self.narrow: set[str] = set()
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.frames.append(counters["frames"]["total"])
-        self.narrow = {layer.name for layer in trainer.strategy._swapped.engine._model.layers if layer.narrow}
 
 
 def build(net: Callable[[], nn.Module], backend: Any = None) -> Net:
@@ -116,7 +104,7 @@ def test_compile_layers_compiles_what_the_user_did_not() -> None:
     assert compilations.frames == [4, 4, 4]
 
 
-def test_compiled_layers_on_several_devices() -> None:
+def test_compiled_layers_on_several_devices_train_as_plain_lightning_does() -> None:
     plain = train_plain(build(nets.Language, "aot_eager"), nets.tokens(), 4, 8)
     strategy = HarmonyStrategy(num_microbatches=4, device_memory="96KiB")
     harmony, compilations = train(build(nets.Language, "aot_eager"), strategy, devices=2)

@@ -14,9 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from copies import Late, Prompt
-from nets import Frozen, Language, OwnParameters, Tied, TiedByCode, tokens
-from same_training import Reports, trainer_for
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -35,6 +32,9 @@ from lightning_harmony.plan.simulate.replay import predict
 from lightning_harmony.plan.values.machine import H200
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.plan import Plan
+from support.copies import Late, Prompt
+from support.nets import Frozen, Language, OwnParameters, Tied, TiedByCode, tokens
+from support.same_training import Reports, trainer_for
 
 pytestmark = [
     pytest.mark.cpu,
@@ -501,7 +501,7 @@ def gpt2(**arguments: Any) -> transformers.GPT2Config:
     return transformers.GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=50, n_positions=64, **arguments)
 
 
-def test_hugging_face_configurations() -> None:
+def test_configurations_of_hugging_face_are_estimated() -> None:
     result = estimate(gpt2(), batch_size=4, machine=MACHINE)
     assert (result.name, result.items_per_step) == ("GPT2LMHeadModel", 4 * 64)
     # The head is tied: one parameter, two layers.

@@ -8,64 +8,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import nets
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
-from same_training import assert_within
-from test_lightning import Model, assert_equal, assert_same, harmony, trainer_for, values
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
-from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_harmony.errors import CapacityError
+from support import nets
+from support.evaluating import BATCH_SIZE, NUM_BATCHES, TIGHT, Evaluated, batches
+from support.lightning_fits import Model, assert_equal, assert_same, harmony, trainer_for, values
+from support.same_training import assert_within
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*exceeds the device's memory in .*is run again in"),
 ]
-# Half of the microbatches of a training step fit, and an evaluation's batch of four times the samples does not.
-BATCH_SIZE, NUM_BATCHES = 64, 3
-TIGHT = {"device_memory": "160KiB", "num_microbatches": 8}
-
-
-def batches(rest: int = 0) -> DataLoader[Any]:
-    return DataLoader(nets.tokens(NUM_BATCHES * BATCH_SIZE + rest), batch_size=BATCH_SIZE)
-
-
-class Evaluated(Model):
-    """Logs values and metrics, keeps what it saw, and counts how often it was run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.accuracy = MulticlassAccuracy(nets.VOCABULARY, average="micro")
-        self.mean = MeanMetric()
-        self.lengths: list[int] = []
-
-    def evaluate(self, batch: Tensor) -> dict[str, Tensor]:
-        self.lengths.append(len(batch))
-        logits, labels = self(batch[:, :-1]), batch[:, 1:]
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        self.accuracy(logits.flatten(0, 1), labels.flatten())
-        self.mean.update(loss, len(batch))
-        self.log("loss", loss)
-        self.log("num_samples", float(len(batch)), reduce_fx="sum")
-        self.log("accuracy", self.accuracy)
-        self.log("mean", self.mean)
-        return {"loss": loss, "best": logits.argmax(-1)}
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.evaluate(batch)
-
-    def test_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.evaluate(batch)
-
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
-        self.lengths.append(len(batch))
-        return {"logits": self(batch[:, :-1]), "first": batch[:, 0].tolist(), "scale": (2.0, 1)}
 
 
 class Outputs(Callback):
@@ -175,7 +135,7 @@ def test_what_a_failed_attempt_left_is_taken_back_and_there_is_only_one() -> Non
 
 
 @pytest.mark.cpu
-def test_that_a_batch_is_split_is_said_once() -> None:
+def test_the_split_of_a_batch_is_said_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer_for(harmony(**TIGHT)).validate(Evaluated(), batches(), verbose=False)

@@ -8,11 +8,15 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-import nets
 import pytest
-import same_training
 import torch
-from same_training import (
+from torch import nn
+
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.plan.values.plan import Plan
+from support import nets, same_training
+from support.cases import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
+from support.same_training import (
     Net,
     Training,
     Update,
@@ -23,33 +27,10 @@ from same_training import (
     train_plain,
     update_for,
 )
-from sampling import in_turns
-from torch import nn
-
-from lightning_harmony import HarmonyStrategy
+from support.sampling import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
-}
-NETS: dict[str, Callable[[], nn.Module]] = {
-    "plain": nets.Language,
-    "dropout": lambda: nets.Language(dropout=0.3),
-    "frozen": nets.Frozen,
-    "skipped": nets.RandomlySkipped,
-    "reordered": nets.Reordered,
-    "rich": nets.Rich,
-    "own-parameters": nets.OwnParameters,
-    "returned-parameter": nets.ReturnedParameter,
-    "spectral-norm": nets.SpectralNorm,
-    "changes-an-input": nets.ChangesAnInput,
-    "hooked": nets.Hooked,
-    "several-consumers": nets.Shared,
-    "skip-connections": nets.SkipConnections,
-}
 CAPACITIES = {"all": None, "some": "88KiB", "tight": "60KiB"}
 
 
@@ -63,13 +44,14 @@ def trained_plain(net: str) -> Training:
     return train_plain(build({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net]), nets.tokens(), 4, 8)
 
 
-def assert_trains_as_plain(net: str, capacity: str, update: Update, tolerance: float = 0.0) -> None:
-    """What `assert_same_training` does, with one plain training for all that is compared with it."""
+def assert_trains_as_plain(net: str, capacity: str, update: Update, tolerance: float = 0.0) -> Plan | None:
+    """What `assert_same_training` does, with one plain training for all that is compared with it; the plan in use."""
     module, memory = build({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net]), CAPACITIES[capacity]
+    strategy: Any = HarmonyStrategy(device_memory=memory, num_microbatches=4)
     harmony = train_harmony(
         module,
         nets.tokens(),
-        HarmonyStrategy(device_memory=memory, num_microbatches=4),
+        strategy,
         8,
         with_gradients=update == "after the backward",
         devices=same_training.default_devices,
@@ -77,28 +59,29 @@ def assert_trains_as_plain(net: str, capacity: str, update: Update, tolerance: f
     compare(trained_plain(net), harmony, tolerance)
     if memory is not None:
         assert_within(harmony.reports, memory)
+    return strategy.plan
 
 
-# The other two pairs of them are tested with copies that lanes make themselves, below.
+# The other two pairs of them are tested with copies that lanes make themselves, below. Each network comes with an update in
+# either way, and in two capacities of three.
 @pytest.mark.parametrize(
-    ("capacity", "update"),
+    ("net", "capacity", "update"),
     [
-        ("all", "after the backward"),
-        ("all", "just in time"),
-        ("some", "just in time"),
-        ("tight", "after the backward"),
+        *in_turns(NETS, [("all", "after the backward"), ("tight", "after the backward")]),
+        *in_turns(NETS, [("some", "just in time"), ("all", "just in time")]),
     ],
 )
-@pytest.mark.parametrize("net", NETS)
 def test_every_network_trains_bit_for_bit_as_plain_lightning(net: str, capacity: str, update: Update) -> None:
-    assert_trains_as_plain(net, capacity, update)
+    plan = assert_trains_as_plain(net, capacity, update)
+    if capacity == "some":
+        compare(trained_plain(net), _train(net, HarmonyStrategy(plan=_without_reuse(plan))))
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize(
     ("net", "capacity", "update"), in_turns(NETS, [("some", "after the backward"), ("tight", "just in time")])
 )
-def test_every_network_whose_copies_lanes_make_themselves(
+def test_every_network_trains_bit_for_bit_where_lanes_make_copies_themselves(
     net: str, capacity: str, update: Update, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As they do with small tensors. In other tests threads copy these, too."""
@@ -110,7 +93,9 @@ def test_every_network_whose_copies_lanes_make_themselves(
     ("num_microbatches", "optimizer", "update"),
     in_turns(product([1, 3, 8], OPTIMIZERS), [("after the backward",), ("just in time",)]),
 )
-def test_every_optimizer_and_number_of_microbatches(num_microbatches: int, optimizer: str, update: Update) -> None:
+def test_every_optimizer_trains_bit_for_bit_in_any_number_of_microbatches(
+    num_microbatches: int, optimizer: str, update: Update
+) -> None:
     batch_size = num_microbatches * (8 // num_microbatches)
     samples = nets.tokens(3 * batch_size)
     assert_same_training(
@@ -173,14 +158,6 @@ def test_weights_are_narrow_only_where_autocast_alone_reads_them(capacity: str |
     assert_same_training(module, nets.tokens(), device_memory=capacity, precision="bf16-mixed")
 
 
-SUMMED_IN_ANOTHER_ORDER = {
-    "tied": nets.Tied,
-    "tied-by-code": nets.TiedByCode,
-    "used-twice": nets.Repeated,
-    "regularized": nets.Regularized,
-}
-
-
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("net", SUMMED_IN_ANOTHER_ORDER)
 def test_gradients_with_several_sources_differ_by_the_rounding_of_their_sum_only(net: str, capacity: str) -> None:
@@ -189,28 +166,30 @@ def test_gradients_with_several_sources_differ_by_the_rounding_of_their_sum_only
         assert_trains_as_plain(net, capacity, update, tolerance=2e-6)
 
 
-@pytest.mark.parametrize("net", {**NETS, **SUMMED_IN_ANOTHER_ORDER})
-def test_the_result_does_not_depend_on_the_plan(net: str) -> None:
-    """Capacity, packs and how long they stay change nothing, not even where plain Lightning sums in another order."""
-    module = build({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net])
-    strategies = [HarmonyStrategy(num_microbatches=4, device_memory="88KiB")]
-    if net in SUMMED_IN_ANOTHER_ORDER:
-        # Others are compared with plain Lightning, whatever the capacity.
-        strategies.append(HarmonyStrategy(num_microbatches=4))
-        strategies.append(HarmonyStrategy(num_microbatches=4, device_memory="60KiB", update="deferred"))
-    runs = [_train(module, strategy) for strategy in strategies]
-    plan = strategies[0].plan
-    assert plan is not None
-    less = {"first_fused": len(plan.visits), "kept": frozenset(), "lookahead": 0, "profile": None, "predicted": None}
-    runs.append(_train(module, HarmonyStrategy(plan=replace(plan, reuse="none", **less))))
+@pytest.mark.parametrize("net", SUMMED_IN_ANOTHER_ORDER)
+def test_the_result_does_not_depend_on_the_plan_even_where_plain_lightning_sums_in_another_order(net: str) -> None:
+    """Capacity, packs and how long they stay change nothing. The other networks have the bits of plain Lightning."""
+    strategies = [
+        HarmonyStrategy(num_microbatches=4, device_memory="88KiB"),
+        HarmonyStrategy(num_microbatches=4),
+        HarmonyStrategy(num_microbatches=4, device_memory="60KiB", update="deferred"),
+    ]
+    runs = [_train(net, strategy) for strategy in strategies]
+    runs.append(_train(net, HarmonyStrategy(plan=_without_reuse(strategies[0].plan))))
     for other in runs[1:]:
         compare(runs[0], other)
 
 
-def _train(module: Net, strategy: Any) -> Any:
-    import copy
+def _train(net: str, strategy: Any) -> Training:
+    module = build({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net])
+    return train_harmony(module, nets.tokens(), strategy, 8, with_gradients=False)
 
-    return train_harmony(copy.deepcopy(module), nets.tokens(), strategy, 8, with_gradients=False)
+
+def _without_reuse(plan: Plan | None) -> Plan:
+    """The same packs, each of which leaves the device after each visit."""
+    assert plan is not None
+    less = {"first_fused": len(plan.visits), "kept": frozenset(), "lookahead": 0, "profile": None, "predicted": None}
+    return replace(plan, reuse="none", **less)
 
 
 def _hugging_face(name: str) -> nn.Module:
@@ -249,7 +228,7 @@ def _hugging_face(name: str) -> nn.Module:
 
 @pytest.mark.parametrize("capacity", [None, "100KiB"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
-def test_hugging_face_models_from_config(name: str, capacity: str | None) -> None:
+def test_models_of_hugging_face_train_bit_for_bit_as_plain_lightning(name: str, capacity: str | None) -> None:
     module = build(lambda: _hugging_face(name), "adamw")
     assert_same_training(module, nets.tokens(), device_memory=capacity, updates=update_for(capacity))
 

@@ -15,17 +15,17 @@ from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
 import torch.nn.functional as F
-from same_training import Net, trainer_for
-from sampling import in_turns
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.devices.stream import HostStream
+from support import nets
+from support.same_training import Net, trainer_for
+from support.sampling import in_turns
 
 pytestmark = [
     # By a thread: what hangs after Ctrl-C may hear no signal any more.

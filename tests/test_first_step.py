@@ -9,12 +9,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from nets import WIDTH
-from same_training import Net, trainer_for
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy
+from support.nets import WIDTH
+from support.same_training import Net, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import nets
 import pytest
 import torch
-from test_lightning import Manual, Model, harmony, loader, trainer_for
 from torch.optim import Optimizer
 
 from lightning_harmony.plan.drawing.page import format_seconds
@@ -18,6 +16,8 @@ from lightning_harmony.reporting import fit_summary
 from lightning_harmony.reporting.fit_summary import _packs, describe_plan
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.optimizer_state import expected_state_bytes, state_bytes
+from support import nets
+from support.lightning_fits import NUM_MICROBATCHES, Manual, Model, harmony, loader, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -61,7 +61,7 @@ def cells(text: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.cpu
-def test_it_says_what_is_known_and_then_the_plan(said: list[str], plans: list[Plan]) -> None:
+def test_the_summary_says_what_is_known_and_then_the_plan(said: list[str], plans: list[Plan]) -> None:
     # No step follows that has another plan.
     trainer = fit(max_steps=2)
     start, planned = said
@@ -71,7 +71,7 @@ def test_it_says_what_is_known_and_then_the_plan(said: list[str], plans: list[Pl
         start,
     )
     (plan,), report = plans, trainer.strategy.step_report
-    assert f"Harmony: 7 layers in {len(plan.packs)} packs, 4 microbatches, 1 device\n" in planned
+    assert f"Harmony: 7 layers in {len(plan.packs)} packs, {NUM_MICROBATCHES} microbatches, 1 device\n" in planned
     assert f"{format_bytes(plan.predicted.peak_bytes[0])} of 64 KiB  Predicted peak on device 0\n" in planned
     # The time of the updates included, which is known from the second step on.
     assert plan.profile.machine.update_bytes_per_second is not None
@@ -97,7 +97,7 @@ def test_a_second_fit_says_it_again(said: list[str]) -> None:
 
 
 @pytest.mark.parametrize("function", ["fit", "validate"])
-def test_it_is_silent_where_lightnings_summary_is(said: list[str], function: str) -> None:
+def test_the_summary_is_silent_where_lightnings_is(said: list[str], function: str) -> None:
     trainer = trainer_for(harmony(), enable_model_summary=function == "validate")
     getattr(trainer, function)(Model(), loader())
     assert said == []
@@ -129,7 +129,7 @@ def test_without_a_capacity_there_is_no_limit(said: list[str], plans: list[Plan]
 
 
 @pytest.mark.cpu
-def test_of_a_frozen_base_the_trained_part_alone_has_gradients_and_state(said: list[str]) -> None:
+def test_the_trained_part_of_a_frozen_base_alone_has_gradients_and_state(said: list[str]) -> None:
     module = Model()
     module.net.blocks.requires_grad_(False)
     module.net.embed.requires_grad_(False)
@@ -149,7 +149,7 @@ def test_deferred_gradients_are_all_on_the_host_at_once(said: list[str]) -> None
     assert table["gradients"][0] == format_bytes(trainer.strategy.step_report.swapped_out_bytes["gradients"])
 
 
-def test_who_optimizes_manually_hears_what_happens(said: list[str]) -> None:
+def test_the_summary_of_manual_optimization_says_what_happens(said: list[str]) -> None:
     fit(Manual(), harmony(device_memory="96KiB"))
     (start,) = said
     assert start.endswith("Each call of a layer brings its weights, for the training_step does the rest itself.")

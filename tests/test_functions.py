@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from nets import WIDTH
-from same_training import Net, Update, assert_same_training, room, train_harmony
-from sampling import in_turns
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+from support.nets import WIDTH
+from support.same_training import Net, Update, assert_same_training, room, train_harmony
+from support.sampling import in_turns
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:lightning",

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
-from same_training import Net, trainer_for
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.fit.garbage import NUM_FIRST_STEPS
+from support import nets
+from support.same_training import Net, trainer_for
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:lightning", "ignore:.*LeafSpec.* is deprecated:FutureWarning"

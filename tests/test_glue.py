@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from nets import WIDTH
-from same_training import Net, assert_same_training, room, train_harmony
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+from support.nets import WIDTH
+from support.same_training import Net, assert_same_training, room, train_harmony
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

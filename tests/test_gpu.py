@@ -10,18 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import nets
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from same_training import Gradients, Net, assert_close, compare, train_harmony, train_plain, trainer_for
-from test_compile import Compilations
-from test_evaluation import TIGHT, Evaluated, batches
-from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
-from test_lightning import harmony
-from test_lightning import trainer_for as quiet_trainer
-from test_precision import Scales, train_reference
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -30,6 +22,15 @@ from lightning_harmony.engine.devices.cuda_device import CudaDevice
 from lightning_harmony.engine.devices.stream import CudaStream, OnCudaStream
 from lightning_harmony.plan.drawing.recording import read_recording
 from lightning_harmony.plan.values.task import Phase
+from support import device_updates as updates
+from support import nets
+from support.cases import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
+from support.compilations import Compilations
+from support.evaluating import TIGHT, Evaluated, batches
+from support.half_precision import Scales, train_reference
+from support.lightning_fits import harmony
+from support.lightning_fits import trainer_for as quiet_trainer
+from support.same_training import Gradients, Net, assert_close, compare, train_harmony, train_plain, trainer_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -107,7 +108,7 @@ def test_bf16_compute_is_a_bfloat16_copy_on_the_gpu_with_float32_masters_on_the_
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true"])
-def test_true_precisions_on_the_gpu(precision: Any) -> None:
+def test_true_precisions_train_as_plain_lightning_on_the_gpu(precision: Any) -> None:
     module = build("plain")
     options = {"accelerator": "gpu", "precision": precision}
     plain = train_plain(copy.deepcopy(module), nets.tokens(), 4, 8, **options)
@@ -444,8 +445,6 @@ def test_who_works_on_a_stream_has_the_streams_that_were_current_afterwards(gpu:
 def test_packs_that_are_updated_where_their_gradients_are_have_the_bits_of_all_others(
     slowed: str | None, precision: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import test_updates_on_devices as updates
-
     module = updates.build("AdamW", nets.Language(dropout=0.3))
     options = {"accelerator": "gpu", "precision": precision}
     # What libraries take counts, too.

@@ -13,8 +13,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import Precision
-from test_lightning import Model, assert_same, harmony, loader, trainer_for, values
 from torch import Tensor
+
+from support.lightning_fits import Model, assert_same, harmony, loader, trainer_for, values
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from same_training import Net, compare, train_harmony, train_plain
 from torch import Tensor, nn
 
 from lightning_harmony import CapacityError, HarmonyStrategy, StepReport
@@ -15,12 +14,13 @@ from lightning_harmony.engine.devices.free_memory import HostMemory
 from lightning_harmony.plan.values.host_need import RING
 from lightning_harmony.updating.host_budget import room_on_host
 from lightning_harmony.updating.optimizer_state import state_bytes
+from support.same_training import Net, compare, train_harmony, train_plain
 
 pytestmark = [
     pytest.mark.cpu,
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
 ]
-NUM_LAYERS, WIDTH, NUM_MICROBATCHES = 24, 128, 4
+NUM_LAYERS, WIDTH, NUM_MICROBATCHES = 16, 128, 4
 SAMPLES = 64
 
 
@@ -52,7 +52,7 @@ class Host(pl.Callback):
     def __init__(self, room: float, patch: pytest.MonkeyPatch, **arguments: Any) -> None:
         self.room = int(room)
         self.strategy: Any = HarmonyStrategy(
-            device_memory="700KiB", num_microbatches=NUM_MICROBATCHES, profile_cache=False, **arguments
+            device_memory="560KiB", num_microbatches=NUM_MICROBATCHES, profile_cache=False, **arguments
         )
         patch.setattr("lightning_harmony.updating.host_budget.room_on_host", lambda: self.room - self.taken())
 
@@ -112,7 +112,9 @@ def test_a_stash_beyond_the_host_has_microbatches_run_one_after_the_other(
     assert "use smaller batches, or more memory" in line
 
 
-def test_they_take_turns_where_there_is_room(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_microbatches_take_turns_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO"):
         Host(4.2 * OF_WEIGHTS, monkeypatch).train(WITH_STASH)
     assert not [record.message for record in caplog.records if "one after the other" in record.message]

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import pytest
 import torch
-from test_lightning import trainer_for
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -21,6 +20,7 @@ from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.devices.stream import HostStream
 from lightning_harmony.plan.values.host_need import RING
 from lightning_harmony.updating.optimizer_state import StateSize, state_bytes
+from support.lightning_fits import trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -11,11 +11,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from same_training import SEED, Net, SeedMicrobatches, placed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_harmony import CapacityError, HarmonyMonitor, HarmonyStrategy
+from support.same_training import SEED, Net, SeedMicrobatches, placed
 
 pytestmark = [
     pytest.mark.in_memory,
@@ -299,7 +299,7 @@ def test_the_step_runs_in_the_callers_thread_with_its_event_loop() -> None:
     assert {name for _, name in harmony.lightning_module.calls} == {threading.main_thread().name}
 
 
-def test_frozen_parameters_and_a_loss_without_gradients() -> None:
+def test_frozen_parameters_and_a_loss_without_gradients_train_as_in_plain_lightning() -> None:
     class Partly(Model):
         def __init__(self) -> None:
             super().__init__()

@@ -16,16 +16,16 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import lightning.pytorch as pl
-import nets
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from same_training import Net, Update, assert_same_training, placed, room, trainer_for
-from sampling import in_turns
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
+from support import nets
+from support.same_training import Net, Update, assert_same_training, placed, room, trainer_for
+from support.sampling import in_turns
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -290,7 +290,7 @@ def test_what_a_step_keeps_while_layers_run_is_as_in_plain_lightning(does: Any) 
 @pytest.mark.parametrize(
     "does", [number_on_the_module, count_on_the_module, quiet, last_of_a_list, numpy_generator_between]
 )
-def test_so_it_is_on_two_devices_and_in_little_memory(does: Any) -> None:
+def test_what_a_step_keeps_is_as_in_plain_lightning_on_two_devices_and_in_little_memory(does: Any) -> None:
     assert_same_training(Net(Does(does)), samples(), batch_size=8, devices=2, device_memory="44KiB")
 
 
@@ -337,7 +337,7 @@ def test_what_speaks_against_taking_turns_is_named_once(does: Any, said: str, ca
 
 
 @pytest.mark.parametrize("does", HARMLESS, ids=lambda does: does.__name__)
-def test_what_others_cannot_find_does_not(does: Any, caplog: Any) -> None:
+def test_what_other_microbatches_cannot_find_does_not_keep_them_from_taking_turns(does: Any, caplog: Any) -> None:
     assert takes_turns(Does(does), caplog) == (True, [])
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import nets
 import pytest
 import torch
-from same_training import Net, assert_same_training
 from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from support import nets
+from support.same_training import Net, assert_same_training
 
 
 class Product(torch.autograd.Function):

@@ -6,23 +6,19 @@ import contextvars
 from collections import deque
 from typing import Any
 
-import nets
 import pytest
 import torch
 import torch.nn.functional as F
-from same_training import Net, assert_same_training, update_for
-from sampling import in_turns
 from torch import Tensor, nn
 from torchmetrics import SumMetric
 
 from lightning_harmony.microbatches.lane_attributes import KnownChanges, LaneAttributes
+from support import nets
+from support.same_training import Net, assert_same_training, update_for
+from support.sampling import in_turns
+from support.stateful import ReadsWhatLayersSet, SetsWhatLayersRead, samples
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
-
-
-def samples() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    return [tuple(torch.randn(2, nets.WIDTH, generator=generator)) for _ in range(12)]
 
 
 class Blocks(nn.Module):
@@ -48,42 +44,6 @@ class SetsWhatGlueReads(Blocks):
         for block in self.blocks:
             x = block(x) + self.context
         return F.mse_loss(x, y)
-
-
-class SetsWhatLayersRead(Blocks):
-    """Set on the layers as a mask often is: their recompute in the backward must see it, too."""
-
-    class Scaled(nets.Block):
-        scale: Tensor
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.scale
-
-    def block(self) -> nn.Module:
-        return self.Scaled()
-
-    def forward(self, batch: Any) -> Tensor:
-        x, y = batch
-        for block in self.blocks:
-            block.scale = 1 + y.mean()
-        return F.mse_loss(self.run(x), y)
-
-
-class ReadsWhatLayersSet(Blocks):
-    """Attention maps, statistics of activations."""
-
-    class Watched(nets.Block):
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = super().forward(x).detach()
-            return super().forward(x)
-
-    def block(self) -> nn.Module:
-        return self.Watched()
-
-    def forward(self, batch: Any) -> Tensor:
-        x, y = batch
-        x = self.run(x)
-        return F.mse_loss(x, y) * (1 + sum(block.seen.mean() for block in self.blocks))
 
 
 class Keep:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import inspect
 import pickle
 import warnings
@@ -14,126 +13,44 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
-import same_training
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
-from same_training import Net
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
 from lightning_harmony.engine.memory.residents import Place, Residents
 from lightning_harmony.setup.lightning_tree import classes_of
+from support import nets, same_training
+from support.lightning_fits import (
+    BATCH_SIZE,
+    CAPACITY,
+    NUM_MICROBATCHES,
+    NUM_STEPS,
+    Images,
+    Manual,
+    Model,
+    adamw,
+    assert_equal,
+    assert_same,
+    fit_harmony,
+    fit_plain,
+    harmony,
+    loader,
+    plainly,
+    trainer_for,
+    values,
+)
+from support.same_training import Net
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
 ]
-BATCH_SIZE = 8
-NUM_MICROBATCHES = 4
-NUM_STEPS = 3
-CAPACITY = "64KiB"
 # Each tree, and where what it takes is imported from.
 SOURCES = {"lightning.pytorch": "lightning_harmony", "pytorch_lightning": "lightning_harmony.pytorch_lightning"}
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-class Model(pl.LightningModule):
-    """A language model with everything that Lightning may call."""
-
-    def __init__(self, make_optimizer: Callable[[Any], Any] = adamw) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nets.Language()
-        self.scale = nn.Parameter(torch.tensor(1.0))
-        self.make_optimizer = make_optimizer
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.net.logits(self.net.body(self.net.embed(batch))) * self.scale
-
-    def loss(self, batch: Tensor) -> Tensor:
-        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log("num_samples", float(len(batch)), reduce_fx="sum", on_step=False, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
-
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("test_loss", self.loss(batch))
-
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self(batch[:, :-1])
-
-    def configure_optimizers(self) -> Any:
-        return self.make_optimizer(self.parameters())
-
-
-def loader(batch_size: int = BATCH_SIZE) -> DataLoader[Any]:
-    return DataLoader(nets.tokens(NUM_STEPS * BATCH_SIZE), batch_size=batch_size)
-
-
-def trainer_for(strategy: Any, *, tree: Any = pl, **options: Any) -> Any:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    devices = 1 if strategy == "auto" else same_training.default_devices
-    where = same_training.placed({"devices": devices, **options})
-    return tree.Trainer(**{"max_epochs": 1, "strategy": strategy, **quiet, **where})
-
-
-def fit_plain(module: Any, *, accumulate: int = 1, **options: Any) -> Any:
-    """Train with plain Lightning, a microbatch a batch."""
-    trainer = trainer_for("auto", accumulate_grad_batches=NUM_MICROBATCHES * accumulate, **options)
-    trainer.fit(module, loader(BATCH_SIZE // NUM_MICROBATCHES), ckpt_path=None)
-    return trainer
-
-
-@functools.cache
-def plainly() -> Any:
-    """The trainer of a model that plain Lightning has trained."""
-    return fit_plain(Model())
-
-
-def harmony(**arguments: Any) -> Any:
-    arguments = {"device_memory": CAPACITY, "num_microbatches": NUM_MICROBATCHES, **arguments}
-    return HarmonyStrategy(**arguments | {"device_memory": same_training.room(arguments["device_memory"])})
-
-
-def fit_harmony(module: Any, strategy: Any = None, **options: Any) -> Any:
-    trainer = trainer_for(strategy or harmony(), **options)
-    trainer.fit(module, loader())
-    return trainer
-
-
-def values(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-
-def assert_equal(a: Any, b: Any) -> None:
-    torch.testing.assert_close(a, b, rtol=0, atol=0, check_device=same_training.accelerator == "cpu")
-
-
-def assert_same(plain: Any, other: Any) -> None:
-    """Equal weights and optimizer state."""
-    assert_equal(values(plain.lightning_module), values(other.lightning_module))
-    assert len(plain.optimizers) == len(other.optimizers)
-    for a, b in zip(plain.optimizers, other.optimizers, strict=True):
-        assert_equal(a.state_dict()["state"], b.state_dict()["state"])
 
 
 # --- How it is asked for.
@@ -160,14 +77,14 @@ def model_of(package: Any) -> Any:
 def test_the_strategy_trains_in_both_trees_as_one_process_with_one_device(tree: str, by_name: bool) -> None:
     package = import_module(tree)
     swapped = model_of(package)
-    strategy = "harmony" if by_name else classes_of(tree).HarmonyStrategy(device_memory=CAPACITY, num_microbatches=4)
+    strategy = "harmony" if by_name else classes_of(tree).HarmonyStrategy(CAPACITY, NUM_MICROBATCHES)
     trainer = trainer_for(strategy, tree=package)
     trainer.fit(swapped, loader())
     assert isinstance(trainer.strategy, classes_of(tree).HarmonyStrategy)
     assert (trainer.num_devices, trainer.world_size, trainer.global_rank) == (1, 1, 0)
     assert trainer.is_global_zero
     # By name, nothing is said of microbatches: a batch runs whole.
-    assert trainer.strategy.step_report.num_microbatches == (1 if by_name else 4)
+    assert trainer.strategy.step_report.num_microbatches == (1 if by_name else NUM_MICROBATCHES)
     plain = fit_harmony(Model(), "auto") if by_name else plainly()
     assert_equal(values(plain.lightning_module), values(swapped))
 
@@ -219,7 +136,7 @@ trainer:
     init_args:
       device_memory: 64KiB
       microbatch_size: 2
-      layers: [nets.Block]
+      layers: [support.nets.Block]
       update: deferred
       loss_reduction: mean
 """.replace("ACCELERATOR", same_training.accelerator).replace("SOURCE", source)
@@ -237,7 +154,7 @@ trainer:
     assert getattr(import_module(module), name) is classes_of(tree).HarmonyStrategy
     cli.trainer.fit(cli.model, loader())
     report = cli.trainer.strategy.step_report
-    assert (report.num_microbatches, report.update) == (4, "deferred")
+    assert (report.num_microbatches, report.update) == (NUM_MICROBATCHES, "deferred")
     same_training.assert_within([report], "64KiB")
     assert_same(plainly(), cli.trainer)
 
@@ -410,18 +327,6 @@ def test_only_the_first_of_equal_evaluation_batches_is_measured_and_the_next_pac
     assert len(fetched) == (batches - 1) * len(alone)
 
 
-class Images(pl.LightningModule):
-    """Has buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nets.Convolutions()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.net(batch))
-
-
 def test_the_plan_follows_from_the_first_step_and_can_be_kept_after_the_fit() -> None:
     seen: list[str] = []
 
@@ -514,20 +419,6 @@ def test_microbatches_that_are_too_small_for_batch_norm_are_named_with_the_way_o
 
 
 # --- Ways to optimize.
-
-
-class Manual(Model):
-    def __init__(self, make_optimizer: Callable[[Any], Any] = adamw) -> None:
-        super().__init__(make_optimizer)
-        self.automatic_optimization = False
-        self.norms: list[Tensor] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        self.norms.append(torch.stack([p.grad.norm() for p in self.parameters()]).norm())
-        optimizer.step()
 
 
 @pytest.mark.parametrize("memory", [None, "96KiB"], ids=["all", "some"])
@@ -744,7 +635,7 @@ def raw_bytes(module: nn.Module) -> int:
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("num_microbatches", [2, 8])
+@pytest.mark.parametrize("num_microbatches", [2, BATCH_SIZE])
 def test_weights_come_once_a_phase_and_gradients_go_once_whatever_the_number_of_microbatches(
     num_microbatches: int,
 ) -> None:

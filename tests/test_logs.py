@@ -1,11 +1,15 @@
 from functools import partial
 from importlib import import_module
 
-import nets
 import pytest
-import same_training
 import torch
-from test_lightning import (
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, MinMetric, SumMetric
+
+from lightning_harmony.microbatches.logs import MicrobatchLogs
+from lightning_harmony.setup.lightning_tree import classes_of
+from support import nets, same_training
+from support.lightning_fits import (
     BATCH_SIZE,
     CAPACITY,
     NUM_MICROBATCHES,
@@ -16,11 +20,6 @@ from test_lightning import (
     loader,
     trainer_for,
 )
-from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, MinMetric, SumMetric
-
-from lightning_harmony.microbatches.logs import MicrobatchLogs
-from lightning_harmony.setup.lightning_tree import classes_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

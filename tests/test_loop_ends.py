@@ -8,12 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from same_training import trainer_for
-from test_postponed_update import postponed  # noqa: F401
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_harmony import HarmonyStrategy
+from support.same_training import trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -69,7 +68,7 @@ class StopsFromScheduler(Model):
 def test_hooks_at_its_end_see_finished_weights(
     kind: type[Model],
     options: dict[str, Any],
-    postponed: list[bool],  # noqa: F811
+    postponed: list[bool],
 ) -> None:
     seen = []
     for strategy in ("auto", HarmonyStrategy(num_microbatches=1)):

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import VOCABULARY, WIDTH
-from same_training import SEED, Net, Update, assert_same_training, trainer_for
-from sampling import in_turns
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.errors import UnsupportedModelError
+from support import nets
+from support.nets import VOCABULARY, WIDTH
+from support.same_training import SEED, Net, Update, assert_same_training, trainer_for
+from support.sampling import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

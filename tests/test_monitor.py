@@ -12,13 +12,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import same_training
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelPruning
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from spreading import spread_packs
-from test_lightning import NUM_STEPS, Manual, Model, assert_same, harmony, loader, trainer_for, values
 from torch import Tensor
 
 from lightning_harmony import HarmonyMonitor
@@ -29,6 +26,9 @@ from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.streams import COMPUTE, STREAM_OF, UPDATE
 from lightning_harmony.plan.values.task import Errand, Phase
 from lightning_harmony.setup.lightning_tree import classes_of
+from support import same_training
+from support.lightning_fits import NUM_STEPS, Manual, Model, assert_same, harmony, loader, trainer_for, values
+from support.spreading import spread_packs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -121,7 +121,7 @@ def test_how_busy_devices_are_is_measured_for_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("tree", ["lightning.pytorch", "pytorch_lightning"])
-def test_it_serves_both_trees(tree: str, tmp_path: Path) -> None:
+def test_the_monitor_serves_both_trees(tree: str, tmp_path: Path) -> None:
     class Other(import_module(tree).LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()

@@ -9,11 +9,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from same_training import Reports, placed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_harmony import CapacityError, HarmonyStrategy
+from support.same_training import Reports, placed
 
 pytestmark = [
     pytest.mark.cpu,
@@ -152,7 +152,7 @@ def test_what_is_asked_for_goes_before(arguments: dict[str, Any]) -> None:
     assert fit.numbers == [2, 2, 2]
 
 
-def test_auto_is_another_name_of_it() -> None:
+def test_auto_is_another_name_of_the_default() -> None:
     assert Fit(harmony(CAPACITIES[1], num_microbatches="auto"), Module()).numbers == [1, 1, 1]
     with pytest.raises(ValueError, match="num_microbatches='many'"):
         HarmonyStrategy(num_microbatches="many")  # type: ignore[arg-type]

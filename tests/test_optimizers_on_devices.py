@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
-import same_training
 import torch
-from same_training import SEED, Net, assert_same_training, compare, train_harmony, train_plain, trainer_for
-from sampling import in_turns
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.updates import streamed_update
+from support import nets, same_training
+from support.same_training import SEED, Net, assert_same_training, compare, train_harmony, train_plain, trainer_for
+from support.sampling import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -58,7 +57,7 @@ def test_training_is_that_of_plain_lightning_on_the_same_device(optimizer: str, 
     ("optimizer", "precision"),
     in_turns(["AdamW", "momentum", "Adafactor"], [("bf16-true",), ("bf16-mixed",), ("64-true",)]),
 )
-def test_it_is_in_each_precision(optimizer: str, precision: str) -> None:
+def test_training_is_that_of_plain_lightning_in_each_precision(optimizer: str, precision: str) -> None:
     assert_same_training(
         build(optimizer, nets.Frozen),
         nets.tokens(),

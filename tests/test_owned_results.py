@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from nets import WIDTH
-from same_training import Net, assert_same_training, room, trainer_for, update_for
-from sampling import in_turns
 from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
+from support.nets import WIDTH
+from support.same_training import Net, assert_same_training, room, trainer_for, update_for
+from support.sampling import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from sampling import in_turns
 
 from lightning_harmony.plan.simulate.replay import predict
 from lightning_harmony.plan.values.machine import H200
 from lightning_harmony.plan.values.plan import Plan
+from support.sampling import in_turns
 
 pytestmark = [
     pytest.mark.cpu,

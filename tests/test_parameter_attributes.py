@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from same_training import Net, assert_same_training
 from torch import Tensor, nn
+
+from support.same_training import Net, assert_same_training
 
 
 class Scaled(nn.Linear):

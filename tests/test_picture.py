@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import STEP
 
 from lightning_harmony.plan.simulate.replay import predict
+from support.plans import STEP
 
 pytest.importorskip("matplotlib")
 

@@ -12,13 +12,8 @@ from traceback import extract_stack
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
-from copies import Late, Prompt
-from same_training import SEED, Net, Reports, compare, room, train_harmony, trainer_for
-from sampling import in_turns
-from test_exactness import NETS, SUMMED_IN_ANOTHER_ORDER
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -34,6 +29,11 @@ from lightning_harmony.plan.values.plan import Plan, visits_of
 from lightning_harmony.plan.values.prediction import DevicePrediction
 from lightning_harmony.plan.values.record import Record
 from lightning_harmony.plan.values.task import Phase, Task
+from support import nets
+from support.cases import NETS, SUMMED_IN_ANOTHER_ORDER
+from support.copies import Late, Prompt
+from support.same_training import SEED, Net, Reports, compare, room, train_harmony, trainer_for
+from support.sampling import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -290,7 +290,9 @@ class TestForeseen:
 
     @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 8])
     @pytest.mark.parametrize("net", [Wide])
-    def test_bytes_and_peaks(self, num_microbatches: int, net: type[torch.nn.Module]) -> None:
+    def test_bytes_and_peaks_of_steps_are_those_foreseen(
+        self, num_microbatches: int, net: type[torch.nn.Module]
+    ) -> None:
         found = 0
         for capacity in self.CAPACITIES[1::2] if num_microbatches == 8 else self.CAPACITIES:
             run = swept_promptly(capacity, num_microbatches, net)
@@ -332,7 +334,7 @@ class TestForeseen:
         assert run.reports[-1].swapped_in_bytes == on_demand.reports[-1].swapped_in_bytes
 
     @pytest.mark.parametrize(("num_microbatches", "stream"), [(2, Late), (4, Prompt)])
-    def test_bytes_and_peaks_where_a_turn_of_the_forward_takes_several_packs(
+    def test_bytes_and_peaks_are_those_foreseen_where_a_turn_of_the_forward_takes_several_packs(
         self, num_microbatches: int, stream: type[HostStream], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("lightning_harmony.engine.devices.virtual_device.HostStream", stream)
@@ -390,7 +392,7 @@ class TestGiven:
         assert replace(again, profile=None, predicted=None) == replace(plan, profile=None, predicted=None)
         assert [report.num_microbatches for report in reports] == [4, 4, 4]
 
-    def test_so_is_one_for_several_devices(self) -> None:
+    def test_a_plan_for_several_devices_is_run_by(self) -> None:
         plan, _ = fit(HarmonyStrategy(device_memory="64KiB", num_microbatches=4), devices=2)
         again, _ = fit(HarmonyStrategy(device_memory="64KiB", plan=plan), devices=2)
         assert replace(again, profile=None, predicted=None) == replace(plan, profile=None, predicted=None)
@@ -432,14 +434,20 @@ class TestGiven:
 
 
 class TestForwardPacks:
-    @pytest.mark.parametrize("capacity", [None, "128KiB"])
-    @pytest.mark.parametrize("net", ["plain", "dropout", "tied-by-code", "skipped", "used-twice", "own-parameters"])
-    def test_change_no_bit(self, net: str, capacity: str | None) -> None:
+    @pytest.mark.parametrize(
+        ("net", "capacity"),
+        in_turns(
+            ["plain", "dropout", "tied-by-code", "skipped", "own-parameters", "used-twice"], [(None,), ("128KiB",)]
+        ),
+    )
+    def test_a_turn_of_the_forward_that_takes_several_packs_changes_no_bit(
+        self, net: str, capacity: str | None
+    ) -> None:
         self.compare({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net], nets.tokens(24), capacity, "pipeline", 1)
 
     @pytest.mark.cpu
     @pytest.mark.parametrize("num_devices", [1, 2])
-    def test_of_layers_that_change_their_buffers(self, num_devices: int) -> None:
+    def test_a_turn_of_the_forward_that_takes_layers_with_buffers_changes_no_bit(self, num_devices: int) -> None:
         self.compare(nets.Convolutions, nets.images(24), None, "data", num_devices)
 
     def compare(self, net: Any, samples: Any, capacity: Any, parallel: Any, num_devices: int) -> None:
@@ -563,31 +571,31 @@ class TestRefusals:
         assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
         assert not any("forward" in vars(child) for child in module.modules())
 
-    def test_a_plan_for_another_model(self) -> None:
+    def test_a_plan_for_another_model_is_refused(self) -> None:
         self.refuse(HarmonyStrategy(plan=planned()), Net(nets.Language(num_blocks=5)), "the model has 'net.blocks.4'")
 
     @pytest.mark.cpu
-    def test_a_capacity_that_the_plan_does_not_meet(self) -> None:
+    def test_a_capacity_that_the_plan_does_not_meet_is_refused(self) -> None:
         strategy = HarmonyStrategy(device_memory="64KiB", plan=planned(None))
         self.refuse(strategy, build(), r"pack 0 .* takes 75.5 KiB .* more than the capacity of 64 KiB")
 
     @pytest.mark.cpu
-    def test_a_plan_whose_graphs_do_not_fit(self) -> None:
+    def test_a_plan_whose_graphs_do_not_fit_is_refused(self) -> None:
         plan = planned("160KiB")
         strategy = HarmonyStrategy(device_memory="48KiB", plan=replace(plan, kept=frozenset({2, 3})))
         self.refuse(strategy, build(), r"the plan does not fit the capacity of 48 KiB")
 
     @pytest.mark.parametrize(("num_devices", "parallel"), [(1, "pipeline"), (3, "pipeline"), (2, "data")])
-    def test_a_plan_for_other_devices(self, num_devices: int, parallel: Any) -> None:
+    def test_a_plan_for_other_devices_is_refused(self, num_devices: int, parallel: Any) -> None:
         plan = replace(planned(), num_devices=num_devices, parallel=parallel)
         message = rf"is for {num_devices} devices \({parallel}\), not for 2 \(pipeline\)"
         self.refuse(HarmonyStrategy(plan=plan), build(), message, devices=2)
 
-    def test_two_numbers_of_microbatches(self) -> None:
+    def test_two_numbers_of_microbatches_are_refused(self) -> None:
         with pytest.raises(PlanError, match="is for 4 microbatches, but num_microbatches=3"):
             HarmonyStrategy(plan=planned(), num_microbatches=3)
 
-    def test_a_file_that_is_no_plan(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_no_plan_is_refused(self, tmp_path: Path) -> None:
         file = tmp_path / "plan.json"
         file.write_text("{")
         with pytest.raises(PlanError, match=r"plan='.*plan.json': this is not a plan"):

@@ -15,9 +15,13 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from same_training import root
-from sampling import in_turns
-from test_lightning import (
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_harmony.engine.measure.profile import Profiler
+from lightning_harmony.engine.updates.postponed import PostponedUpdate
+from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
+from support.lightning_fits import (
     BATCH_SIZE,
     NUM_MICROBATCHES,
     NUM_STEPS,
@@ -30,14 +34,8 @@ from test_lightning import (
     trainer_for,
     values,
 )
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
-
-from lightning_harmony.engine.measure.profile import Profiler
-from lightning_harmony.engine.updates.optimizer_twin import Share
-from lightning_harmony.engine.updates.postponed import PostponedUpdate
-from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
-from lightning_harmony.engine.updates.update import Updater
+from support.same_training import root
+from support.sampling import in_turns
 
 pytestmark = [
     pytest.mark.timeout(60, method="thread"),
@@ -60,75 +58,6 @@ BOTH_WAYS = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 # A microbatch as large as the batch needs more room.
 WHOLE = "96KiB"
 UNDER = "under the forward of the next batch"
-
-
-@pytest.fixture
-def postponed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Each share of an update begins when somebody waits for it, and no sooner.
-
-    Returns:
-        For each update that was postponed, or left to outlast its step, whether a forward had to wait for it.
-    """
-    found: list[bool] = []
-    gates: list[tuple[set[nn.Parameter], threading.Event]] = []
-    gate_of: dict[Share, threading.Event] = {}
-    # How many of them begin together: what arrives in a backward is updated in another order.
-    num_together = 0
-    make, update = Share.__init__, StreamedUpdate.update
-    start, follow, wait_for, finish = (
-        getattr(PostponedUpdate, name) for name in ("start", "follow", "wait_for", "finish")
-    )
-    wait_in_step = Updater._wait_for
-
-    def gated(self: Share, optimizer: Any, groups: Any) -> None:
-        make(self, optimizer, groups)
-        gate_of[self] = threading.Event()
-        gates.append((set(groups), gate_of[self]))
-
-    def late_update(self: StreamedUpdate, share: Share, *args: Any, **options: Any) -> None:
-        assert gate_of[share].wait(30)
-        update(self, share, *args, **options)
-
-    def opening(others: Any) -> Any:
-        def open_all(self: Any, *args: Any) -> Any:
-            for _, gate in gates:
-                gate.set()
-            return others(self, *args)
-
-        return open_all
-
-    def late_start(self: PostponedUpdate, *args: Any) -> None:
-        start(self, *args)
-        found.append(False)
-
-    def late_follow(self: PostponedUpdate, *args: Any) -> None:
-        nonlocal num_together
-        # Of the step before, nothing is left. Of this one, nothing is to begin.
-        with monkeypatch.context() as patch:
-            patch.setattr(PostponedUpdate, "finish", finish)
-            follow(self, *args)
-        found.append(False)
-        num_together = len(gates)
-
-    def opening_wait(self: PostponedUpdate, parameters: Sequence[nn.Parameter], *others: Any) -> None:
-        asked = [number for number, (members, _) in enumerate(gates) if members & set(parameters)]
-        last = max(asked, default=-1) + 1
-        for _, gate in gates[: max(last, num_together) if asked else 0]:
-            if found:
-                found[-1] |= not gate.is_set()
-            gate.set()
-        wait_for(self, parameters, *others)
-
-    monkeypatch.setattr(Share, "__init__", gated)
-    monkeypatch.setattr(StreamedUpdate, "update", late_update)
-    monkeypatch.setattr(PostponedUpdate, "start", late_start)
-    monkeypatch.setattr(PostponedUpdate, "follow", late_follow)
-    monkeypatch.setattr(PostponedUpdate, "wait_for", opening_wait)
-    monkeypatch.setattr(PostponedUpdate, "finish", opening(finish))
-    monkeypatch.setattr(Updater, "_wait_for", opening(wait_in_step))
-    # Nothing waits for room in between.
-    monkeypatch.setattr("lightning_harmony.engine.updates.update.RING", 1000)
-    return found
 
 
 def fit(kind: str, module: Any, *, accumulate: int = 1, strategy: Any = None, validate: bool = False, **o: Any) -> Any:
@@ -234,7 +163,7 @@ def test_a_shared_parameter_is_updated_once(options: dict[str, Any], postponed: 
 
 
 @pytest.mark.parametrize(("way", "parallel"), in_turns(WAYS, [("pipeline",), ("data",)]))
-def test_several_devices_wait_for_it(way: str, parallel: Any, postponed: list[bool]) -> None:
+def test_several_devices_wait_for_a_postponed_update(way: str, parallel: Any, postponed: list[bool]) -> None:
     runs = [
         fit(
             "harmony",
@@ -513,7 +442,7 @@ def test_an_update_that_was_asked_for_is_not_lost(
     assert_equal(expected, found)
 
 
-def test_neither_is_one_when_the_data_fails(postponed: list[bool]) -> None:
+def test_an_update_is_not_lost_when_the_data_fails(postponed: list[bool]) -> None:
     def batches() -> Iterator[Tensor]:
         yield from list(loader())[:2]
         raise Boom

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from same_training import (
-    SEED,
-    Gradients,
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyPrecision, HarmonyStrategy
+from support import nets
+from support.half_precision import Scales, train_reference
+from support.same_training import (
     Net,
-    Training,
     assert_within,
     compare,
     root,
@@ -25,13 +26,7 @@ from same_training import (
     train_plain,
     trainer_for,
 )
-from sampling import in_turns
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
-
-from lightning_harmony import HarmonyPrecision, HarmonyStrategy
-from lightning_harmony.engine.lanes.rng import stream_seed
-from lightning_harmony.engine.model.decompose import find_layers
+from support.sampling import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -77,20 +72,6 @@ def test_harmonys_precision_is_also_lightnings_of_that_name(precision: Any) -> N
     assert copy.deepcopy(plugin).precision == precision
 
 
-class Scales(pl.Callback):
-    """The scale and the first weights after each step."""
-
-    def __init__(self, num_batches: int) -> None:
-        self.num_batches = num_batches
-        self.scales: list[float] = []
-        self.weights: list[Tensor] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % self.num_batches == 0:
-            self.scales.append(trainer.scaler.get_scale())
-            self.weights.append(next(module.parameters()).detach().cpu().clone())
-
-
 def scales_of(module: Net, strategy: Any, num_batches: int, batch_size: int) -> Scales:
     """Train ten steps from a scale that float16 can't hold."""
     scales = Scales(num_batches)
@@ -132,59 +113,6 @@ def test_the_scale_of_a_checkpoint_is_found_by_either_strategy(writer: str, tmp_
 
 
 # ---- bf16-compute --------------------------------------------------------------------------------------------------------
-
-
-def train_reference(
-    module: Net, samples: Any, num_microbatches: int, batch_size: int, layers: Any = None, device: str | None = None
-) -> Training:
-    """What "bf16-compute" means: a loop over a bfloat16 copy on the device, with float32 masters."""
-    device = device or root().type
-    gradients, compute = Gradients(), copy.deepcopy(module).to(device)
-    optimizer: Any = module.to(device).configure_optimizers()
-    for parameter in compute.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
-    for layer in find_layers(compute, max_layer_bytes=None, layers=layers):
-        layer.module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-    pairs = list(zip(module.parameters(), compute.parameters(), strict=True))
-    size = batch_size // num_microbatches
-    torch.manual_seed(SEED)
-    for step in range(len(samples) // batch_size):
-        for master, copied in pairs:
-            copied.data.copy_(master.data)
-        sums: dict[nn.Parameter, Tensor] = {}
-        for number in range(num_microbatches):
-            torch.manual_seed(stream_seed(SEED, step, number))
-            random.seed(stream_seed(SEED, step, number))
-            start = step * batch_size + number * size
-            loss = compute.training_step(samples[start : start + size].to(device), step)
-            loss.backward(torch.full_like(loss, 1 / num_microbatches))
-            for master, copied in pairs:
-                if copied.grad is not None:
-                    gradient, copied.grad = copied.grad.to(master.dtype), None
-                    sums[master] = sums[master] + gradient if master in sums else gradient
-        for master, total in sums.items():
-            master.grad = total
-        gradients.on_before_optimizer_step(None, module, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    state = {
-        **{name: value.cpu() for name, value in compute.state_dict().items()},
-        **{name: master.detach().cpu() for name, master in module.named_parameters(remove_duplicate=False)},
-    }
-    tensors = [v.cpu() for each in optimizer.state.values() for v in each.values() if isinstance(v, Tensor)]
-    return Training([loss.cpu() for loss in compute.losses], state, tensors, gradients.steps)
-
-
-def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    known: dict[Any, Tensor] = {}
-
-    def cast(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        # A tensor in two places stays one.
-        return known.setdefault(value, value.to(torch.bfloat16))
-
-    return torch.utils._pytree.tree_map(cast, (args, kwargs))
 
 
 class Floats(nn.Module):
@@ -358,7 +286,7 @@ class Manual(Net):
         optimizer.step()
 
 
-def test_bf16_compute_in_manual_optimization() -> None:
+def test_bf16_compute_trains_in_manual_optimization() -> None:
     module = build(nets.Language)
     expected = train_reference(copy.deepcopy(module), nets.tokens(), 1, 8)
     manual = Manual(copy.deepcopy(module.net))

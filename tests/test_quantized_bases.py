@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from same_training import Net, assert_same_training, compare, train_harmony, train_plain
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+from support.same_training import Net, assert_same_training, compare, train_harmony, train_plain
 
 SIZE = 64
 SAMPLES = torch.randn(16, SIZE, generator=torch.Generator().manual_seed(1))

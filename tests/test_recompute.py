@@ -9,45 +9,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from same_training import SEED, Net, assert_same_training, placed, room, root, update_for
-from sampling import in_turns
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torchmetrics import MeanMetric
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from lightning_harmony.engine.lanes.rng import stream_seed
+from support import nets
+from support.same_training import SEED, Net, assert_same_training, placed, room, root, update_for
+from support.sampling import in_turns
+from support.stateful import Blocks, CountsInATensor, GivesAMask, Measures, samples
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
 NUM_MICROBATCHES = 2
-
-
-def samples() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    return [tuple(torch.randn(2, nets.WIDTH, generator=generator)) for _ in range(12)]
-
-
-class Blocks(nn.Module):
-    """Four blocks, between an input and a target."""
-
-    def __init__(self, block: Any = nets.Block) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(4))
-
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def forward(self, batch: Any) -> Tensor:
-        x, y = batch
-        return F.mse_loss(self.run(x), y)
 
 
 class EvaluatedThenTrained(Blocks):
@@ -98,28 +76,6 @@ class Collects(nets.Block):
         self.norms.append(float(x.detach().norm()))
         self.by_name["calls"].append(len(self.norms))
         return super().forward(x) * (1 + 0.01 * len(self.norms)) / (1 + 0.01 * sum(self.norms[-3:]))
-
-
-class CountsInATensor(nets.Block):
-    """Not registered as a buffer, and changed in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = [torch.zeros(())]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen[0] += len(x)
-        return super().forward(x) / (1 + 0.01 * self.seen[0])
-
-
-class Measures(nets.Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = MeanMetric()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean.update(x.detach().abs().mean())
-        return super().forward(x) / (1 + self.mean.compute())
 
 
 class TorchGenerator(nets.Block):
@@ -205,24 +161,6 @@ class Slices(Blocks):
         return super().run(x + self.project(rows[:, 1:]).mean(1))
 
 
-class Masked(nets.Block):
-    def forward(self, x: Tensor, context: Any) -> Tensor:  # type: ignore[override]
-        return super().forward(x * context.mask)
-
-
-class GivesAMask(Blocks):
-    """One object for all blocks, wherever they are."""
-
-    def __init__(self) -> None:
-        super().__init__(Masked)
-
-    def run(self, x: Tensor) -> Tensor:
-        context = SimpleNamespace(mask=(x > -1).to(x.dtype))
-        for block in self.blocks:
-            x = block(x, context)
-        return x
-
-
 class CallsItself(nets.Block):
     def forward(self, x: Tensor, *, again: bool = True) -> Tensor:
         return super().forward(self(x, again=False) if again else x)
@@ -261,7 +199,7 @@ class ChoosesKernels(Blocks):
 
 
 @pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "24KiB"), (2, "24KiB")])
-def test_kernels_that_a_step_chooses_for_a_while(devices: int, memory: Any) -> None:
+def test_a_recompute_uses_the_kernels_that_a_step_chooses_for_a_while(devices: int, memory: Any) -> None:
     """The flags are the process's: microbatches that take turns would leave each other theirs, and the process, too."""
     before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
     torch.manual_seed(0)
@@ -279,7 +217,7 @@ BLOCKS = [Counts, BeginsOnce, Collects, CountsInATensor, Measures, TorchGenerato
 
 
 @pytest.mark.parametrize(("block", "devices", "memory"), in_turns(BLOCKS, [(2, "44KiB"), (1, None), (1, "44KiB")]))
-def test_what_a_layer_keeps_in_python(block: type[nn.Module], devices: int, memory: Any) -> None:
+def test_a_recompute_finds_what_a_layer_keeps_in_python(block: type[nn.Module], devices: int, memory: Any) -> None:
     torch.manual_seed(0)
     net = Net(Blocks(block))
     assert_same_training(
@@ -297,7 +235,7 @@ def test_what_a_layer_keeps_in_python(block: type[nn.Module], devices: int, memo
     ("net", "devices", "memory"),
     in_turns([EvaluatedThenTrained, Lists, Dicts], [(1, None), (1, "44KiB"), (2, "44KiB")]),
 )
-def test_what_a_layer_is_given(net: type[nn.Module], devices: int, memory: Any) -> None:
+def test_a_recompute_finds_what_a_layer_is_given(net: type[nn.Module], devices: int, memory: Any) -> None:
     torch.manual_seed(0)
     # Tensors with two readers each.
     tolerance = 0.0 if net is EvaluatedThenTrained else 1e-5
@@ -320,7 +258,7 @@ GIVEN: dict[str, Any] = {"slices": Slices, "an object": GivesAMask, "calls itsel
     ("name", "smallest", "devices", "memory"),
     in_turns(product(GIVEN, [64, 16 * 1024]), [(1, None), (1, "44KiB"), (2, "44KiB")]),
 )
-def test_what_a_layer_is_given_and_how_it_is_called(
+def test_a_recompute_finds_what_a_layer_is_given_however_it_is_called(
     name: str, smallest: int, devices: int, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slice too small for the stash came to the second run of a call without gaps.
@@ -379,7 +317,7 @@ class SeedNumPy(pl.Callback):
 
 
 @pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "44KiB"), (2, "44KiB")])
-def test_what_layers_draw_from_numpy(devices: int, memory: Any) -> None:
+def test_a_recompute_draws_from_numpy_what_the_layer_drew(devices: int, memory: Any) -> None:
     torch.manual_seed(0)
     module, trained = Net(Blocks(DrawsFromNumPy)), []
     for strategy, num_batches in (

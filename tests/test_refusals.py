@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision
-from same_training import Net, trainer_for
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy, UnsupportedModelError
+from support import nets
+from support.same_training import Net, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -665,7 +665,7 @@ class Mirrored(TiedByData):
 
 
 @pytest.mark.parametrize("net", [TiedByData, Mirrored])
-def test_parameters_in_the_memory_of_others(net: Callable[[], nn.Module]) -> None:
+def test_parameters_in_the_memory_of_others_are_refused(net: Callable[[], nn.Module]) -> None:
     module = Net(net())
     with pytest.raises(UnsupportedModelError, match=r"net\.one\.\S+ and 'net\.\S+ lie in the same memory.*share the"):
         fit(module)
@@ -686,7 +686,7 @@ class Losses(nets.Language):
         return super().forward(batch) * torch.ones(3, device=batch.device)
 
 
-def test_a_loss_of_several_elements() -> None:
+def test_a_loss_of_several_elements_is_refused() -> None:
     module = Net(Losses())
     words = ["only for scalar outputs", "shape (3,)", "mean"]
     assert_refused(module, RuntimeError, words, lambda: fit(module))

@@ -4,12 +4,13 @@ Most of that time goes to torch and to libraries that know neither Lightning nor
 these are imported, interpreters are forks of one that has imported them.
 """
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
+
+from support.forks import forking
 
 pytestmark = pytest.mark.cpu
 
@@ -29,33 +30,14 @@ for each in ("lightning.pytorch", "pytorch_lightning"):
 """
 
 
-FORKS = """
-import json, os, sys, traceback
+IMPORTS = """
 import torch, torch._dynamo, torchmetrics
 assert "lightning" not in sys.modules and "pytorch_lightning" not in sys.modules
-for line in sys.stdin:
-    reads, writes = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.dup2(writes, 2)
-        try:
-            exec(json.loads(line), {"__name__": "__main__"})
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-        sys.stderr.flush()
-        os._exit(0)
-    os.close(writes)
-    with open(reads) as said:
-        text = said.read()
-    print(json.dumps([os.waitpid(child, 0)[1], text]), flush=True)
-os._exit(0)
 """
 
 
-def run(code, autoload=True):
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if autoload else "0"}
+def run(code):
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -63,19 +45,14 @@ def run(code, autoload=True):
 @pytest.fixture(scope="module")
 def run_in_fork():
     """Runs code in a fork of an interpreter that has imported torch, where this package is loaded with it."""
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-c", FORKS], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as parent:
+    with forking(IMPORTS, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}) as forks:
 
         def run(code):
-            print(json.dumps(code), file=parent.stdin, flush=True)
-            status, said = json.loads(parent.stdout.readline())
-            assert status == 0, said
+            exit_code, said = forks.run(code)
+            assert exit_code == 0, said
             return said
 
         yield run
-        parent.stdin.close()
 
 
 def test_registered_in_both_trees_without_an_import_of_ours_and_built_only_when_a_trainer_asks_for_it(run_in_fork):
@@ -101,10 +78,12 @@ assert type(StrategyRegistry.get("harmony_again")).__name__ == "HarmonyStrategy"
     )
 
 
-@pytest.mark.parametrize(("first", "second"), [TREES, TREES[::-1]])
-def test_registered_in_the_tree_before_our_import_and_in_the_one_after_it_where_autoload_is_off(first, second):
-    imports = f"import {first}, lightning_harmony, {second}"
-    run("\n".join([imports, *(IS_REGISTERED.format(tree=tree) for tree in TREES)]), autoload=False)
+def test_registered_in_the_tree_before_our_import_and_in_the_one_after_it_where_autoload_is_off():
+    with forking(IMPORTS, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}) as forks:
+        for first, second in (TREES, TREES[::-1]):
+            imports = f"import {first}, lightning_harmony, {second}"
+            exit_code, said = forks.run("\n".join([imports, *(IS_REGISTERED.format(tree=tree) for tree in TREES)]))
+            assert exit_code == 0, said
 
 
 def test_importing_torch_or_this_package_imports_no_lightning():

@@ -10,20 +10,20 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from same_training import Net, trainer_for
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.microbatches.separability import explain_difference
+from support import nets
+from support.same_training import Net, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

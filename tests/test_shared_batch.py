@@ -8,12 +8,12 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from same_training import trainer_for
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+from support.same_training import trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

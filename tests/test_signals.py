@@ -11,15 +11,24 @@ from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from test_lightning import Model, assert_equal, harmony, loader, trainer_for, values
 from torch import Tensor
 
 from lightning_harmony.fit.signals import HeldSignals
+from support import nets
+from support.lightning_fits import (
+    BATCH_SIZE,
+    NUM_MICROBATCHES,
+    Model,
+    assert_equal,
+    harmony,
+    loader,
+    trainer_for,
+    values,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -71,7 +80,7 @@ class SignalledBlock(nets.Block):
 
 
 class Signalled(Model):
-    def __init__(self, number: int = signal.SIGUSR1, at: int = 6) -> None:
+    def __init__(self, number: int = signal.SIGUSR1, at: int = 3) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.net.blocks[1] = SignalledBlock()
@@ -223,9 +232,9 @@ def test_a_checkpoint_in_a_hook_holds_the_state_of_then(hook: str, tmp_path: Any
 
     setattr(Saves, hook, save)
     runs = []
-    for strategy, batch in (("auto", 2), (harmony(), 8)):
+    for strategy, batch in (("auto", BATCH_SIZE // NUM_MICROBATCHES), (harmony(), BATCH_SIZE)):
         callback = Saves()
-        trainer = trainer_for(strategy, callbacks=[callback], accumulate_grad_batches=8 // batch)
+        trainer = trainer_for(strategy, callbacks=[callback], accumulate_grad_batches=BATCH_SIZE // batch)
         trainer.fit(Model(), loader(batch))
         runs.append(callback.seen)
     plain = runs[0][:: len(runs[0]) // len(runs[1])] if hook.startswith("on_before") else runs[0][-len(runs[1]) :]

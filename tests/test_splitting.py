@@ -10,12 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from same_training import trainer_for
-from sampling import in_turns
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_harmony import HarmonyStrategy
+from support.same_training import trainer_for
+from support.sampling import in_turns
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -8,10 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
-from same_training import (
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.memory.residents import Residents
+from lightning_harmony.engine.memory.swap import Swapper
+from lightning_harmony.plan.values.plan import Plan
+from support import nets
+from support.cases import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
+from support.nets import Explodes, Mixing
+from support.same_training import (
     SEED,
     Net,
     Reports,
@@ -23,18 +33,8 @@ from same_training import (
     train_plain,
     trainer_for,
 )
-from sampling import in_turns
-from spreading import spread_packs
-from test_devices import Explodes, Mixing
-from test_exactness import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
-
-from lightning_harmony import HarmonyStrategy
-from lightning_harmony.engine.devices.device import Device
-from lightning_harmony.engine.memory.residents import Residents
-from lightning_harmony.engine.memory.swap import Swapper
-from lightning_harmony.plan.values.plan import Plan
+from support.sampling import in_turns
+from support.spreading import spread_packs
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -153,7 +153,7 @@ def test_room_is_made_for_sums_and_what_comes_before_they_are_there(monkeypatch:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("devices", [2, 3, 4])
-def test_what_it_takes_is_reported(devices: int) -> None:
+def test_the_bytes_that_a_spread_head_takes_are_reported(devices: int) -> None:
     """Each device brings the head, its gradients leave once, and those of each microbatch come to its home."""
     module = build()
     alone, spread = (train(module, devices, plan_for(devices, packs)).reports[-1] for packs in (frozenset(), {5}))

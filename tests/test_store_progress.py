@@ -7,9 +7,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks.progress import tqdm_progress
-from test_lightning import Model, harmony, loader, trainer_for
 
 from lightning_harmony.setup import store_progress
+from support.lightning_fits import Model, harmony, loader, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -53,12 +53,14 @@ def test_a_large_store_has_a_bar_that_comes_to_its_end(bars: list[Any], monkeypa
     ],
     ids=["no bars", "bars off"],
 )
-def test_without_bars_there_is_none(bars: list[Any], monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
+def test_no_bar_is_shown_where_lightnings_bars_are_off(
+    bars: list[Any], monkeypatch: pytest.MonkeyPatch, options: Any
+) -> None:
     monkeypatch.setattr(store_progress, "LARGE_BYTES", 1024)
     validate(**options)
     assert bars == []
 
 
-def test_a_small_store_has_none(bars: list[Any]) -> None:
+def test_a_small_store_has_no_bar(bars: list[Any]) -> None:
     validate(enable_progress_bar=True)
     assert bars == []

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from nets import WIDTH
-from same_training import Net, assert_same_training, room, update_for
-from sampling import in_turns
 from torch import Tensor, nn
+
+from support.nets import WIDTH
+from support.same_training import Net, assert_same_training, room, update_for
+from support.sampling import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

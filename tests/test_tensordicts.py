@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import WIDTH
-from same_training import Net, assert_same_training
 from torch import Tensor, nn
+
+from support.nets import WIDTH
+from support.same_training import Net, assert_same_training
 
 tensordict = pytest.importorskip("tensordict")
 from tensordict import TensorDict  # noqa: E402

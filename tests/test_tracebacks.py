@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
-from same_training import placed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy
+from support import nets
+from support.same_training import placed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -101,7 +101,7 @@ def assert_is_short(files: list[str]) -> None:
 
 
 @pytest.mark.in_memory
-def test_nor_is_it_where_nothing_is_swapped() -> None:
+def test_what_stands_between_the_users_frames_is_not_shown_where_nothing_is_swapped() -> None:
     assert_is_short(files_of(Module("forward", 1), ZeroDivisionError))
 
 

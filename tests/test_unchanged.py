@@ -8,11 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from same_training import trainer_for
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+from support.same_training import trainer_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -68,20 +68,20 @@ def fit(module: Model, *callbacks: pl.Callback) -> pl.Trainer:
 
 @pytest.mark.parametrize("change", [clamp, replace, freeze])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_hook_of_the_module_may_not_change_them(hook: str, change: Callable[[Model], Any]) -> None:
+def test_a_hook_of_the_module_may_not_change_parameters(hook: str, change: Callable[[Model], Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"net\.2\.weight.*Model\.{hook} is overridden.*on_train_batch"):
         fit(from_third_step(Model(), hook, change))
 
 
 @pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_before_backward"])
-def test_a_callback_may_not_change_them(hook: str) -> None:
+def test_a_callback_may_not_change_parameters(hook: str) -> None:
     callback = from_third_step(pl.Callback(), hook, clamp)
     with pytest.raises(UnsupportedModelError, match=rf"net\.2\.weight.*Callback\.{hook} is overridden"):
         fit(Model(), callback)
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
-def test_the_hooks_that_the_error_names_may_change_them(hook: str) -> None:
+def test_the_hooks_that_the_error_names_may_change_parameters(hook: str) -> None:
     assert fit(from_third_step(Model(), hook, clamp)).global_step == 6
 
 

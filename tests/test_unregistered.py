@@ -8,11 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from test_lightning import Model, assert_same, harmony, loader, trainer_for
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_harmony.fit.unregistered import move_unregistered
+from support.lightning_fits import Model, assert_same, harmony, loader, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

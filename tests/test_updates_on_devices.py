@@ -3,46 +3,36 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import lightning.pytorch as pl
-import nets
 import pytest
 import torch
-from same_training import SEED, Net, Training, _fit, _result, compare, train_harmony, train_plain, trainer_for
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_harmony import HarmonyStrategy, StepReport
+from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.updates.optimizer_twin import Share
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.plan.values.plan import Plan
+from support import nets
+from support.device_updates import (
+    CAPACITY,
+    OPTIMIZERS,
+    STEPS,
+    _train,
+    build,
+    plan_in_use,
+    planned,
+    samples,
+    stay,
+    train,
+)
+from support.same_training import Net, Training, compare, train_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
-
-STEPS, CAPACITY = 6, "160KiB"
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
-    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
-    "RAdam": lambda parameters: torch.optim.RAdam(parameters, lr=0.01),
-}
-
-
-class Seen(pl.Callback):
-    """Keeps the reports of steps, from a hook that runs in the next step: none that updates have to be over for."""
-
-    def __init__(self) -> None:
-        self.reports: list[StepReport] = []
-
-    def on_before_zero_grad(self, trainer: Any, *args: Any) -> None:
-        if trainer.strategy.step_report is not None:
-            self.reports.append(trainer.strategy.step_report)
 
 
 class Count(nn.Module):
@@ -57,59 +47,10 @@ class Count(nn.Module):
         return x * self.scale + self.shift
 
 
-def build(optimizer: str = "AdamW", net: nn.Module | None = None) -> Net:
-    torch.manual_seed(SEED)
-    return Net(net or nets.Language(), OPTIMIZERS[optimizer])
-
-
-def samples() -> Any:
-    return nets.tokens(8 * STEPS)
-
-
-def plan_in_use(module: Net, **options: Any) -> Plan:
-    """The plan of the last step."""
-    strategy = HarmonyStrategy(device_memory=CAPACITY, num_microbatches=4, profile_cache=False)
-    plans: list[Plan] = []
-    keeping = pl.Callback()
-    keeping.on_train_epoch_end = lambda trainer, module: plans.append(trainer.strategy.plan)  # type: ignore[method-assign]
-    callbacks = [keeping]
-    train_harmony(
-        copy.deepcopy(module), samples(), strategy, 8, with_gradients=False, more_callbacks=callbacks, **options
-    )
-    return plans[0]
-
-
-def planned(module: Net, **options: Any) -> Plan:
-    """A plan with all packs updated where their gradients are."""
-    plan = plan_in_use(module, **options)
-    return replace(plan, device_updated=frozenset(plan.visits), predicted=None)
-
-
 @cache
 def usually_planned() -> Plan:
     """Such a plan for the network and the optimizer that most tests have."""
     return planned(build())
-
-
-def train(module: Net, plan: Plan, *more: pl.Callback, **options: Any) -> tuple[Training, list[StepReport]]:
-    """Train with a plan, and no hook that would have each step wait for its update."""
-    seen = Seen()
-    capacity = options.pop("device_memory", CAPACITY)
-    strategy = HarmonyStrategy(device_memory=capacity, num_microbatches=4, plan=plan, profile_cache=False)
-    training = _train(copy.deepcopy(module), strategy, [seen, *more], **options)
-    return training, seen.reports
-
-
-def _train(module: Net, strategy: Any, callbacks: list[pl.Callback], **options: Any) -> Training:
-    trainer = trainer_for(strategy, STEPS, callbacks, **options)
-    _fit(trainer, module, DataLoader(samples(), batch_size=8))
-    return _result(trainer, module, [])
-
-
-def stay(module: Net, reports: list[StepReport]) -> bool:
-    """Whether gradients stayed on the device in the last step."""
-    trained = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
-    return reports[-1].swapped_out_bytes["gradients"] < trained
 
 
 def plain(module: Net, **options: Any) -> Training:
@@ -118,7 +59,7 @@ def plain(module: Net, **options: Any) -> Training:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_they_train_as_plain_lightning_does(optimizer: str) -> None:
+def test_packs_that_devices_update_train_as_plain_lightning_does(optimizer: str) -> None:
     module = build(optimizer)
     training, reports = train(module, planned(module))
     compare(plain(module), training)
@@ -129,7 +70,7 @@ def test_they_train_as_plain_lightning_does(optimizer: str) -> None:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("apart", [False, True])
-def test_they_are_chosen_where_the_device_has_a_processor_of_its_own(
+def test_updates_on_devices_are_chosen_where_the_device_has_a_processor_of_its_own(
     monkeypatch: pytest.MonkeyPatch, *, apart: bool
 ) -> None:
     """On the host's own, a step that was slow by chance was planned so, and swapped other bytes than an estimate had said."""
@@ -169,7 +110,7 @@ def test_a_hook_finds_finished_weights_and_what_it_makes_of_them_is_trained(hook
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
-def test_in_every_precision(precision: Any) -> None:
+def test_packs_that_devices_update_train_as_plain_lightning_in_every_precision(precision: Any) -> None:
     module = build(net=nets.Language(dropout=0.3))
     training, reports = train(module, planned(module, precision=precision), precision=precision)
     compare(plain(module, precision=precision), training)
@@ -187,7 +128,7 @@ def test_parameters_that_are_not_trained_come_from_the_host() -> None:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("devices", [2, 3])
-def test_on_several_devices(devices: int) -> None:
+def test_packs_that_several_devices_update_train_as_plain_lightning_does(devices: int) -> None:
     module = build()
     training, reports = train(module, planned(module, devices=devices), devices=devices)
     compare(plain(module), training)
@@ -196,7 +137,7 @@ def test_on_several_devices(devices: int) -> None:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("optimizer", ["AdamW", "fused AdamW", "Adafactor"])
-def test_large_parameters_are_stepped_in_ranges_there_too(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_step_large_parameters_in_ranges(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step makes meanwhile is as large as what it is made of, and finds no room on a device that is full."""
     monkeypatch.setattr("lightning_harmony.engine.updates.streamed_update._MOST_BYTES", 8192)
     module = build(optimizer)

@@ -9,10 +9,11 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import WIDTH
-from same_training import Net, Update, assert_same_training, room
-from sampling import IS_WHOLE
 from torch import Tensor, nn
+
+from support.nets import WIDTH
+from support.same_training import Net, Update, assert_same_training, room
+from support.sampling import IS_WHOLE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

@@ -290,10 +290,10 @@ class TestMergeOutputs:
         output = {"x": rows(2)}
         assert merge_outputs([output], [2]) is output
 
-    def test_none_everywhere_is_none(self):
+    def test_outputs_that_are_all_none_merge_to_none(self):
         assert merge_outputs([None, None], [1, 1]) is None
 
-    def test_none_on_some_microbatches_is_refused_by_number(self):
+    def test_an_output_of_some_microbatches_alone_is_refused_with_their_numbers(self):
         with pytest.raises(ValueError, match=r"None for microbatches 1, 3 of 3"):
             merge_outputs([None, torch.tensor(1.0), None], [1, 1, 1])
 
@@ -500,7 +500,7 @@ def test_losses_of_one_element_are_added_up_whatever_their_shapes() -> None:
 
 
 class TestTensorDict:
-    def test_its_rows_are_samples_and_are_joined_again(self):
+    def test_rows_are_samples_and_are_joined_again(self):
         tensordict = pytest.importorskip("tensordict")
         inner = tensordict.TensorDict({"a": rows(4)}, batch_size=[4])
         batch = tensordict.TensorDict({"x": rows(4), "inner": inner}, batch_size=[4])

@@ -163,7 +163,7 @@ class TestBriefWork:
         assert not target.requires_grad
         assert not made[0].is_inference()
 
-    def test_that_fails_says_so(self, stream: HostStream, other: HostStream) -> None:
+    def test_work_that_fails_raises_its_error(self, stream: HostStream, other: HostStream) -> None:
         with pytest.raises(ZeroDivisionError):
             stream.submit_brief(_fail)
         failed = other.submit(_fail)

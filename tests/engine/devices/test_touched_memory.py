@@ -56,7 +56,7 @@ def test_a_buffer_has_its_size_and_zeros(num_bytes: int) -> None:
     assert not buffer.any()
 
 
-def test_its_pages_are_there() -> None:
+def test_a_buffer_has_all_its_pages_at_once() -> None:
     buffer = touched_buffer(16 * PIECE_BYTES)
     before = faults()
     buffer.fill_(1)
@@ -72,13 +72,13 @@ def test_threads_that_begin_later_compute_with_as_many_threads_as_ever() -> None
         assert pool.submit(torch.get_num_threads).result() == 2
 
 
-def test_it_can_be_written_wherever_it_was_made() -> None:
+def test_a_buffer_made_in_inference_mode_can_be_written() -> None:
     with torch.inference_mode():
         buffer = touched_buffer(100)
     buffer.fill_(1)
 
 
-def test_its_memory_goes_with_it() -> None:
+def test_a_buffer_gives_its_memory_back_when_it_ends() -> None:
     buffer = touched_buffer(100)
     storage = weakref.ref(buffer.untyped_storage())
     del buffer
@@ -86,7 +86,7 @@ def test_its_memory_goes_with_it() -> None:
 
 
 @linux
-def test_workers_of_a_data_loader_do_not_copy_it() -> None:
+def test_workers_of_a_data_loader_do_not_copy_a_buffer() -> None:
     """To fork a process took 0.7 s for each GiB that a GPU had locked, and as much memory again."""
     buffer = touched_buffer(3 * PIECE_BYTES)
     assert all(" dc" in flags for flags in mappings_of(buffer.data_ptr(), buffer.numel()))
@@ -157,7 +157,7 @@ class TestSharedMemory:
         assert not any(" sh" in flags for flags in mappings_of(address, num_bytes))
 
     @linux
-    def test_that_the_system_has_no_room_for_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_more_than_the_system_has_room_for_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Full:
             def __init__(self, *args: object, **kwargs: object) -> None:
                 self.mmap = lambda *args: -1

@@ -405,7 +405,7 @@ class TestLocks:
         monkeypatch.setattr(lane_module, "_GLANCE_SECONDS", 0.05)
 
     @pytest.mark.parametrize("kind", [threading.Lock, threading.RLock])
-    def test_that_another_lane_holds_are_refused_and_lanes_can_be_used_again(
+    def test_a_lock_that_another_lane_holds_is_refused_and_lanes_can_be_used_again(
         self, pool: LanePool, kind: Callable[[], Any]
     ) -> None:
         job = Guarded(kind())
@@ -421,7 +421,7 @@ class TestLocks:
         with job.lock:
             pass
 
-    def test_that_nobody_releases_cost_the_thread_that_waits(self, pool: LanePool) -> None:
+    def test_a_lock_that_nobody_releases_costs_the_thread_that_waits(self, pool: LanePool) -> None:
         job = Guarded(threading.Lock(), releases=False)
         lanes = pool.lanes([lambda: job("1"), lambda: job("2")])
         with pytest.raises(UnsupportedModelError, match="waits for a lock"):
@@ -446,7 +446,7 @@ class TestLocks:
         pool.abort()
         assert all(lane.finished for lane in lanes)
 
-    def test_that_others_hold_for_a_while_are_waited_for(self, pool: LanePool) -> None:
+    def test_a_lock_that_another_thread_holds_for_a_while_is_waited_for(self, pool: LanePool) -> None:
         """One of a thread of the user's, where no lane can be what holds it; a queue and a thread, with a lock of its own."""
         lock, told = threading.Lock(), queue.Queue[int]()
         lock.acquire()
@@ -594,7 +594,7 @@ class TestThreadState:
         assert torch.is_grad_enabled()
         assert in_lane(pool, lambda: (NUMBER.get(), torch.is_grad_enabled())) == (0, True)
 
-    def test_it_is_the_state_where_the_job_was_given(self, pool: LanePool) -> None:
+    def test_a_job_has_the_state_of_the_place_where_it_was_given(self, pool: LanePool) -> None:
         found: list[bool] = []
         with torch.no_grad():
             (lane,) = pool.lanes([lambda: found.append(torch.is_grad_enabled())])

@@ -32,7 +32,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("before", DRAWS)
 @pytest.mark.parametrize("draw", DRAWS)
-def test_it_draws_again_what_it_drew(before: str, draw: str) -> None:
+def test_a_restored_state_draws_the_same_numbers_again(before: str, draw: str) -> None:
     DRAWS[before]()
     state = NumpyState.capture()
     assert state is not None
@@ -43,7 +43,7 @@ def test_it_draws_again_what_it_drew(before: str, draw: str) -> None:
         assert [DRAWS[draw](), DRAWS[draw]()] == drawn
 
 
-def test_states_in_any_order() -> None:
+def test_states_are_restored_in_any_order() -> None:
     choose = random.Random(1)
     states: list[tuple[NumpyState, Any]] = []
     for _ in range(30):
@@ -69,7 +69,7 @@ def test_a_seed_gives_what_a_new_generator_with_it_gives() -> None:
 
 
 @pytest.mark.parametrize("other", [np.random.PCG64, np.random.Philox])
-def test_another_kind_of_generator(other: Any) -> None:
+def test_generators_of_another_kind_are_restored_too(other: Any) -> None:
     twister = NumpyState.capture()
     np.random.set_bit_generator(other(5))
     np.random.randn()

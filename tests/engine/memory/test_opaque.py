@@ -42,13 +42,13 @@ class Configured(nn.Module):
 
 class TestIsOpaque:
     @pytest.mark.parametrize("value", CONSTANTS, ids=lambda value: type(value).__name__)
-    def test_not_what_a_layer_cannot_change(self, value: Any) -> None:
+    def test_what_a_layer_cannot_change_is_not_opaque(self, value: Any) -> None:
         assert not is_opaque(value)
 
     @pytest.mark.parametrize(
         "make", [DynamicCache, lambda: Bag(1), set, bytearray], ids=["cache", "bag", "set", "bytes"]
     )
-    def test_any_other_object(self, make: Callable[[], Any]) -> None:
+    def test_any_other_object_is_opaque(self, make: Callable[[], Any]) -> None:
         assert is_opaque(make())
 
 
@@ -113,7 +113,7 @@ class TestWithoutCaches:
             assert [config.use_cache for config in (outer, inner, off)] == [False, False, False]
         assert [config.use_cache for config in (outer, inner, off)] == [True, True, False]
 
-    def test_they_are_as_before_after_an_error(self) -> None:
+    def test_configurations_are_as_before_after_an_error(self) -> None:
         config = AutoConfig.for_model("gpt2")
         with pytest.raises(ZeroDivisionError), without_caches(Configured(config)):
             raise ZeroDivisionError

@@ -234,7 +234,7 @@ class TestMoves:
         model.residents.enter(place, 0, alone=False)
         assert model.resident() == {1, 4}
 
-    def test_it_tells_so_once_a_step(self, model: Model) -> None:
+    def test_a_move_is_told_once_a_step(self, model: Model) -> None:
         model.residents.bring(model.forward(0), 0)
         place = self.follow(model, "0EVICT", "1SWAP_IN")
         for _ in range(2):

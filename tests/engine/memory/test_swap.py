@@ -84,7 +84,7 @@ def test_sums_that_make_way_on_a_host_last_until_the_copy_to_there_has_ended(nor
     assert norm.pack.parked == {}
 
 
-def test_nobody_waits_for_them_to_leave(norm: Norm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_buffers_to_leave(norm: Norm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each eviction waited for all that the device was to compute, and the host had nothing ready for it then."""
     # Memory that tests overwrite is waited for.
     monkeypatch.setattr(VirtualDevice, "free", lambda *args, **options: None)
@@ -103,7 +103,7 @@ def assert_released(release: threading.Event) -> None:
     assert release.wait(10)
 
 
-def test_they_are_there_when_they_come_again(norm: Norm) -> None:
+def test_buffers_have_their_values_when_they_come_again(norm: Norm) -> None:
     norm.swap_in()
     norm.change(running_mean=torch.full((8,), 3.0), num_batches_tracked=torch.tensor(1))
     norm.swapper.evict(norm.pack)
@@ -113,7 +113,7 @@ def test_they_are_there_when_they_come_again(norm: Norm) -> None:
     assert torch.equal(buffers["running_var"], torch.ones(8))
 
 
-def test_they_are_the_user_s_when_the_device_is_left(norm: Norm) -> None:
+def test_buffers_are_the_user_s_when_the_device_is_left(norm: Norm) -> None:
     norm.swap_in()
     norm.change(running_var=torch.full((8,), 2.0))
     norm.residents.reset()

@@ -34,7 +34,7 @@ def test_a_tensor_puts_it_on_and_stays_in_its_graph() -> None:
     assert torch.equal(tensor.grad, torch.ones(2))  # type: ignore[arg-type]
 
 
-def test_where_values_are_elsewhere_it_belongs_to_them() -> None:
+def test_the_class_of_a_tensor_without_values_here_is_not_kept() -> None:
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.ones(2))
     assert vars(fake)

@@ -18,7 +18,7 @@ def pruned() -> nn.Linear:
     return prune.l1_unstructured(nn.Linear(4, 4), "weight", amount=0.5)
 
 
-def test_those_of_pruning_and_of_the_older_norms_are_found_below_a_module() -> None:
+def test_weights_that_pruning_and_older_norms_compute_are_found_below_a_module() -> None:
     normed, bounded = torch.nn.utils.weight_norm(nn.Linear(2, 2)), torch.nn.utils.spectral_norm(nn.Linear(2, 2))
     newer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     module = nn.Sequential(pruned(), normed, bounded, newer, nn.Linear(2, 2))
@@ -29,7 +29,7 @@ def test_those_of_pruning_and_of_the_older_norms_are_found_below_a_module() -> N
     assert not derives_weights(module)
 
 
-def test_they_are_computed_from_what_the_parameters_are_now() -> None:
+def test_derived_weights_are_computed_from_what_the_parameters_are_now() -> None:
     module = pruned()
     with torch.no_grad():
         module.weight_orig.fill_(2.0)

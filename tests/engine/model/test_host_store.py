@@ -288,7 +288,7 @@ class TestHostPool:
         large, _ = pool.take(290)
         assert pool.num_bytes == large.numel()
 
-    def test_its_buffers_end_with_it(self) -> None:
+    def test_buffers_of_a_pool_end_with_the_pool(self) -> None:
         """What counted them kept it, and all free buffers with it, until the process ended."""
         pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
         taken, _ = pool.take(100)

@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import nets
 import pytest
 import torch
-from same_training import Net, train_harmony
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
@@ -21,6 +19,8 @@ from lightning_harmony.engine.memory import stash
 from lightning_harmony.engine.memory.residents import Place, Residents
 from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.plan.values.plan import Plan
+from support import nets
+from support.same_training import Net, train_harmony
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 

@@ -106,7 +106,7 @@ def adamw(parameters: list[nn.Parameter]) -> Optimizer:
 
 
 @pytest.mark.parametrize("make", [adamw, lambda p: SGD(p, lr=0.1), lambda p: AdamW(p, lr=torch.tensor(0.1))])
-def test_it_is_the_step_that_was_asked_for(
+def test_a_postponed_update_is_the_step_that_was_asked_for(
     make: Callable[[list[nn.Parameter]], Optimizer], update: PostponedUpdate, stream: HostStream
 ) -> None:
     parameters = some_parameters()

@@ -424,14 +424,14 @@ class TestCollecting:
         assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in gradients.items())
         assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
 
-    def test_they_are_added_to_those_of_earlier_batches(self, pool: HostPool, updater: Updater) -> None:
+    def test_gradients_are_added_to_those_of_earlier_batches(self, pool: HostPool, updater: Updater) -> None:
         (parameter,) = some_parameters(1)
         parameter.grad = earlier = torch.ones_like(parameter)
         self.collect(pool, updater, {parameter: torch.ones_like(parameter)})
         assert parameter.grad is earlier
         assert torch.equal(earlier, torch.full_like(earlier, 2))
 
-    def test_they_replace_those_that_they_include(self, pool: HostPool, updater: Updater) -> None:
+    def test_sums_replace_the_gradients_that_they_include(self, pool: HostPool, updater: Updater) -> None:
         (parameter,) = some_parameters(1)
         parameter.grad = torch.ones_like(parameter)
         updater.begin(None, [[parameter]])

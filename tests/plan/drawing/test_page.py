@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import settings as limits
-from plans import STEP, machines, plans
 
 from lightning_harmony.plan.drawing.page import colour_of, format_seconds, streams_of, summaries, summary, to_html
 from lightning_harmony.plan.simulate.lowering import lower
@@ -15,6 +14,7 @@ from lightning_harmony.plan.simulate.replay import predict, replay
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.profile import MachineLimits
+from support.plans import STEP, machines, plans
 
 PREDICTION = predict(STEP)
 

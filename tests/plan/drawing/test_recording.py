@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import settings as limits
-from plans import STEP, machines, plans
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.drawing.recording import Recording, read_recording
@@ -19,6 +18,7 @@ from lightning_harmony.plan.simulate.replay import predict, replay
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.profile import MachineLimits
+from support.plans import STEP, machines, plans
 
 RECORDING = Recording(STEP, predict(STEP), "just-in-time: nothing reads all gradients")
 

@@ -2,11 +2,10 @@
 
 import json
 
-from plans import STEP
-
 from lightning_harmony.plan.drawing.trace import to_trace
 from lightning_harmony.plan.simulate.replay import predict
 from lightning_harmony.plan.values.streams import STREAMS
+from support.plans import STEP
 
 PREDICTION = predict(STEP)
 EVENTS = json.loads(to_trace(STEP, {"predicted": PREDICTION}))["traceEvents"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_search import LAYER
 
 from lightning_harmony.plan.search.deciding import decide, foreseen, improved
 from lightning_harmony.plan.search.rules import fitting_packs, packed, with_graphs
@@ -14,6 +13,7 @@ from lightning_harmony.plan.simulate.replay import predict
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted
 from lightning_harmony.plan.values.profile import MachineLimits
+from support.plans import LAYER
 
 NAMES = [f"layer {number}" for number in range(6)]
 COSTS: dict[str, Cost] = {name: replace(LAYER, name=name) for name in [*NAMES, "unused"]}

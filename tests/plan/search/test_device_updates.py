@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plans import names
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.search.device_updates import with_device_updates
@@ -15,6 +14,7 @@ from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted
 from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from support.plans import names
 
 # Weights and gradients 8, of which 8 cross the bus; 1 s forward, 3 s backward.
 PACK = Cost("pack", 8, 8, copied_bytes=8, forward_seconds=1.0, backward_seconds=3.0)

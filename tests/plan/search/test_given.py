@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import STEP, names
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.search.given import read_plan, refuse_unfit
@@ -16,6 +15,7 @@ from lightning_harmony.plan.simulate.validity import refuse_invalid
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted
 from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from support.plans import STEP, names
 
 LAYERS = [Cost(f"layer {index}", 10, 10) for index in range(3)]
 PLAN = Plan(names(3), (0, 1, 2), 2, num_microbatches=2, fingerprint="same")
@@ -114,7 +114,7 @@ class TestNonsense:
         ):
             read_plan(file)
 
-    def test_so_is_that_of_a_plan_that_is_no_file(self) -> None:
+    def test_the_field_of_a_plan_that_is_no_file_is_named(self) -> None:
         profile = Profile((Cost("layer 0", -5, 10),))
         with pytest.raises(PlanError, match=r"plan\.profile\.layers\[0\]\.weight_bytes is -5"):
             read_plan(replace(PLAN, profile=profile))
@@ -147,7 +147,7 @@ class TestRefuseUnfit:
         other = replace(PLAN, packs=(("layer 0",), ("layer 1", "other"), ("layer 2",)))
         assert "the plan has 'other', which the model has not" in refusal(other)
 
-    def test_so_is_one_that_the_plan_has_not(self) -> None:
+    def test_a_layer_that_the_plan_has_not_is_refused(self) -> None:
         text = refusal(Plan((("layer 0",),), (0,), 0))
         assert "the model has 'layer 1', which the plan has not (and 1 more differences)" in text
         assert "HarmonyStrategy(layers=..., device_memory=...)" in text

@@ -92,7 +92,7 @@ def test_however_much_fits_there_are_packs_to_hide_copies_behind() -> None:
     assert len(fill_capacity([layer(10)] * 3, 10**9)) == 3
 
 
-def test_balanced() -> None:
+def test_packs_are_balanced() -> None:
     assert balanced([1, 1, 1, 1], 2) == (0, 2)
     assert balanced([5, 1, 1, 1], 2) == (0, 1)
     assert balanced([1, 1, 1, 5], 2) == (0, 3)

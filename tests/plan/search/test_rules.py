@@ -28,7 +28,7 @@ def test_graphs_are_kept_as_there_is_room() -> None:
     assert roomy.kept | roomy.fused == {0, 1, 2}
 
 
-def test_none_are_kept_where_nothing_is_to_be_used_again() -> None:
+def test_no_graphs_are_kept_where_nothing_is_to_be_used_again() -> None:
     plan = replace(packed([["a"], ["b"], ["c"]], (), ["a", "b", "c"], 1, "pipeline"), reuse="visit")
     assert with_graphs(plan, COSTS, 4, [None]) == replace(plan, num_microbatches=4)
 

@@ -10,7 +10,6 @@ from math import inf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import costs, machines, plans, speeds
 
 from lightning_harmony.errors import CapacityError, PlanError
 from lightning_harmony.plan.search.bound import least_seconds
@@ -30,9 +29,9 @@ from lightning_harmony.plan.simulate.replay import predict, with_prediction
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted, visits_of
 from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from support.plans import LAYER, costs, machines, plans, speeds
 
 SPEEDS = ("swap_in_bytes_per_second", "swap_out_bytes_per_second", "update_bytes_per_second")
-LAYER = Cost("layer", 100, 100, 5, 8, 30, 100, 4, 4, 1.0, 3.0, 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -334,7 +333,7 @@ class TestBetter:
         assert (better is plan) != spreads
         assert (better.fingerprint, better.profile) == ("of it", profile)
 
-    def test_its_packs_may_stay(self) -> None:
+    def test_packs_of_a_better_plan_may_stay(self) -> None:
         plan = replace(self.plan(graph_bytes=0), first_fused=2)
         plan = replace(plan, predicted=Predicted(predict(plan).seconds + 1000.0, ()))
         better = search_better(plan, range(6), with_its_packs=True)

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import names, plans
 
 from lightning_harmony.plan.simulate.fetching import Residence, fetch_ahead
 from lightning_harmony.plan.simulate.lowering import lower
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import Errand
+from support.plans import names, plans
 
 # Three packs of 10, one after the other; each goes when it was used.
 FOLLOWING = [[1, 2], [2], []]
@@ -26,7 +26,7 @@ def first(residences: list[Residence]) -> list[int]:
     return [each.first for each in residences]
 
 
-def test_it_comes_as_soon_as_there_is_room_until_its_use() -> None:
+def test_a_pack_comes_as_soon_as_there_is_room_until_its_use() -> None:
     for capacity, expected in ((None, [0, 0, 0]), (30, [0, 0, 0]), (29, [0, 0, 1]), (19, [0, 1, 2])):
         residences = chain()
         fetch_ahead(residences, [0, 0, 0], FOLLOWING, capacity)

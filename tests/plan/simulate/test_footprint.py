@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hypothesis import given
-from plans import names, plans
 
 from lightning_harmony.plan.simulate.footprint import footprints
 from lightning_harmony.plan.values.cost import Cost, pack_cost
 from lightning_harmony.plan.values.plan import Plan
+from support.plans import names, plans
 
 # Between layers go 10; a graph holds that before, and 30 of its own.
 LAYER = Cost("layer", 0, 0, 25, 50, 40, input_bytes=10, stash_bytes=10)

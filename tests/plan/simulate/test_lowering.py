@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import compute, names, plans
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.simulate.lowering import lower, weight_moves
@@ -14,6 +13,7 @@ from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import LOOKAHEAD, Plan
 from lightning_harmony.plan.values.profile import MachineLimits, Profile
 from lightning_harmony.plan.values.task import Errand, Phase, Task
+from support.plans import compute, names, plans
 
 PACK = Cost("pack", 10, 10, 2, 3, 4, 10, 1, 1)
 
@@ -107,7 +107,7 @@ def test_without_grouping_each_microbatch_swaps_each_pack_anew_and_parks_its_gra
     )
 
 
-def test_with_grouping_alone_each_visit_does_and_the_update_follows_the_backward() -> None:
+def test_with_grouping_alone_each_visit_swaps_its_pack_anew_and_the_update_follows_the_backward() -> None:
     plan = plan_of(2, 2, num_microbatches=2, reuse="visit", lookahead=0)
     (tasks,) = lower(plan, [Cost("pack", 10, 10)] * 2, None).devices
     assert " ".join(map(str, tasks)) == (

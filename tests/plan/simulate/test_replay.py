@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from plans import CannotRun, compute, machines, names, plans
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.simulate.device_memory import LATE_TURNS
@@ -19,6 +18,7 @@ from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.profile import MachineLimits, Profile
 from lightning_harmony.plan.values.task import Errand, Task
+from support.plans import CannotRun, compute, machines, names, plans
 
 # Weights 10 (of which 20 cross the bus), gradients 8, work 3 and 5, graph 6, input 2, stash 4; 1 s forward, 2 s backward.
 PACK = Cost("pack", 10, 8, 3, 5, 6, 20, 2, 4, 1.0, 2.0, 1.0)
@@ -575,7 +575,7 @@ class TestProperties:
 
 
 class TestPredict:
-    def test_it_takes_what_the_plan_knows(self) -> None:
+    def test_a_prediction_rests_on_the_profile_of_the_plan(self) -> None:
         layers = tuple(replace(PACK, name=f"layer {index}") for index in range(2))
         plan = replace(TWO, profile=Profile(layers, MachineLimits(60, 1.0, 1.0)))
         assert predict(plan).peak_bytes[0] <= 60

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import tasks
 
 from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.task import Task
+from support.plans import tasks
 
 schedules = st.lists(st.lists(tasks, max_size=30).map(tuple), max_size=12).map(tuple).map(Schedule)
 

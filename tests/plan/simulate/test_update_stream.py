@@ -24,7 +24,7 @@ def test_of_what_has_arrived_that_comes_first_which_is_needed_first() -> None:
     assert updates.done == [(2, 10.0, 11.0), (0, 11.0, 16.0), (1, 16.0, 18.0)]
 
 
-def test_it_waits_for_what_is_on_its_way() -> None:
+def test_the_update_stream_waits_for_gradients_on_their_way() -> None:
     updates = UpdateStream({0: 0}, [1.0])
     assert 0 not in updates
     updates.add(0, 20.0)

@@ -70,7 +70,7 @@ def test_refuses_the_rest_by_name_and_with_an_example(text):
         (-1536, "-1.5 KiB"),
     ],
 )
-def test_writes_exact_and_short(num_bytes, text):
+def test_sizes_are_written_exactly_and_shortly(num_bytes, text):
     assert format_bytes(num_bytes) == text
 
 

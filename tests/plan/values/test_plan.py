@@ -7,13 +7,13 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import full_plans
 
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted, fingerprint, merge_calls, visits_of
 from lightning_harmony.plan.values.profile import MachineLimits, Profile
 from lightning_harmony.plan.values.task import Phase
+from support.plans import full_plans
 
 # Packs 0 1 2 0 3: the first is visited twice.
 TWICE = Plan((("embed",), ("block.0", "block.1"), ("block.2",), ("head",)), (0, 1, 2, 0, 3), 4)
@@ -36,25 +36,25 @@ pack 3: head
 visits: 0 1 2 0 [3]"""
         assert str(TWICE) == expected
 
-    def test_it_names_the_packs_that_keep_their_graphs(self) -> None:
+    def test_the_text_names_the_packs_that_keep_their_graphs(self) -> None:
         plan = Plan((("one",), ("two",), ("three",)), (0, 1, 2), 2, frozenset({1, 0}))
         assert str(plan).splitlines()[-2:] == ["visits: 0 1 [2]", "keep their graphs: 0 1"]
 
-    def test_it_joins_what_a_turn_of_the_forward_takes(self) -> None:
+    def test_the_text_joins_what_a_turn_of_the_forward_takes(self) -> None:
         plan = replace(TWICE, joined=frozenset({1, 3}))
         assert str(plan).splitlines()[-1] == "visits: 0+1 2+0 [3]"
 
-    def test_it_tells_what_it_was_made_for_and_what_was_predicted(self) -> None:
+    def test_the_text_tells_what_the_plan_was_made_for_and_what_was_predicted(self) -> None:
         predicted = Predicted(1.2345, (2**30, 2**29))
         plan = Plan((("one",),), (0,), 0, num_microbatches=8, num_devices=2, parallel="data", predicted=predicted)
         expected = ["data on 2 devices", "microbatches: 8", "predicted: 1.23 s, at most 1 GiB, 512 MiB"]
         assert str(plan).splitlines()[-3:] == expected
 
-    def test_it_names_the_packs_that_are_spread(self) -> None:
+    def test_the_text_names_the_packs_that_are_spread(self) -> None:
         plan = Plan((("one",), ("two",)), (0, 1), 1, spread=frozenset({1, 0}), num_devices=2)
         assert str(plan).splitlines()[-2:] == ["pipeline on 2 devices", "spread over all devices: 0 1"]
 
-    def test_it_says_what_it_does_without(self) -> None:
+    def test_the_text_says_what_the_plan_does_without(self) -> None:
         plan = Plan((("one",),), (0,), 1, reuse="visit", lookahead=0)
         assert str(plan).splitlines()[1:] == ["visits: 0 []", "reuse: visit", "packs fetched ahead: 0"]
 
@@ -107,7 +107,7 @@ class TestJson:
             Plan.from_json(text.replace(before, after, 1))
 
     @pytest.mark.parametrize("text", ["", "[]", "null", "3", "\x00"])
-    def test_neither_is_other_text(self, text: str) -> None:
+    def test_other_text_is_refused(self, text: str) -> None:
         with pytest.raises(PlanError, match="this is not a plan"):
             Plan.from_json(text)
 

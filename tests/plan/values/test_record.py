@@ -31,7 +31,7 @@ def record(*sizes: int) -> Record:
     return Record(Origin("model", "machine", "versions"), ("a", "b", "a"), True, narrow, seen, MachineLimits(None, 3.0))
 
 
-def test_is_read_as_it_was_written() -> None:
+def test_a_record_is_read_as_it_was_written() -> None:
     whole = record(2, 8)
     assert Record.from_json(whole.to_json()) == whole
 
@@ -49,7 +49,7 @@ class TestOtherSizes:
         assert record(64).costs_at(size) == costs(64)
 
     @given(st.integers(8, 640))
-    def test_nor_that_anything_larger_takes_less_than_in_proportion(self, size: int) -> None:
+    def test_nothing_larger_is_taken_to_take_less_than_in_proportion(self, size: int) -> None:
         known = record(8)
         for cost, real in zip(known.costs_at(size), costs(size), strict=True):
             # What the weights take does not depend on microbatches.

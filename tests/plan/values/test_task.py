@@ -2,9 +2,9 @@
 
 import pytest
 from hypothesis import given
-from plans import tasks
 
 from lightning_harmony.plan.values.task import Errand, Phase, Task
+from support.plans import tasks
 
 
 @given(task=tasks)
@@ -12,7 +12,7 @@ def test_parse_reads_what_str_prints(task: Task) -> None:
     assert Task.parse(str(task)) == task
 
 
-def test_prints_pack_kind_and_microbatch() -> None:
+def test_a_task_prints_its_pack_kind_and_microbatch() -> None:
     printed = [
         Task(3, Phase.FORWARD, 0),
         Task(12, Phase.BACKWARD, 7),

@@ -271,3 +271,6 @@ class _Symbols:
         visits, plan = self.plan.visits, self.plan
         lanes = [m for m in range(plan.num_microbatches or 0) if plan.device_of(pack, m) == device]
         return 0 < len(self.sums[device, pack]) == visits.count(pack) * len(lanes)
+
+
+LAYER = Cost("layer", 100, 100, 5, 8, 30, 100, 4, 4, 1.0, 3.0, 1.0)

@@ -11,13 +11,13 @@ from typing import Any, Literal, get_args
 import lightning.pytorch as pl
 import pytest
 import torch
-from sampling import IS_WHOLE
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
 from lightning_harmony.engine.lanes.rng import stream_seed
 from lightning_harmony.plan.values.memory_size import parse_bytes
+from support.sampling import IS_WHOLE
 
 SEED = 7
 Update = Literal["after the backward", "just in time"]

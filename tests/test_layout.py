@@ -1,0 +1,29 @@
+"""Where helpers of tests are."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+pytestmark = pytest.mark.cpu
+
+
+def imported(path: Path) -> set[str]:
+    """The modules that a file imports anywhere, by the first part of their names."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_no_test_module_is_imported_by_another_file() -> None:
+    test_modules = {path.stem for path in TESTS.rglob("test_*.py")}
+    importers = {str(path.relative_to(TESTS)): imported(path) & test_modules for path in TESTS.rglob("*.py")}
+    assert {path: names for path, names in importers.items() if names} == {}
