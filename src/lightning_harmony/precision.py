@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
+from typing_extensions import override
 
+from lightning_harmony.setup.argument_names import suggests_names
 from lightning_harmony.setup.lightning_tree import classes_of
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class PrecisionMixin(_Base):
     tree: str
     compute_dtype: torch.dtype | None = None
 
+    @suggests_names("HarmonyPrecision")
     def __new__(cls, precision: Any = None) -> Any:
         """Make an instance that is also one of Lightning's plugin for this precision."""
         # Copies are made of a class that was chosen already.
@@ -72,6 +75,7 @@ class PrecisionMixin(_Base):
         """By tree and precision: pickle would look for the class, which is made as it is asked for."""
         return _without_init, (self.tree, self.precision), self.__dict__
 
+    @override
     def convert_module(self, module: Any) -> Any:
         """Refuse what "bf16-compute" could not train as it says; else what Lightning's plugin does.
 

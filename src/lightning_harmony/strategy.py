@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_harmony.engine.devices.cuda_device import CudaDevice
 from lightning_harmony.engine.devices.device import Device
@@ -41,6 +42,7 @@ from lightning_harmony.plan.values.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
 from lightning_harmony.reporting.fit_summary import FitSummary
 from lightning_harmony.reporting.step_reports import StepReports
+from lightning_harmony.setup.argument_names import suggests_names
 from lightning_harmony.setup.checkpoints import refuse_directory, refuse_sharded
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.setup.profile_cache import ProfileCache
@@ -59,6 +61,10 @@ from lightning_harmony.updating.deferred_update import DeferredUpdate
 from lightning_harmony.updating.update_policy import UpdatePolicy
 
 if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import ParallelStrategy as _Base
 else:
     _Base = object
@@ -97,6 +103,7 @@ class StrategyMixin(_Base):
     strategy_name = "harmony"
     tree: str
 
+    @suggests_names("HarmonyStrategy")
     def __init__(
         self,
         device_memory: int | str | list[int | str] | None = None,
@@ -113,6 +120,7 @@ class StrategyMixin(_Base):
         plan: Plan | str | Path | None = None,
         profile_cache: bool | str | Path = True,
         *,
+        # Of either tree: LightningCLI would refuse those of the one that a type named.
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -156,6 +164,7 @@ class StrategyMixin(_Base):
             precision_plugin=precision_plugin,
         )
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         """Without what a fit that runs has set up, threads among it: the fit of a copy sets up its own."""
         state: dict[str, Any] = super().__getstate__()
@@ -166,6 +175,7 @@ class StrategyMixin(_Base):
     # ---- what Lightning asks when it is set up -------------------------------------------------------------------------
 
     @classmethod
+    @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the name; `lightning_harmony.setup.registration` does it for both trees."""
         if cls.strategy_name not in strategy_registry:
@@ -196,71 +206,85 @@ class StrategyMixin(_Base):
         return None if self._executor is None else self._executor.recorder
 
     @property
+    @override
     def root_device(self) -> torch.device:
         """The one logical device of the user's code."""
         return self._devices[0] if self._devices else torch.device("cpu")
 
     @property
+    @override
     def parallel_devices(self) -> list[torch.device] | None:
         """The root device alone: the user's code sees one device."""
         return [self.root_device] if self._devices else None
 
     @parallel_devices.setter
+    @override
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         self._devices = list(devices or [])
 
     @property
-    def accelerator(self) -> Any:
+    @override
+    def accelerator(self) -> Accelerator | None:
         """Lightning's accelerator."""
         return self._accelerator
 
     @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
+    @override
+    def accelerator(self, accelerator: Accelerator | None) -> None:
         refuse_other_accelerators(accelerator)
         self._accelerator = accelerator
 
     @property
-    def precision_plugin(self) -> Any:
+    @override
+    def precision_plugin(self) -> Precision:
         """Lightning's precision plugin."""
         return super().precision_plugin
 
     @precision_plugin.setter
-    def precision_plugin(self, plugin: Any) -> None:
+    @override
+    def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None:
             refuse_unsupported(plugin)
         self._precision_plugin = plugin
 
     @property
-    def checkpoint_io(self) -> Any:
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
         """Lightning's plugin that writes and reads checkpoints."""
         return super().checkpoint_io
 
     @checkpoint_io.setter
-    def checkpoint_io(self, plugin: Any) -> None:
+    @override
+    def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
         refuse_sharded(plugin)
         self._checkpoint_io = plugin
 
     @property
+    @override
     def world_size(self) -> int:
         """One process."""
         return 1
 
     @property
+    @override
     def global_rank(self) -> int:
         """The only one."""
         return 0
 
     @property
+    @override
     def local_rank(self) -> int:
         """The only one, whatever a cluster's environment says of the process."""
         return 0
 
     @property
+    @override
     def node_rank(self) -> int:
         """The only one."""
         return 0
 
     @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The one process loads all data."""
         return {"num_replicas": 1, "rank": 0}
@@ -275,40 +299,49 @@ class StrategyMixin(_Base):
 
     num_nodes: int = 1
 
+    @override
     def _configure_launcher(self) -> None:
         """Nothing is launched."""
 
+    @override
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """One process: nothing to reduce."""
         return tensor
 
+    @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """One process: nothing to gather."""
         return tensor
 
+    @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """One process: its own decision."""
         return decision
 
+    @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """One process: nothing to wait for."""
 
+    @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """One process: nothing to send."""
         return obj
 
     @contextmanager
+    @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """One process: nothing to block."""
         yield
 
     @contextmanager
+    @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Build the model on the host, whatever the device."""
         with self.precision_plugin.tensor_init_context():
             yield
 
-    def setup(self, trainer: Any) -> None:
+    @override
+    def setup(self, trainer: Trainer) -> None:
         """Bring the model to its device if it fits there; else have its layers swapped. Create the optimizers."""
         assert self.accelerator is not None
         assert self.model is not None
@@ -358,7 +391,7 @@ class StrategyMixin(_Base):
             layer.compile(**options)
         return layers
 
-    def _swap_layers(self, trainer: Any, devices: Sequence[Device], *, sets_up_optimizers: bool) -> None:
+    def _swap_layers(self, trainer: Trainer, devices: Sequence[Device], *, sets_up_optimizers: bool) -> None:
         """From now on, layers are swapped: find them, build the host store, and intercept them."""
         refuse_scripted(self._module)
         if self.root_device.type != "cpu":
@@ -387,14 +420,14 @@ class StrategyMixin(_Base):
         assert self._executor is not None
         self._executor.catch_up()
 
-    def _prepare(self, trainer: Any, engine: Executor, split_check: SplitCheck, summary: FitSummary) -> None:
+    def _prepare(self, trainer: Trainer, engine: Executor, split_check: SplitCheck, summary: FitSummary) -> None:
         tree, settings = self._lightning, self._settings
         engine.recompute_in(partial(unheard, trainer))
         deferred = DeferredUpdate(UpdatePolicy(tree, trainer, engine, settings.update), engine)
         self._training = Training(tree, trainer, engine, settings, deferred, split_check, self._reports, summary)
         self._evaluation = Evaluation(tree, trainer, engine, settings, split_check.splitting)
 
-    def _split_check(self, trainer: Any) -> SplitCheck:
+    def _split_check(self, trainer: Trainer) -> SplitCheck:
         return SplitCheck(Splitting(self._lightning, trainer, self._settings), self._settings, trainer)
 
     def _catch_up(self) -> None:
@@ -418,7 +451,7 @@ class StrategyMixin(_Base):
         self._executor.catch_up()
 
     def _build_executor(
-        self, trainer: Any, plan: Plan | None, devices: Sequence[Device], store: HostStore | None = None
+        self, trainer: Trainer, plan: Plan | None, devices: Sequence[Device], store: HostStore | None = None
     ) -> Executor:
         module = self._module
         refuse_sparse(module)
@@ -468,11 +501,13 @@ class StrategyMixin(_Base):
             for device, capacity in zip(torch_devices, self._settings.capacities_of(len(torch_devices)), strict=True)
         ]
 
+    @override
     def model_to_device(self) -> None:
         """Leave parameters on the host; move what layers don't own, and tell the module its device."""
         move_unregistered(self._module, self.root_device)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint of one file.
 
         Raises:
@@ -482,12 +517,14 @@ class StrategyMixin(_Base):
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         return checkpoint
 
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer state where the parameters are: on the host."""
         # As plain Lightning does: a checkpoint may have states of fewer optimizers, or of none.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
 
+    @override
     def teardown(self) -> None:
         """Give the module back as an ordinary one on the host. Also called when `setup` never was."""
         try:
@@ -521,6 +558,7 @@ class StrategyMixin(_Base):
 
     # ---- the training step ---------------------------------------------------------------------------------------------
 
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training_step on each microbatch; the backward runs when that of the result does."""
         try:
@@ -548,6 +586,7 @@ class StrategyMixin(_Base):
         with self._restoring_buffers():
             return self._training.run(super().training_step, args, kwargs)
 
+    @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward of the batch's loss."""
         try:
@@ -566,12 +605,14 @@ class StrategyMixin(_Base):
                 self._buffers_before.restore()
             raise
 
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Before the loss is scaled, see to it that gradients can be unscaled where they are."""
         if self._in_memory is None:
             keep_scale_on_host(getattr(self.precision_plugin, "scaler", None))
         super().pre_backward(closure_loss)
 
+    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         """Complete what the backward left to be done."""
         if self._training is not None:
@@ -580,8 +621,9 @@ class StrategyMixin(_Base):
             self._in_memory.report(self._reports)
         super().post_backward(closure_loss)
 
+    @override
     def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: Any
     ) -> Any:
         """Run the closure and all that Lightning does before the update; postpone the update where nobody can tell."""
         # The first step may go over to swapping in its closure: its update, if it is deferred, is Lightning's own then.
@@ -595,13 +637,15 @@ class StrategyMixin(_Base):
         if self._executor is not None:
             self._executor.updater.postponed.finish()
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state after the last step."""
         self._refuse_torn()
         self._finish_update()
         state: dict[str, Any] = super().optimizer_state(optimizer)
         return state
 
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state after the last step; it is whole between steps only.
 
@@ -628,6 +672,7 @@ class StrategyMixin(_Base):
                 "callback saves in on_exception, such as OnExceptionCheckpoint"
             )
 
+    @override
     def on_exception(self, exception: BaseException) -> None:
         """Lose no update that was asked for."""
         if self._executor is not None:
@@ -636,6 +681,7 @@ class StrategyMixin(_Base):
 
     # ---- between steps -------------------------------------------------------------------------------------------------
 
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """See to what was done to the model since the last batch."""
         if self._executor is not None:
@@ -643,14 +689,17 @@ class StrategyMixin(_Base):
 
     # ---- other steps ---------------------------------------------------------------------------------------------------
 
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's validation_step, its layers swapped in one after the other."""
         return self._evaluate("validation_step", super().validation_step, args, kwargs)
 
+    @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's test_step, its layers swapped in one after the other."""
         return self._evaluate("test_step", super().test_step, args, kwargs)
 
+    @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's predict_step, its layers swapped in one after the other."""
         return self._evaluate("predict_step", super().predict_step, args, kwargs)
@@ -676,6 +725,6 @@ class StrategyMixin(_Base):
             return self._evaluation.run(name, step, args, kwargs)
 
     @property
-    def _module(self) -> Any:
+    def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
