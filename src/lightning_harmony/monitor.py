@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_harmony.engine.measure.report import StepReport
+from lightning_harmony.setup import compat
 from lightning_harmony.setup.argument_names import suggests_names
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class MonitorMixin(_Base):
         if recorder is None:
             self._say_what_is_missing(trainer)
             return
-        recorder.measures_busy = bool(trainer.loggers) and trainer._logger_connector.should_update_logs
+        recorder.measures_busy = bool(trainer.loggers) and compat.logs_this_step(trainer)
         if self.trace_step is not None and _step(trainer) == self.trace_step and not self._has_asked:
             self._has_asked = recorder.records_next = True
 
@@ -94,7 +95,7 @@ class MonitorMixin(_Base):
         strategy: Any = trainer.strategy
         report, recorder = strategy.step_report, strategy.recorder
         # A batch that was skipped has none of its own.
-        if report is not None and report is not self._logged and trainer._logger_connector.should_update_logs:
+        if report is not None and report is not self._logged and compat.logs_this_step(trainer):
             for logger in trainer.loggers:
                 logger.log_metrics(_figures(report, logger.group_separator), step=_step(trainer))
         self._logged = report
@@ -124,7 +125,7 @@ class MonitorMixin(_Base):
 
 def _step(trainer: Trainer) -> int:
     """The number under which loggers get what a batch logs."""
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+    return compat.logged_step(trainer)
 
 
 def _figures(report: StepReport, separator: str) -> dict[str, float]:

@@ -42,6 +42,7 @@ from lightning_harmony.plan.values.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
 from lightning_harmony.reporting.fit_summary import FitSummary
 from lightning_harmony.reporting.step_reports import StepReports
+from lightning_harmony.setup import compat
 from lightning_harmony.setup.argument_names import suggests_names
 from lightning_harmony.setup.checkpoints import refuse_directory, refuse_sharded
 from lightning_harmony.setup.lightning_tree import LightningTree
@@ -143,6 +144,9 @@ class StrategyMixin(_Base):
             profile_cache=profile_cache,
         )
         self._lightning = LightningTree(self.tree)
+        untested = compat.untested_version(self.tree)
+        if untested is not None:
+            self._lightning.warn(untested)
         self._signals = HeldSignals()
         self._lasting = LastingObjects()
         self._loop_ends = LoopEnds()
@@ -226,13 +230,13 @@ class StrategyMixin(_Base):
     @override
     def accelerator(self) -> Accelerator | None:
         """Lightning's accelerator."""
-        return self._accelerator
+        return super().accelerator
 
     @accelerator.setter
     @override
     def accelerator(self, accelerator: Accelerator | None) -> None:
         refuse_other_accelerators(accelerator)
-        self._accelerator = accelerator
+        compat.set_as_inherited(StrategyMixin, self, "accelerator", accelerator)
 
     @property
     @override
@@ -245,7 +249,7 @@ class StrategyMixin(_Base):
     def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None:
             refuse_unsupported(plugin)
-        self._precision_plugin = plugin
+        compat.set_as_inherited(StrategyMixin, self, "precision_plugin", plugin)
 
     @property
     @override
@@ -257,7 +261,7 @@ class StrategyMixin(_Base):
     @override
     def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
         refuse_sharded(plugin)
-        self._checkpoint_io = plugin
+        compat.set_as_inherited(StrategyMixin, self, "checkpoint_io", plugin)
 
     @property
     @override
@@ -298,10 +302,6 @@ class StrategyMixin(_Base):
         refuse_several_processes(getattr(self, "num_nodes", 1))
 
     num_nodes: int = 1
-
-    @override
-    def _configure_launcher(self) -> None:
-        """Nothing is launched."""
 
     @override
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
