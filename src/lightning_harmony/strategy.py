@@ -55,6 +55,7 @@ from lightning_harmony.setup.refusals import (
     refuse_shared_memory,
     refuse_sparse,
     refuse_uninitialized,
+    refuse_windows,
 )
 from lightning_harmony.setup.settings import Settings
 from lightning_harmony.setup.store_progress import store_progress
@@ -128,6 +129,7 @@ class StrategyMixin(_Base):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
+        refuse_windows()
         self._settings = Settings.of(
             device_memory=device_memory,
             num_microbatches=num_microbatches,
