@@ -78,3 +78,11 @@ def test_arguments_are_those_that_inspect_shows(tree: str) -> None:
     assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in shown.values())
     strategy = classes_of(tree).HarmonyStrategy(**{name: parameter.default for name, parameter in shown.items()})
     assert type(strategy).__name__ == "HarmonyStrategy"
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", MIXINS)
+def test_inspect_shows_what_the_constructor_takes(tree: str, name: str) -> None:
+    mixin = MIXINS[name]
+    ours = list(inspect.signature(mixin.__init__).parameters.values())[1:]  # type: ignore[misc]
+    assert list(inspect.signature(getattr(classes_of(tree), name)).parameters.values()) == ours

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+Precisions = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "bf16-compute"]
+
 # Each with the Lightning plugin that it is.
 _PLUGINS = {
     "32-true": "Precision",
@@ -52,15 +54,11 @@ class PrecisionMixin(_Base):
     compute_dtype: torch.dtype | None = None
 
     @suggests_names("HarmonyPrecision")
-    def __new__(cls, precision: Any = None) -> Any:
+    def __new__(cls, precision: Precisions) -> Any:
         """Make an instance that is also one of Lightning's plugin for this precision."""
-        # Copies are made of a class that was chosen already.
-        return object.__new__(cls if precision is None else _kind(cls.tree, precision))
+        return object.__new__(_kind(cls.tree, precision))
 
-    def __init__(
-        self,
-        precision: Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "bf16-compute"],
-    ) -> None:
+    def __init__(self, precision: Precisions) -> None:
         plugin, set_up = _PLUGINS[precision], cast(Any, super().__init__)
         if plugin == "HalfPrecision":
             set_up(precision)
