@@ -25,6 +25,9 @@ BIN := $(VENV)/bin
 # A process a core, and in each one thread: more would wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4
 
+# The modules of these folders have equal names, so that each folder takes a run of its own.
+TYPES := $(BIN)/mypy && for folder in offload paper realworld; do $(BIN)/mypy benchmarks/$$folder || exit 1; done
+
 .PHONY: demo test quick test-whole coverage test-oldest clean
 
 demo: $(VENV)/.installed-examples
@@ -33,7 +36,7 @@ demo: $(VENV)/.installed-examples
 test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(TYPES)
 	$(BIN)/lint-imports
 	$(PYTEST) -m "not gpu"
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from offload.model import GPT, Shape, Tokens
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
@@ -32,7 +32,7 @@ class Times(pl.Callback):
         self._start = time.perf_counter()
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: dict[str, Tensor], *a: object
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stop it."""
         self.losses.append(float(outputs["loss"]))
@@ -83,7 +83,7 @@ def main() -> None:
     print(f"step {statistics.median(times.seconds[2:]):.3f} s, all {[round(s, 2) for s in times.seconds]}")
     print(f"max_memory_allocated {format_bytes(peak)}")
     if not plain:
-        print(trainer.strategy.step_report)
+        print(harmony.step_report)
         assert peak <= parse_bytes(options.device_memory)
 
 

@@ -26,12 +26,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from offload.model import GPT, Shape, Tokens, build
 from torch import Tensor
 from torch.utils.data import DataLoader
-
-sys.path.insert(0, str(Path(__file__).with_name("offload")))
-
-from model import GPT, Shape, Tokens, build
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.errors import CapacityError, PlanError
@@ -124,9 +121,11 @@ def fit(model: GPT, shape: Shape, row: str, options: argparse.Namespace) -> dict
     took = time.perf_counter() - start
     plan = strategy.plan
     # The first step by the plan still grows the allocator's pools, and in one the garbage collector looks at everything once.
-    planned = [s for s in steps.taken[NUM_FIRST_STEPS:] if s["plan"] is not None and _does_the_same(s["plan"], plan)]
+    planned = [s for s in steps.taken[NUM_FIRST_STEPS:] if s["plan"] and plan and _does_the_same(s["plan"], plan)]
     if not planned:
         raise RuntimeError(f"the plan was still changed in the last of {options.steps} steps: give more --steps")
+    assert plan is not None
+    assert plan.profile is not None
     measured = _measured(planned)
     values: dict[str, Any] = {
         "row": row,

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from offload.clock import Clock
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
-
-sys.path.insert(0, str(Path(__file__).with_name("offload")))
-
-from clock import Clock
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice

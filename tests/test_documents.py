@@ -111,3 +111,24 @@ def test_one_version_is_told_everywhere() -> None:
     version = lightning_harmony.__version__
     assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text()
     assert f"version: {version}" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_fragments_of_the_changelog_say_of_which_kind_they_are() -> None:
+    names = [file.name for file in (ROOT / "changelog.d").iterdir() if file.name != "README.md"]
+    assert [
+        name for name in names if not re.fullmatch(r"[a-z0-9-]+\.(added|changed|deprecated|removed|fixed)\.md", name)
+    ] == []
+
+
+def test_workflows_run_the_versions_that_the_package_names() -> None:
+    project, workflow = (ROOT / "pyproject.toml").read_text(), (ROOT / ".github/workflows/tests.yml").read_text()
+    pythons = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
+    assert f"python: [{', '.join(map('{!r}'.format, pythons))}]".replace("'", '"') in workflow
+    for library in ("torch", "lightning"):
+        oldest = re.search(rf'"{library}>=([\d.]+)', project)
+        assert oldest is not None
+        assert f"{library}=={oldest[1]}" in workflow
+
+
+def test_the_changelog_has_the_version_of_the_package() -> None:
+    assert f"## [{lightning_harmony.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

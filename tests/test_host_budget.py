@@ -138,6 +138,6 @@ def test_only_what_the_host_has_no_room_for_is_refused(monkeypatch: pytest.Monke
 
 
 def test_the_system_keeps_a_share_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    for memory, room in ((HostMemory(100, 50), 46), (HostMemory(100, 3), 0), (None, None)):
+    for memory, room in ((HostMemory(100, 50), 46), (HostMemory(100, 3), 0)):
         monkeypatch.setattr("lightning_harmony.updating.host_budget.host_memory", lambda memory=memory: memory)
         assert room_on_host() == room

@@ -156,7 +156,15 @@ def test_more_microbatches_than_samples_are_refused() -> None:
     assert_trains(module, lambda: fit(module, HarmonyStrategy(num_microbatches=8)))
 
 
-# --- The accelerator, the launcher, plugins.
+# --- The system, the accelerator, the launcher, plugins.
+
+
+def test_windows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("platform.system", lambda: "Windows")
+        with pytest.raises(RuntimeError, match=r"does not run on Windows.*WSL 2"):
+            HarmonyStrategy()
+    HarmonyStrategy()
 
 
 class Abacus(CPUAccelerator):

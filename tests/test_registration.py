@@ -5,8 +5,11 @@ these are imported, interpreters are forks of one that has imported them.
 """
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +17,7 @@ from support.forks import forking
 
 pytestmark = pytest.mark.cpu
 
+ROOT = Path(__file__).parent.parent
 TREES = ["lightning.pytorch", "pytorch_lightning"]
 IS_REGISTERED = "from {tree}.strategies import StrategyRegistry; assert 'harmony' in StrategyRegistry"
 SINGLE_DEVICE_STAND_IN = """
@@ -36,10 +40,13 @@ assert "lightning" not in sys.modules and "pytorch_lightning" not in sys.modules
 """
 
 
-def run(code):
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+def run(code, autoload=True, path=None):
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if autoload else "0"}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +136,24 @@ lightning_harmony.autoload.install()
     assert "RuntimeError: broken for one tree" in said
     assert "RuntimeError: broken for those that are loaded" in said
     assert "harmony" in said
+
+
+@pytest.mark.parametrize("broken", ["raise RuntimeError('half of it is missing')", "import nowhere", "def ("])
+def test_a_package_that_cannot_be_imported_breaks_no_import_of_torch(broken, tmp_path):
+    """An installation whose entry point is this project's, and whose package is broken: the first on the path counts."""
+    group = (ROOT / "pyproject.toml").read_text().partition('"torch.backends"]\n')[2]
+    module, function = re.match(r'\w+ = "(\w+):(\w+)"', group).groups()
+    metadata = tmp_path / "lightning_harmony-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning-harmony\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[torch.backends]\nharmony = {module}:{function}\n")
+    (tmp_path / "lightning_harmony").mkdir()
+    (tmp_path / "lightning_harmony/__init__.py").write_text(broken)
+    shutil.copy(ROOT / f"src/{module}.py", tmp_path)
+    said = run("import torch; torch.ones(1)", path=tmp_path)
+    assert 'Trainer(strategy="harmony") is not available' in said
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in said
+    assert run("import torch; torch.ones(1)", autoload=False, path=tmp_path) == ""
 
 
 def test_once_imported_the_module_looks_as_without_us_and_before_the_loader_answers_as_the_real_one(run_in_fork):

@@ -88,8 +88,8 @@ class AdamWOfMasters(torch.optim.AdamW):
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], **options: Any) -> None:
-        self._parameters = list(parameters)
-        self._masters = [nn.Parameter(parameter.detach().float()) for parameter in self._parameters]
+        self._parameters: list[Tensor] = list(parameters)
+        self._masters: list[Tensor] = [nn.Parameter(parameter.detach().float()) for parameter in self._parameters]
         super().__init__(self._masters, **options)
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             parameter.register_post_accumulate_grad_hook(partial(_add_to, master))
@@ -102,7 +102,7 @@ class AdamWOfMasters(torch.optim.AdamW):
         return loss
 
 
-def _add_to(master: nn.Parameter, parameter: nn.Parameter) -> None:
+def _add_to(master: Tensor, parameter: nn.Parameter) -> None:
     gradient, parameter.grad = parameter.grad, None
     if master.grad is None:
         master.grad = gradient.float() if gradient is not None else None

@@ -58,11 +58,10 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 def fsdp2(shape: Shape, options: argparse.Namespace) -> Step:
     """PyTorch's fully sharded data parallelism with one process, its shards on the host. Gradients add up on the GPU."""
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
     model: Any = Loss(build(shape, recompute=False, fused=None), reentrant=False)
     policies: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),

@@ -22,8 +22,9 @@ from train import arguments, chosen
 from lightning_harmony.errors import CapacityError, PlanError
 from lightning_harmony.plan.values.machine import H200
 from lightning_harmony.plan.values.memory_size import parse_bytes
+from lightning_harmony.plan.values.plan import Parallel
 
-PLACEMENTS = {"data": "DP", "pipeline": "PP"}
+PLACEMENTS: dict[Parallel, str] = {"data": "DP", "pipeline": "PP"}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from typing import Any
 from models import SUBJECTS
 from rows import ROWS
 
-SCHEMES = {
+from lightning_harmony.plan.values.plan import Parallel
+
+SCHEMES: dict[str, tuple[str, str, Parallel]] = {
     "a": ("a: per microbatch, data parallel", ROWS[0], "data"),
     "b": ("b: per microbatch, pipeline", ROWS[0], "pipeline"),
     "c": ("c: Harmony DP", ROWS[-1], "data"),

@@ -82,7 +82,7 @@ SUBJECTS = {
 }
 
 # The same structures in sizes that a CPU trains in no time.
-SMALL = {
+SMALL: dict[str, Shape] = {
     "bert-96": Transformer(64, 6, 4, 96, 32, is_causal=False),
     "gpt2-xl": Transformer(64, 6, 4, 96, 32, is_causal=True),
     "vgg-416": Vgg((3, 3, 3), (16, 32, 64), 64, 16, 16),
@@ -225,7 +225,7 @@ class Bottleneck(nn.Module):
             ]
         )
         self.norms = nn.ModuleList([nn.BatchNorm2d(channels), nn.BatchNorm2d(channels), nn.BatchNorm2d(after)])
-        self.skip = nn.Identity()
+        self.skip: nn.Module = nn.Identity()
         if stride != 1 or before != after:
             self.skip = nn.Sequential(nn.Conv2d(before, after, 1, stride=stride, bias=False), nn.BatchNorm2d(after))
 
@@ -309,9 +309,7 @@ def initialise(model: Model, shape: Shape) -> None:
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
-                module.running_mean.zero_()
-                module.running_var.fill_(1)
-                module.num_batches_tracked.zero_()
+                module.reset_running_stats()
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.dim() > 1:
                     deviation = 0.02 if isinstance(shape, Transformer) else math.sqrt(2 / parameter[0].numel())
@@ -325,7 +323,7 @@ def initialise(model: Model, shape: Shape) -> None:
 
 def batch_on_meta(shape: Shape, num_samples: int) -> tuple[Tensor, Tensor]:
     """The shapes of a batch."""
-    (x, labels), *_ = Samples(shape, 1)
+    x, labels = Samples(shape, 1)[0]
     return tuple(  # type: ignore[return-value]
         torch.empty(num_samples, *each.shape, dtype=each.dtype, device="meta") for each in (x, labels)
     )

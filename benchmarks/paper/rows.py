@@ -18,6 +18,7 @@ from lightning_harmony.plan.search.packing import fill_capacity
 from lightning_harmony.plan.search.search import search
 from lightning_harmony.plan.simulate.lowering import lower
 from lightning_harmony.plan.simulate.replay import predict
+from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.machine import Machine
 from lightning_harmony.plan.values.plan import Parallel, Plan, visits_of
 from lightning_harmony.plan.values.prediction import Prediction
@@ -73,7 +74,7 @@ def costs_of(shape: Shape, microbatch_size: int, machine: Machine, capacity_byte
     return Costs(profile, step.calls, sizes)
 
 
-def _cost(layer: LayerProfile, machine: Machine):
+def _cost(layer: LayerProfile, machine: Machine) -> Cost:
     """What the planner knows of a layer, with seconds on a machine."""
     forward, backward, recompute = (
         max(work.device_seconds(machine), work.host_seconds(machine) + call_seconds)
@@ -108,7 +109,7 @@ def plan_of(row: str, costs: Costs, num_microbatches: int, num_devices: int, par
         return search(costs.profile, costs.calls, num_microbatches, num_devices=num_devices, parallel=parallel)
     level = ROWS.index(row)
     layers = [costs.profile.layers[call] for call in dict.fromkeys(costs.calls)]
-    cut = tuple((number,) for number in range(len(layers)))
+    cut: tuple[tuple[int, ...], ...] = tuple((number,) for number in range(len(layers)))
     if level >= ROWS.index("packing"):
         around = num_devices if parallel == "pipeline" else 1
         cut = fill_capacity(layers, costs.profile.machine.capacity_bytes, around)

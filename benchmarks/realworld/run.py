@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
+from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
 
@@ -243,7 +244,7 @@ def _row(options: argparse.Namespace, trainer: Any, measure: Measure, start: flo
     row = {
         **vars(options),
         "torch": torch.__version__,
-        "lightning": pl.__version__,
+        "lightning": version("lightning"),
         "gpu": torch.cuda.get_device_name(0) if gpus else None,
         "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
         "step": step,

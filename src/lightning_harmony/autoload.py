@@ -3,7 +3,8 @@
 Lightning loads no strategies from entry points, but torch calls those of the group `torch.backends` while it is
 imported, and Lightning always imports torch before its strategies. So `install` leaves a finder on `sys.meta_path` that
 waits for the modules with the registries. It runs in the middle of every `import torch` of every program of the
-environment, which sets two rules: import nothing heavy, and never raise.
+environment, which sets two rules: import nothing heavy, and never raise. What torch calls is `lightning_harmony_autoload`,
+which is there also where this package cannot be imported.
 """
 
 import logging

@@ -204,8 +204,7 @@ def describe_machine() -> list[str]:
     """Versions, and the memory that a training could take, a line each."""
     names = ("lightning-harmony", "torch", "lightning")
     lines = [", ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)])]
-    free = free_host_bytes()
-    lines.append(f"host: {'unknown' if free is None else format_bytes(free)} free")
+    lines.append(f"host: {format_bytes(free_host_bytes())} free")
     for index in range(torch.cuda.device_count()):
         usable = format_bytes(CudaBudget.of(torch.device("cuda", index), None).capacity_bytes)
         lines.append(

@@ -7,10 +7,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from lightning_harmony.engine.measure.report import StepReport
+from lightning_harmony.setup import compat
+from lightning_harmony.setup.argument_names import suggests_names
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import Callback as _Base
+    from lightning.pytorch.utilities.types import STEP_OUTPUT
 else:
     _Base = object
 
@@ -34,6 +40,7 @@ class MonitorMixin(_Base):
 
     tree: str
 
+    @suggests_names("HarmonyMonitor")
     def __init__(self, trace_step: int | None = None, dirpath: str | Path | None = None) -> None:
         super().__init__()
         if trace_step is not None and (not isinstance(trace_step, int) or trace_step < 0):
@@ -43,7 +50,8 @@ class MonitorMixin(_Base):
         self._has_asked = False
         self._logged: StepReport | None = None
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse to watch what it cannot see.
 
         Raises:
@@ -67,21 +75,27 @@ class MonitorMixin(_Base):
         error: Exception = import_module(f"{self.tree}.utilities.exceptions").MisconfigurationException(message)
         return error
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Ask for what is wanted of this step."""
-        recorder = trainer.strategy.recorder
+        strategy: Any = trainer.strategy
+        recorder = strategy.recorder
         if recorder is None:
             self._say_what_is_missing(trainer)
             return
-        recorder.measures_busy = bool(trainer.loggers) and trainer._logger_connector.should_update_logs
+        recorder.measures_busy = bool(trainer.loggers) and compat.logs_this_step(trainer)
         if self.trace_step is not None and _step(trainer) == self.trace_step and not self._has_asked:
             self._has_asked = recorder.records_next = True
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
         """Log the report, and write the recording."""
-        report, recorder = trainer.strategy.step_report, trainer.strategy.recorder
+        strategy: Any = trainer.strategy
+        report, recorder = strategy.step_report, strategy.recorder
         # A batch that was skipped has none of its own.
-        if report is not None and report is not self._logged and trainer._logger_connector.should_update_logs:
+        if report is not None and report is not self._logged and compat.logs_this_step(trainer):
             for logger in trainer.loggers:
                 logger.log_metrics(_figures(report, logger.group_separator), step=_step(trainer))
         self._logged = report
@@ -91,7 +105,7 @@ class MonitorMixin(_Base):
         if recording is not None:
             self._write(trainer, recording.to_json())
 
-    def _say_what_is_missing(self, trainer: Any) -> None:
+    def _say_what_is_missing(self, trainer: Trainer) -> None:
         """The model fits: nothing is swapped that could be recorded."""
         if self.trace_step is not None and _step(trainer) == self.trace_step and not self._has_asked:
             self._has_asked = True
@@ -100,7 +114,7 @@ class MonitorMixin(_Base):
                 "is swapped; HarmonyStrategy(device_memory=...) with less than it takes has its layers swapped"
             )
 
-    def _write(self, trainer: Any, text: str) -> None:
+    def _write(self, trainer: Trainer, text: str) -> None:
         file = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir) / f"step-{self.trace_step}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
@@ -109,9 +123,9 @@ class MonitorMixin(_Base):
         )
 
 
-def _step(trainer: Any) -> int:
+def _step(trainer: Trainer) -> int:
     """The number under which loggers get what a batch logs."""
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+    return compat.logged_step(trainer)
 
 
 def _figures(report: StepReport, separator: str) -> dict[str, float]:

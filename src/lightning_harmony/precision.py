@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
+from typing_extensions import override
 
+from lightning_harmony.setup.argument_names import suggests_names
 from lightning_harmony.setup.lightning_tree import classes_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision as _Base
 else:
     _Base = object
+
+Precisions = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "bf16-compute"]
 
 # Each with the Lightning plugin that it is.
 _PLUGINS = {
@@ -49,15 +53,12 @@ class PrecisionMixin(_Base):
     tree: str
     compute_dtype: torch.dtype | None = None
 
-    def __new__(cls, precision: Any = None) -> Any:
+    @suggests_names("HarmonyPrecision")
+    def __new__(cls, precision: Precisions) -> Any:
         """Make an instance that is also one of Lightning's plugin for this precision."""
-        # Copies are made of a class that was chosen already.
-        return object.__new__(cls if precision is None else _kind(cls.tree, precision))
+        return object.__new__(_kind(cls.tree, precision))
 
-    def __init__(
-        self,
-        precision: Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "bf16-compute"],
-    ) -> None:
+    def __init__(self, precision: Precisions) -> None:
         plugin, set_up = _PLUGINS[precision], cast(Any, super().__init__)
         if plugin == "HalfPrecision":
             set_up(precision)
@@ -72,6 +73,7 @@ class PrecisionMixin(_Base):
         """By tree and precision: pickle would look for the class, which is made as it is asked for."""
         return _without_init, (self.tree, self.precision), self.__dict__
 
+    @override
     def convert_module(self, module: Any) -> Any:
         """Refuse what "bf16-compute" could not train as it says; else what Lightning's plugin does.
 

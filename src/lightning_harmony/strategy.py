@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import StepReport
@@ -27,6 +28,8 @@ from lightning_harmony.plan.values.plan import Parallel, Plan
 from lightning_harmony.plan.values.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
 from lightning_harmony.reporting.step_reports import StepReports
+from lightning_harmony.setup import compat
+from lightning_harmony.setup.argument_names import suggests_names
 from lightning_harmony.setup.checkpoints import refuse_directory, refuse_sharded, refuse_torn
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.setup.one_process import OneProcess
@@ -34,8 +37,15 @@ from lightning_harmony.setup.refusals import (
     refuse_other_accelerators,
     refuse_scripted,
     refuse_uninitialized,
+    refuse_windows,
 )
 from lightning_harmony.setup.settings import Settings
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins.precision import Precision
 
 
 class StrategyMixin(OneProcess):
@@ -71,6 +81,7 @@ class StrategyMixin(OneProcess):
     strategy_name = "harmony"
     tree: str
 
+    @suggests_names("HarmonyStrategy")
     def __init__(
         self,
         device_memory: int | str | list[int | str] | None = None,
@@ -87,12 +98,14 @@ class StrategyMixin(OneProcess):
         plan: Plan | str | Path | None = None,
         profile_cache: bool | str | Path = True,
         *,
+        # Of either tree: LightningCLI would refuse those of the one that a type named.
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
+        refuse_windows()
         self._settings = Settings.of(
             device_memory=device_memory,
             num_microbatches=num_microbatches,
@@ -109,6 +122,9 @@ class StrategyMixin(OneProcess):
             profile_cache=profile_cache,
         )
         self._lightning = LightningTree(self.tree)
+        untested = compat.untested_version(self.tree)
+        if untested is not None:
+            self._lightning.warn(untested)
         self._reports = StepReports()
         self._loop_ends = LoopEnds()
         self._last_plan: Plan | None = None
@@ -125,6 +141,7 @@ class StrategyMixin(OneProcess):
             precision_plugin=precision_plugin,
         )
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         """Without what a fit that runs has set up, threads among it: the fit of a copy sets up its own."""
         state: dict[str, Any] = super().__getstate__()
@@ -134,6 +151,7 @@ class StrategyMixin(OneProcess):
     # ---- what Lightning asks when it is set up -------------------------------------------------------------------------
 
     @classmethod
+    @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the name; `lightning_harmony.setup.registration` does it for both trees."""
         if cls.strategy_name not in strategy_registry:
@@ -164,43 +182,51 @@ class StrategyMixin(OneProcess):
         return None if self._swapped is None else self._swapped.engine.recorder
 
     @property
-    def accelerator(self) -> Any:
+    @override
+    def accelerator(self) -> Accelerator | None:
         """Lightning's accelerator."""
-        return self._accelerator
+        return super().accelerator
 
     @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
+    @override
+    def accelerator(self, accelerator: Accelerator | None) -> None:
         refuse_other_accelerators(accelerator)
-        self._accelerator = accelerator
+        compat.set_as_inherited(StrategyMixin, self, "accelerator", accelerator)
 
     @property
-    def precision_plugin(self) -> Any:
+    @override
+    def precision_plugin(self) -> Precision:
         """Lightning's precision plugin."""
         return super().precision_plugin
 
     @precision_plugin.setter
-    def precision_plugin(self, plugin: Any) -> None:
+    @override
+    def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None:
             refuse_unsupported(plugin)
-        self._precision_plugin = plugin
+        compat.set_as_inherited(StrategyMixin, self, "precision_plugin", plugin)
 
     @property
-    def checkpoint_io(self) -> Any:
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
         """Lightning's plugin that writes and reads checkpoints."""
         return super().checkpoint_io
 
     @checkpoint_io.setter
-    def checkpoint_io(self, plugin: Any) -> None:
+    @override
+    def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
         refuse_sharded(plugin)
-        self._checkpoint_io = plugin
+        compat.set_as_inherited(StrategyMixin, self, "checkpoint_io", plugin)
 
     @contextmanager
+    @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Build the model on the host, whatever the device."""
         with self.precision_plugin.tensor_init_context():
             yield
 
-    def setup(self, trainer: Any) -> None:
+    @override
+    def setup(self, trainer: Trainer) -> None:
         """Bring the model to its device if it fits there; else have its layers swapped. Create the optimizers."""
         assert self.accelerator is not None
         assert self.model is not None
@@ -232,7 +258,7 @@ class StrategyMixin(OneProcess):
         computes_narrow = getattr(self.precision_plugin, "compute_dtype", None) is not None
         return next(self._module.parameters(), None) is None or (len(devices) == 1 and not computes_narrow)
 
-    def _swap_layers(self, trainer: Any, devices: Sequence[Device], *, sets_up_optimizers: bool) -> None:
+    def _swap_layers(self, trainer: Trainer, devices: Sequence[Device], *, sets_up_optimizers: bool) -> None:
         """From now on, layers are swapped."""
         refuse_scripted(self._module)
         if self.root_device.type != "cpu":
@@ -261,14 +287,16 @@ class StrategyMixin(OneProcess):
         assert self._swapped is not None
         self._swapped.engine.catch_up()
 
-    def _split_check(self, trainer: Any) -> SplitCheck:
+    def _split_check(self, trainer: Trainer) -> SplitCheck:
         return SplitCheck(Splitting(self._lightning, trainer, self._settings), self._settings, trainer)
 
+    @override
     def model_to_device(self) -> None:
         """Leave parameters on the host; move what layers don't own, and tell the module its device."""
         move_unregistered(self._module, self.root_device)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint of one file.
 
         Raises:
@@ -278,12 +306,14 @@ class StrategyMixin(OneProcess):
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         return checkpoint
 
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer state where the parameters are: on the host."""
         # As plain Lightning does: a checkpoint may have states of fewer optimizers, or of none.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
 
+    @override
     def teardown(self) -> None:
         """Give the module back as an ordinary one on the host. Also called when `setup` never was."""
         self._loop_ends.end()
@@ -312,6 +342,7 @@ class StrategyMixin(OneProcess):
 
     # ---- the training step ---------------------------------------------------------------------------------------------
 
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training_step on each microbatch; the backward runs when that of the result does."""
         try:
@@ -332,6 +363,7 @@ class StrategyMixin(OneProcess):
             return super().training_step(*args, **kwargs)
         return self._swapped.training_step(super().training_step, args, kwargs)
 
+    @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward of the batch's loss."""
         try:
@@ -346,6 +378,7 @@ class StrategyMixin(OneProcess):
             keep_scale_on_host(getattr(self.precision_plugin, "scaler", None))
         super().pre_backward(closure_loss)
 
+    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         """Complete what the backward left to be done."""
         if self._swapped is not None:
@@ -354,8 +387,9 @@ class StrategyMixin(OneProcess):
             self._in_memory.report(self._reports)
         super().post_backward(closure_loss)
 
+    @override
     def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: Any
     ) -> Any:
         """Run the closure and all that Lightning does before the update; postpone the update where nobody can tell."""
         # The first step may go over to swapping in its closure: its update, if it is deferred, is Lightning's own then.
@@ -369,13 +403,15 @@ class StrategyMixin(OneProcess):
         if self._swapped is not None:
             self._swapped.finish_update()
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state after the last step."""
         self._refuse_torn()
         self._finish_update()
         state: dict[str, Any] = super().optimizer_state(optimizer)
         return state
 
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state after the last step; it is whole between steps only.
 
@@ -395,6 +431,7 @@ class StrategyMixin(OneProcess):
     def _refuse_torn(self) -> None:
         refuse_torn(self._torn if self._swapped is None else self._swapped.engine.updater.torn)
 
+    @override
     def on_exception(self, exception: BaseException) -> None:
         """Lose no update that was asked for."""
         if self._swapped is not None:
@@ -406,6 +443,7 @@ class StrategyMixin(OneProcess):
         if self._swapped is not None:
             self._swapped.signals.release()
 
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """See to what was done to the model since the last batch."""
         if self._swapped is not None:
@@ -413,14 +451,17 @@ class StrategyMixin(OneProcess):
 
     # ---- evaluation ----------------------------------------------------------------------------------------------------
 
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's validation_step, its layers swapped in one after the other."""
         return self._evaluate("validation_step", super().validation_step, args, kwargs)
 
+    @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's test_step, its layers swapped in one after the other."""
         return self._evaluate("test_step", super().test_step, args, kwargs)
 
+    @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's predict_step, its layers swapped in one after the other."""
         return self._evaluate("predict_step", super().predict_step, args, kwargs)
@@ -444,6 +485,6 @@ class StrategyMixin(OneProcess):
         return self._swapped.evaluate(name, step, args, kwargs)
 
     @property
-    def _module(self) -> Any:
+    def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module

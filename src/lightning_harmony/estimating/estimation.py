@@ -19,8 +19,10 @@ from lightning_harmony.plan.outlook.work import StepProfile, between
 from lightning_harmony.plan.search.search import MOST_TASKS
 from lightning_harmony.plan.values.machine import Machine, read_machine
 from lightning_harmony.plan.values.memory_size import format_bytes, parse_bytes
+from lightning_harmony.setup.argument_names import suggests_names
 
 
+@suggests_names("estimate")
 def estimate(
     model: Any,
     batch: Any = None,

@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 from lightning_harmony.engine.batches.merge import loss_of
 from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.setup import compat
 from lightning_harmony.updating.optimizer_state import ASSUMED_STATE_COPIES, STATE_COPIES
 
 _TRUE_TYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
@@ -199,7 +200,7 @@ def build(make: Callable[[], Any]) -> nn.Module:
 def on_meta(module: nn.Module) -> nn.Module:
     """A copy of a module whose tensors have no data; the module itself stays as it is."""
     memo: dict[int, Any] = {}
-    trainer = getattr(module, "_trainer", None)
+    trainer = compat.trainer_of(module)
     if trainer is not None:
         memo[id(trainer)] = None
     for parameter in module.parameters():

@@ -27,6 +27,7 @@ from lightning_harmony.microbatches.logs import MicrobatchLogs
 from lightning_harmony.microbatches.split_check import SplitCheck
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.reporting.step_reports import StepReports
+from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.setup.refusals import refuse_several_losses
 from lightning_harmony.setup.settings import Settings
@@ -166,7 +167,7 @@ class InMemory:
             plugin.backward is base.backward
             and plugin.__module__.startswith((f"{self.tree.name}.plugins.", "lightning_harmony."))
             and not between_passes(self.tree, self.trainer)
-            and not self.trainer.fit_loop._skip_backward
+            and not compat.is_backward_skipped(self.trainer)
             and all(type(each).zero_grad is Optimizer.zero_grad for each in self.trainer.optimizers)
         )
 
@@ -174,7 +175,7 @@ class InMemory:
         """Run microbatches one after the other; where the gradient of each loss is predicted, with its backward."""
         rest, weights = args[1:], self.settings.weights(sizes)
         shared = UnchangedBatch(parts)
-        logs = MicrobatchLogs(self.trainer._results, sizes) if len(sizes) > 1 else None
+        logs = MicrobatchLogs(compat.logged_results(self.trainer), sizes) if len(sizes) > 1 else None
         zeroed = self._zeroed() if predicts else []
         outputs: list[Any] = []
         losses: list[Tensor] = []
@@ -199,7 +200,7 @@ class InMemory:
                 del output, loss
         shared.check()
         output = merge_outputs(outputs, sizes)
-        if len(losses) < len(outputs) or self.trainer.fit_loop._skip_backward:
+        if len(losses) < len(outputs) or compat.is_backward_skipped(self.trainer):
             return output
         loss = merge_losses([loss.detach() for loss in losses], weights)
         if any(each.requires_grad for each in losses):

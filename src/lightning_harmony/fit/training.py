@@ -27,6 +27,7 @@ from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.microbatches.split_check import SplitCheck, batch_norms
 from lightning_harmony.reporting.fit_summary import FitSummary
 from lightning_harmony.reporting.step_reports import StepReports
+from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.setup.refusals import refuse_several_losses
 from lightning_harmony.setup.settings import Settings
@@ -147,7 +148,7 @@ class Training:
         refuse_several_losses(losses)
         loss = merge_losses(losses, weights)
         # The last epoch of stochastic weight averaging has no backward: what it is for, statistics, must reach the host.
-        if self.trainer.fit_loop._skip_backward or not any(each.requires_grad for each in steps):
+        if compat.is_backward_skipped(self.trainer) or not any(each.requires_grad for each in steps):
             self._abandon()
         else:
             parameters = self._module.parameters() if self._is_backward_own() else ()

@@ -23,6 +23,7 @@ from lightning_harmony.microbatches.lane_attributes import (
 from lightning_harmony.microbatches.logs import MicrobatchLogs
 from lightning_harmony.microbatches.step_undo import Undo, Versions
 from lightning_harmony.microbatches.watch import Watch
+from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 
 
@@ -111,7 +112,7 @@ class Interleaving:
             _Unsafe: if something is found to speak against that.
         """
         engine = self._engine
-        logs = MicrobatchLogs(self._trainer._results, sizes)
+        logs = MicrobatchLogs(compat.logged_results(self._trainer), sizes)
 
         def switch(microbatch: int) -> None:
             logs.microbatch = microbatch
@@ -134,7 +135,7 @@ class Interleaving:
             self._conclude(watch, len(sizes))
 
     def _run_in_sequence(self, forward: Callable[[bool], None], sizes: Sequence[int]) -> None:
-        logs = MicrobatchLogs(self._trainer._results, sizes)
+        logs = MicrobatchLogs(compat.logged_results(self._trainer), sizes)
 
         def switch(microbatch: int) -> None:
             logs.microbatch = microbatch

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torchmetrics.aggregation import MaxMetric, MinMetric, SumMetric
 
+from lightning_harmony.setup import compat
+
 _Merge = Callable[[list[Tensor], list[Any]], Tensor]
 
 
@@ -31,7 +33,7 @@ def unheard(trainer: Any) -> Iterator[None]:
     Args:
         trainer: of the module.
     """
-    results, module = trainer._results, trainer.lightning_module
+    results, module = compat.logged_results(trainer), trainer.lightning_module
     if results is None:
         yield
         return
@@ -41,14 +43,14 @@ def unheard(trainer: Any) -> Iterator[None]:
         if threading.get_ident() != thread:
             heard(*args, **kwargs)
 
-    hook = module._current_fx_name
+    hook = compat.running_hook(module)
     results.log = log
     if hook in (None, "backward"):
-        module._current_fx_name = "training_step"
+        compat.set_running_hook(module, "training_step")
     try:
         yield
     finally:
-        module._current_fx_name = hook
+        compat.set_running_hook(module, hook)
         if own is None:
             del results.log
         else:
@@ -98,7 +100,7 @@ class MicrobatchLogs:
         """Prepare for one step.
 
         Args:
-            results: Lightning's `trainer._results`; None where Lightning refuses to log anyway, as in `predict_step`.
+            results: Lightning's collection; None where Lightning refuses to log anyway, as in `predict_step`.
             sizes: The number of samples in each microbatch.
         """
         self.microbatch = 0
@@ -124,7 +126,7 @@ class MicrobatchLogs:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _hold_back(self, fx: str, name: str, value: Any, *, batch_size: Any = None, **options: Any) -> None:
         # A metric's value for the step is overwritten by the next microbatch, so it is read now.
-        step_value = value if isinstance(value, Tensor) else getattr(value, "_forward_cache", None)
+        step_value = value if isinstance(value, Tensor) else compat.step_value(value)
         call = _Call(
             microbatch=self.microbatch,
             fx=fx,
@@ -151,7 +153,7 @@ class MicrobatchLogs:
             value = step_value
         else:
             value = first.value
-            value._forward_cache = step_value
+            compat.set_step_value(value, step_value)
         self._results.log(first.fx, first.name, value, batch_size=self._batch_size(calls), **first.options)
 
     def _batch_size(self, calls: list[_Call]) -> Any:

@@ -19,6 +19,7 @@ from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.model.attributes import restore_of_generator
 from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.setup import compat
 
 # Larger arrays are data.
 _LARGEST_COUNTS = 64 * 1024 * 1024
@@ -47,7 +48,7 @@ class Snapshot:
         self._random, self._cuda = self._states()
         self._undo: list[Callable[[], None]] = []
         self._seen: set[int] = {id(trainer)}
-        results = trainer._results
+        results = compat.logged_results(trainer)
         for owner in [] if results is None else [results, *results.values()]:
             if isinstance(owner, dict):
                 self._remember(owner)

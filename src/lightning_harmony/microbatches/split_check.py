@@ -15,6 +15,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.microbatches.separability import explain_difference
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.microbatches.splitting import Samples, Splitting
+from lightning_harmony.setup import compat
 from lightning_harmony.setup.settings import Settings
 
 # What torch says of a single sample that is to be normalized with its own statistics.
@@ -151,7 +152,7 @@ class SplitCheck:
             # Not `eval()`: modules that override it do more, such as to merge adapters into weights.
             for child in module.modules():
                 child.training = False
-            module._current_fx_name = "training_step"
+            compat.set_running_hook(module, "training_step")
             with torch.no_grad():
                 whole, *losses = (
                     math.nan if loss is None else float(loss) for loss in losses_of([microbatch, *parts], step)
@@ -182,6 +183,6 @@ def batch_norms(module: nn.Module) -> dict[str, nn.Module]:
 
 def _is_compiled(module: nn.Module) -> bool:
     """Whether other batch sizes may make something be compiled again."""
-    return getattr(module, "_compiler_ctx", None) is not None or any(
+    return compat.is_compiled_by_lightning(module) or any(
         child._compiled_call_impl is not None or type(child).__name__ == "OptimizedModule" for child in module.modules()
     )

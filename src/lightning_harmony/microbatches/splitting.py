@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_harmony.engine.batches.split import Indivisible, Loaded, count_samples, split_batch
+from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.setup.settings import Settings
 
@@ -93,8 +94,8 @@ class Splitting:
 
     def _loaded(self) -> Loaded:
         """What is known of the batch that the running loop has fetched."""
-        loop = self.trainer._active_loop
-        loaders = getattr(getattr(loop, "_combined_loader", None), "flattened", None) or []
+        loop = compat.active_loop(self.trainer)
+        loaders = compat.data_loaders(loop)
         if not loaders or not all(isinstance(loader, DataLoader) for loader in loaders):
             return Loaded()
         is_stacked = all(loader.collate_fn is default_collate for loader in loaders)

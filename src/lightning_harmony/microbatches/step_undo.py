@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_harmony.microbatches.snapshot import undo_of_tensor
+from lightning_harmony.setup import compat
 
 # Buffers up to this size are copied before each step in which microbatches take turns.
 _SMALL_BYTES = 64 * 1024
@@ -33,7 +34,11 @@ class Undo:
         kept = [buffer for buffer in model.buffers() if _is_kept(buffer, changing)]
         self._kept, self._undo = set(map(id, kept)), [undo_of_tensor(buffer) for buffer in kept]
         self._metrics = [
-            (vars(metric), dict(vars(metric)), {name: _state(vars(metric).get(name)) for name in metric._defaults})
+            (
+                vars(metric),
+                dict(vars(metric)),
+                {name: _state(vars(metric).get(name)) for name in compat.state_names(metric)},
+            )
             for metric in model.modules()
             if isinstance(metric, Metric)
         ]

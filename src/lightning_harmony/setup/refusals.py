@@ -6,6 +6,7 @@ Arguments are checked in `settings`, checkpoints in `checkpoints`, precisions in
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_harmony.errors import UnsupportedModelError
+
+
+def refuse_windows() -> None:
+    """Refuse Windows: signals, page-locked memory and the cores of threads are handled as POSIX systems have them.
+
+    Raises:
+        RuntimeError: naming what else there is.
+    """
+    if platform.system() == "Windows":
+        raise RuntimeError(
+            "strategy='harmony' does not run on Windows: use Linux, or the Windows Subsystem for Linux (WSL 2)"
+        )
 
 
 def refuse_other_accelerators(accelerator: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
+from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 
 # Hooks that see gradients or the optimizer's step: with them, no pack may be updated before the backward has ended.
@@ -15,7 +16,7 @@ _MODULE_HOOKS = (
 )  # fmt: skip
 _CALLBACK_HOOKS = ("on_before_optimizer_step", "on_after_backward")
 _PLUGIN_HOOKS = (
-    "backward", "post_backward", "optimizer_step", "clip_gradients", "_wrap_closure", "_after_closure", "_clip_gradients",
+    "backward", "post_backward", "optimizer_step", "clip_gradients", *compat.PLUGIN_HOOKS,
 )  # fmt: skip
 # Between a step of the optimizer and the next backward, gradients are still there, unless each pack's went with its update.
 _HOOKS_AFTER = ("on_train_batch_end", "on_train_epoch_end", "on_train_batch_start", "on_before_zero_grad")
@@ -137,12 +138,11 @@ def _is_blind(tree: LightningTree, callback: Any, hook: str) -> bool:
 
 def end_of_batches(trainer: Any) -> str | None:
     """Why no training batch follows this one at once; None if one does."""
-    loop = trainer.fit_loop
-    if loop.epoch_loop._num_ready_batches_reached():
+    if compat.is_last_batch(trainer):
         return "the epoch ends"
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
+    if compat.validates_by_time(trainer):
         return "validation may follow at any time"
-    if loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+    if compat.validates_next(trainer):
         return "validation follows"
     if trainer.should_stop or (trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps):
         return "the fit ends"

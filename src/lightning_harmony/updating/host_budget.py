@@ -21,10 +21,10 @@ from lightning_harmony.updating.optimizer_state import expected_state_bytes, sta
 _SPARED_SHARE = 0.04
 
 
-def room_on_host() -> int | None:
-    """What a fit may take of the host's memory; None where the system doesn't tell."""
+def room_on_host() -> int:
+    """What a fit may take of the host's memory."""
     memory = host_memory()
-    return None if memory is None else max(memory.free - int(_SPARED_SHARE * memory.total), 0)
+    return max(memory.free - int(_SPARED_SHARE * memory.total), 0)
 
 
 class HostBudget:
@@ -57,7 +57,7 @@ class HostBudget:
         gradients += sizes.values()
         waiting = bytes_beside_state(gradients, state, is_deferred=is_deferred, ring=1)
         room = room_on_host()
-        if room is not None and state + waiting > room:
+        if state + waiting > room:
             raise CapacityError(
                 f"the host is {format_bytes(state + waiting - room)} short: beside the weights, optimizer state takes "
                 f"{format_bytes(state)} and gradients {format_bytes(waiting)}, {format_bytes(room)} are free. "
@@ -73,7 +73,7 @@ class HostBudget:
         room, pool = room_on_host(), self._engine.pool
         # The first step's gradients go as its state comes.
         to_come = self._state_to_come() if self._engine.has_succeeded else 0
-        pool.limit = None if room is None else room + pool.num_bytes - to_come
+        pool.limit = room + pool.num_bytes - to_come
 
     def check(self, *, is_deferred: bool) -> None:
         """After a forward, when all of the stash is there: see that the backward will have room for gradients.

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.updates.separable_optimizers import why_not_separable
+from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.hooks import end_of_batches, gradient_readers, onlooker, savers_on_exception
 from lightning_harmony.updating.reach import reaches
@@ -101,7 +102,7 @@ class UpdatePolicy:
             and not self._clips_by_value()
             and self.scaler is None
             and not gradient_readers(self.tree, self.trainer)
-            and not self.trainer.fit_loop._should_accumulate()
+            and not compat.is_accumulating(self.trainer)
         )
 
     def _clips_by_value(self) -> bool:

@@ -1,7 +1,9 @@
 """How much memory can still be taken."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from lightning_harmony.engine.devices.free_memory import HostMemory, free_host_bytes, host_memory
@@ -9,25 +11,27 @@ from lightning_harmony.engine.devices.free_memory import HostMemory, free_host_b
 GIB = 2**30
 
 
-def system(root: Path, files: dict[str, str]) -> Path:
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with 100 GiB available, as far as it tells."""
-    for name, text in {
-        "proc/meminfo": f"MemTotal: {128 * 2**20} kB\nMemAvailable:   {100 * 2**20} kB\n",
-        **files,
-    }.items():
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=128 * GIB, available=100 * GIB))
+
+
+def system(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return root
 
 
-def test_free_host_memory_is_positive_where_the_system_tells() -> None:
-    free = free_host_bytes()
-    assert free is None or free > 0
+def test_free_host_memory_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert 0 < free_host_bytes() <= psutil.virtual_memory().total
 
 
-def test_what_no_system_tells_is_not_known(tmp_path: Path) -> None:
-    assert host_memory(tmp_path) is None
+def test_a_system_without_control_groups_has_no_other_limit(tmp_path: Path) -> None:
+    assert host_memory(tmp_path) == HostMemory(128 * GIB, 100 * GIB)
 
 
 def test_without_limits_all_that_is_available_is_free(tmp_path: Path) -> None:

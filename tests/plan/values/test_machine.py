@@ -1,7 +1,7 @@
 """Descriptions of machines."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -23,11 +23,14 @@ def test_a_type_that_is_not_listed_is_as_slow_as_the_slowest() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"speed": 3}, "unknown entries speed"),
-        ({"swap_in_bytes_per_second": 0}, "swap_in_bytes_per_second must be a positive number"),
-        ({"flops_per_second": {}}, "flops_per_second must be an object"),
-        ({"flops_per_second": {"float32": "fast"}}, "float32 must be a positive number"),
-        ({"host_bytes": -1}, "host_bytes must be a number"),
+        ({"speed": 3}, "machine has 'speed', which is not known"),
+        ({"swap_in_bytes_per_second": 0}, "machine.swap_in_bytes_per_second is 0, where a speed above 0"),
+        ({"swap_in_bytes_per_second": float("inf")}, "machine.swap_in_bytes_per_second is inf, where a number"),
+        ({"flops_per_second": {}}, "flops_per_second is empty"),
+        ({"flops_per_second": {"float32": 0}}, "machine.flops_per_second.float32 is 0, where a speed above 0"),
+        ({"flops_per_second": {"float32": "fast"}}, "machine.flops_per_second.float32 is 'fast', where float"),
+        ({"host_bytes": -1}, "machine.host_bytes is -1, where a number from 0"),
+        ({"host_bytes": True}, "machine.host_bytes is True, where int"),
     ],
 )
 def test_what_describes_no_machine_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -37,7 +40,16 @@ def test_what_describes_no_machine_is_refused(change: dict[str, object], message
         read_machine(str(file))
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"name": "a"}'])
+def test_what_has_a_default_may_be_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    known = asdict(H200)
+    for name in ("host_bytes", "device_bytes", "library_bytes"):
+        del known[name]
+    file.write_text(json.dumps(known))
+    assert read_machine(str(file)) == replace(H200, host_bytes=None, device_bytes=None, library_bytes=0)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", '{"name": "a"}'])
 def test_a_corrupt_file_is_refused_by_name(text: str, tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text(text)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 
 class HostMemory(NamedTuple):
     """The host's memory, as far as the process may have it.
@@ -19,25 +21,21 @@ class HostMemory(NamedTuple):
     free: int
 
 
-def free_host_bytes() -> int | None:
-    """Host memory that can still be taken without swapping to disk; None where the system doesn't tell."""
-    memory = host_memory()
-    return None if memory is None else memory.free
+def free_host_bytes() -> int:
+    """Host memory that can still be taken without swapping to disk."""
+    return host_memory().free
 
 
-def host_memory(root: Path = Path("/")) -> HostMemory | None:
-    """The host's memory; None where the system doesn't tell.
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """The host's memory.
 
     A container, or a job of a cluster, has a limit of its own, which the system's figures say nothing of.
 
     Args:
-        root: of the file systems ``/proc`` and ``/sys``.
+        root: of the file systems ``/proc`` and ``/sys`` that tell of control groups.
     """
-    try:
-        fields = _fields((root / "proc/meminfo").read_text().replace(":", " "))
-    except OSError:
-        return None
-    limits = [HostMemory(fields["MemTotal"] * 1024, fields["MemAvailable"] * 1024), *_limits(root)]
+    machine = psutil.virtual_memory()
+    limits = [HostMemory(machine.total, machine.available), *_limits(root)]
     return HostMemory(min(limit.total for limit in limits), max(min(limit.free for limit in limits), 0))
 
 
@@ -60,18 +58,12 @@ def _limits(root: Path) -> Iterator[HostMemory]:
         while group.is_relative_to(root / mounted):
             try:
                 most, now = (group / limit).read_text().strip(), int((group / usage).read_text())
-                stat = _fields((group / "memory.stat").read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             except (OSError, ValueError):
                 # The root has no limit, and a container does not see the groups above its own.
                 most = "max"
             if most != "max":
                 # Cached files count as used, and go when the memory is wanted.
-                cached = stat.get(f"{prefix}active_file", 0) + stat.get(f"{prefix}inactive_file", 0)
+                cached = int(stat.get(f"{prefix}active_file", 0)) + int(stat.get(f"{prefix}inactive_file", 0))
                 yield HostMemory(int(most), int(most) - now + cached)
             group = group.parent
-
-
-def _fields(text: str) -> dict[str, int]:
-    """The numbers behind the first word of each line."""
-    words = [line.split() for line in text.splitlines()]
-    return {first: int(second) for first, second, *_ in words}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from math import inf
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+
+from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.values.values import decode
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ H200 = Machine(
     library_bytes=32 * 2**20,
 )
 MACHINES: Mapping[str, Machine] = {"h200": H200}
+# What a file may leave out.
+_DEFAULTS = {field.name: field.default for field in fields(Machine) if field.default is not MISSING}
 
 
 def read_machine(text: str) -> Machine:
@@ -81,30 +85,9 @@ def read_machine(text: str) -> Machine:
             "--measure` prints the description of this machine; write that to a file"
         )
     try:
-        return _from_values(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        machine = decode(Machine, {**_DEFAULTS, **json.loads(path.read_text())}, "machine")
+    except (OSError, ValueError, TypeError, RecursionError, PlanError) as error:
         raise ValueError(f"{text} does not describe a machine: {error}") from error
-
-
-def _from_values(values: object) -> Machine:
-    if not isinstance(values, dict):
-        raise TypeError("a JSON object is needed")
-    known = {field.name for field in fields(Machine)}
-    if unknown := sorted(set(values) - known):
-        raise ValueError(f"unknown entries {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-    machine = Machine(**values)
-    rates = {
-        name: value for name, value in values.items() if name.endswith("_per_second") and name != "flops_per_second"
-    }
-    if not isinstance(machine.flops_per_second, dict) or not machine.flops_per_second:
-        raise ValueError('flops_per_second must be an object such as {"float32": 1e12}')
-    for name, rate in {**rates, **machine.flops_per_second}.items():
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < inf:
-            raise ValueError(f"{name} must be a positive number, not {rate!r}")
-    for name in ("operation_seconds", "call_seconds", "library_bytes", "host_bytes", "device_bytes"):
-        value = getattr(machine, name)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf
-        ):
-            raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
+    if not machine.flops_per_second:
+        raise ValueError(f'{text} does not describe a machine: flops_per_second is empty; give {{"float32": 1e12}}')
     return machine

@@ -1,5 +1,6 @@
 """Values as JSON: frozen dataclasses, and tuples in them, to plain data and back, with everything checked on the way back."""
 
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -75,7 +76,8 @@ def _decode_number(expected: type[int] | type[float], data: Any, name: str) -> i
     # NaN compares false.
     if not 0 <= data <= _LARGEST:
         raise _wrong(name, f"a number from 0 to {_LARGEST:.1e}", data)
-    if data == 0 and name.endswith("_per_second"):
+    # The speed itself, or one of several by name.
+    if data == 0 and re.search(r"_per_second(\.\w+)?$", name):
         raise _wrong(name, "a speed above 0, or null for one that is not known,", data)
     return expected(data)
 

@@ -1,0 +1,147 @@
+"""Private names of Lightning and of its torchmetrics: every one that harmony uses is in this module, and in no other.
+
+A minor version of Lightning may rename them without notice. So harmony supports the minor versions that it was tested with,
+and says so where another one is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import Any
+
+from packaging.version import Version
+from torch import nn
+from torchmetrics import Metric
+
+# What `pyproject.toml` says, too.
+OLDEST, BELOW = "2.6.4", "2.7"
+
+# Methods of precision plugins that see gradients, or the optimizer's step.
+PLUGIN_HOOKS = ("_wrap_closure", "_after_closure", "_clip_gradients")
+
+
+def untested_version(tree: str) -> str | None:
+    """What is wrong with the version of Lightning that is installed; None if harmony was tested with it.
+
+    Args:
+        tree: "lightning.pytorch" or "pytorch_lightning".
+    """
+    version = import_module(tree).__version__
+    # Of 2.7.0rc1, this is 2.7.0.
+    released = Version(Version(version).base_version)
+    if Version(OLDEST) <= released < Version(BELOW):
+        return None
+    return (
+        f"harmony was not tested with {tree} {version}, so that results may differ from plain Lightning or steps may fail: "
+        f"pip install 'lightning>={OLDEST},<{BELOW}'"
+    )
+
+
+# ---- what runs now -----------------------------------------------------------------------------------------------------
+
+
+def is_backward_skipped(trainer: Any) -> bool:
+    """Whether a fit runs no backward: in the last epoch of stochastic weight averaging, which gathers statistics."""
+    return bool(trainer.fit_loop._skip_backward)
+
+
+def is_accumulating(trainer: Any) -> bool:
+    """Whether the running batch ends without a step of the optimizer."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def active_loop(trainer: Any) -> Any:
+    """The loop that runs; None between loops."""
+    return trainer._active_loop
+
+
+def data_loaders(loop: Any) -> list[Any]:
+    """The data loaders from which a loop fetches batches."""
+    return getattr(getattr(loop, "_combined_loader", None), "flattened", None) or []
+
+
+def is_last_batch(trainer: Any) -> bool:
+    """Whether the epoch of a fit ends with the running batch."""
+    return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def validates_by_time(trainer: Any) -> bool:
+    """Whether a clock says when validation runs."""
+    return getattr(trainer, "_val_check_time_interval", None) is not None
+
+
+def validates_next(trainer: Any) -> bool:
+    """Whether validation follows the running batch."""
+    loop = trainer.fit_loop
+    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def trainer_of(module: Any) -> Any:
+    """The Trainer that a LightningModule is attached to; None if there is none."""
+    return getattr(module, "_trainer", None)
+
+
+def is_compiled_by_lightning(module: nn.Module) -> bool:
+    """Whether `torch.compile` was applied to a LightningModule."""
+    return getattr(module, "_compiler_ctx", None) is not None
+
+
+# ---- what is logged ----------------------------------------------------------------------------------------------------
+
+
+def logged_results(trainer: Any) -> Any:
+    """What `self.log` collects in; None in loops that do not log."""
+    return trainer._results
+
+
+def logs_this_step(trainer: Any) -> bool:
+    """Whether loggers get values of the running batch."""
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+def logged_step(trainer: Any) -> int:
+    """The number under which loggers get what a batch logs."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def running_hook(module: Any) -> str | None:
+    """The name of the hook of a LightningModule that runs, under which `self.log` keeps values."""
+    name: str | None = module._current_fx_name
+    return name
+
+
+def set_running_hook(module: Any, name: str | None) -> None:
+    """Have `self.log` take another hook for the one that runs."""
+    module._current_fx_name = name
+
+
+def step_value(metric: Any) -> Any:
+    """The value of a metric for the running step; None of what is no metric."""
+    return getattr(metric, "_forward_cache", None)
+
+
+def set_step_value(metric: Any, value: Any) -> None:
+    """Change the value of a metric for the running step."""
+    metric._forward_cache = value
+
+
+def state_names(metric: Metric) -> Iterable[str]:
+    """The names of the states of a metric."""
+    return metric._defaults
+
+
+# ---- what a strategy sets ----------------------------------------------------------------------------------------------
+
+
+def set_as_inherited(cls: type, instance: Any, name: str, value: Any) -> None:
+    """Set a property as the classes behind one do that overrides it.
+
+    Args:
+        cls: the one that overrides it.
+        instance: of it, or of a subclass.
+        name: of the property.
+        value: what to set.
+    """
+    setter: Callable[[Any, Any], None] = getattr(super(cls, type(instance)), name).fset
+    setter(instance, value)
