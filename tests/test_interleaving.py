@@ -130,6 +130,18 @@ def tensor_in_place(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
     return net.blocks(x) * net.kept.clone()
 
 
+def tensor_in_place_behind(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    x = net.blocks(x * net.kept.clone())
+    net.kept.mul_(0.5).add_(x.detach().mean())
+    return x
+
+
+def array_in_place_behind(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    x = net.blocks(x * float(net.array[0]))
+    net.array[:] = mean_of(y)
+    return x
+
+
 def random_before_and_behind(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
     first = net.random.random()
     return net.blocks(x) * (first + net.random.random())
@@ -193,7 +205,8 @@ def condition_around_layers(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
 
 HAZARDS = [
     number_on_the_module, number_in_a_dict, function_in_a_dict, number_on_an_object, tensor_on_an_object,
-    count_on_an_object, number_for_a_part, array_in_place, tensor_in_place, random_before_and_behind,
+    count_on_an_object, number_for_a_part, array_in_place, tensor_in_place, array_in_place_behind, tensor_in_place_behind,
+    random_before_and_behind,
     numpy_generator_between, torch_generator_between, environment, lock_around_layers, global_lock_around_layers,
     semaphore_around_layers, condition_around_layers,
 ]  # fmt: skip
@@ -397,18 +410,39 @@ class WithLateStatistics(WithStatisticsOfNoLayer):
         return WithLateStatistics(self.does)
 
 
+class Draws(Later):
+    """Draws before its first layer in each step."""
+
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().run(x * self.random.random(), y)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Draws:
+        torch.manual_seed(0)
+        return Draws(self.does)
+
+
 LATE = [
     number_on_the_module,
     number_in_a_dict,
     number_on_an_object,
     number_behind_the_layers,
     hook_that_registers_itself,
+    numpy_generator_between,
+    torch_generator_between,
+    random_before_and_behind,
+    random_before_all_layers,
+    environment,
+    default_dtype_for_good,
+    array_in_place,
+    tensor_in_place,
+    array_in_place_behind,
+    tensor_in_place_behind,
 ]
 
 
 @pytest.mark.parametrize(
     ("does", "kind"),
-    in_turns(LATE, [(Later,), (WithStatistics,), (WithStatisticsOfNoLayer,), (WithLateStatistics,)]),
+    in_turns(LATE, [(Later,), (WithStatistics,), (WithStatisticsOfNoLayer,), (WithLateStatistics,), (Draws,)]),
     ids=lambda value: value.__name__,
 )
 def test_a_step_in_which_that_shows_late_is_run_again(does: Any, kind: Any) -> None:

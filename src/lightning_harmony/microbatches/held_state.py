@@ -164,6 +164,15 @@ def mark_of(value: Any) -> Any:
     return state_of_generator(value)
 
 
+def marked_in(held: Held) -> Iterator[tuple[Any, Any, Any]]:
+    """The objects in a place that may be changed in place: their names, or numbers, the objects, and their marks."""
+    content = held.content
+    for name, value in list(content.items() if isinstance(content, dict) else enumerate(content)):
+        mark = mark_of(value)
+        if mark is not None:
+            yield name, value, mark
+
+
 def state_of_generator(value: Any) -> Any:
     """What a generator of random numbers will draw; None of anything else."""
     access = GeneratorAccess.of(value)

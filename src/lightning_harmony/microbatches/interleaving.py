@@ -70,11 +70,11 @@ class Interleaving:
         if not self.is_earned:
             self._run_in_sequence(forward, sizes)
             return
-        undo = Undo(self._model, self._changing)
+        undo = Undo(self._model, self._others, self._changing, self._known.drawn)
         self._attributes.begin()
         error: BaseException | None = None
         try:
-            self._run_in_turns(forward, sizes)
+            self._run_in_turns(forward, sizes, undo)
             return
         except _Unsafe as unsafe:
             late = str(unsafe)
@@ -105,7 +105,7 @@ class Interleaving:
         """The step is over."""
         self._attributes.finish()
 
-    def _run_in_turns(self, forward: Callable[[bool], None], sizes: Sequence[int]) -> None:
+    def _run_in_turns(self, forward: Callable[[bool], None], sizes: Sequence[int], undo: Undo) -> None:
         """Let microbatches take turns.
 
         Raises:
@@ -117,6 +117,7 @@ class Interleaving:
         def switch(microbatch: int) -> None:
             logs.microbatch = microbatch
             if not engine.is_sequential:
+                undo.note_turn(microbatch)
                 self._attributes.switch(microbatch)
 
         # Larger microbatches than ever before run one after the other.
@@ -128,6 +129,9 @@ class Interleaving:
                 late = self._attributes.late()
                 if late:
                     raise _Unsafe(f"{late[0]} is changed")
+                in_place = undo.late()
+                if in_place is not None:
+                    raise _Unsafe(in_place)
                 buffer = engine.buffer_of_several_visits()
                 if buffer is not None:
                     raise _Unsafe(f"{buffer} is changed")

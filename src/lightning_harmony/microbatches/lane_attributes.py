@@ -32,6 +32,7 @@ class KnownChanges:
         growing: the lists and sets that each microbatch adds to.
         passed_on: those of them that it adds to between two layer calls alone: the next one finds there what it left.
         harmless: by place, what may be changed in any order, as nothing is called behind it.
+        drawn: the generators from which each microbatch draws before its first layer alone, by place and name.
     """
 
     places: set[str] = field(default_factory=set)
@@ -39,6 +40,7 @@ class KnownChanges:
     growing: set[str] = field(default_factory=set)
     passed_on: set[str] = field(default_factory=set)
     harmless: dict[str, set[Any]] = field(default_factory=dict)
+    drawn: set[tuple[str, Any]] = field(default_factory=set)
 
 
 class _Space:

@@ -120,7 +120,7 @@ def _undo_of(value: Any) -> Callable[[], None] | None:
     if type(value) in (list, deque):
         return _undo_sequence(value)
     if is_ndarray(value):
-        return _undo_array(value) if value.nbytes <= _LARGEST_COUNTS else None
+        return undo_of_array(value) if value.nbytes <= _LARGEST_COUNTS else None
     return _undo_collection(value) if isinstance(value, dict | set) else restore_of_generator(value)
 
 
@@ -149,7 +149,8 @@ def undo_of_tensor(value: Tensor) -> Callable[[], None]:
     return undo
 
 
-def _undo_array(value: Any) -> Callable[[], None]:
+def undo_of_array(value: Any) -> Callable[[], None]:
+    """What makes an array what it is now. A copy is kept."""
     before = value.copy()
 
     def undo() -> None:

@@ -1,17 +1,22 @@
-"""Undoing a step in which microbatches took turns: buffers, and the states of metrics."""
+"""Undoing a step in which microbatches took turns: buffers, the states of metrics, and what was changed in place."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_harmony.microbatches.snapshot import undo_of_tensor
+from lightning_harmony.engine.model.attributes import restore_of_generator
+from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.microbatches.held_state import held_by, mark_of, marked_in, state_of_generator
+from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED
+from lightning_harmony.microbatches.snapshot import undo_of_array, undo_of_tensor
 from lightning_harmony.setup import compat
 
-# Buffers up to this size are copied before each step in which microbatches take turns.
+# Buffers, and other tensors, up to this size are copied before each step in which microbatches take turns.
 _SMALL_BYTES = 64 * 1024
 
 
@@ -26,10 +31,77 @@ class Versions:
         return {id(buffer) for buffer, version in self._buffers if _version(buffer) != version}
 
 
-class Undo:
-    """What a step that microbatches take turns in changes beside attributes: buffers, and the states of metrics."""
+class _Marked:
+    """An object that a step may change in place, such as a generator of random numbers.
 
-    def __init__(self, model: nn.Module, changing: set[int]) -> None:
+    Args:
+        place: the name of what holds it.
+        value: the object.
+        mark: what changes with it.
+
+    Attributes:
+        mark: as it was last seen.
+    """
+
+    def __init__(self, place: str, value: Any, mark: Any) -> None:
+        self.mark = mark
+        self._place, self._value, self._begun = place, value, mark
+        self._undo = _undo_of(value)
+
+    def is_changed(self) -> bool:
+        """Whether it was changed since it was last looked at."""
+        before, self.mark = self.mark, mark_of(self._value)
+        return bool(self.mark != before)
+
+    def __str__(self) -> str:
+        if state_of_generator(self._value) is not None:
+            return f"a generator of random numbers, held by {self._place!r}, is drawn from"
+        return f"a {type(self._value).__name__} held by {self._place!r} is changed in place"
+
+    def restore(self) -> bool:
+        """Make it what it was in the beginning; whether that is possible."""
+        if mark_of(self._value) == self._begun:
+            return True
+        if self._undo is not None:
+            self._undo()
+        return self._undo is not None
+
+
+def _undo_of(value: Any) -> Callable[[], None] | None:
+    if isinstance(value, Tensor):
+        is_small = value.numel() * value.element_size() <= _SMALL_BYTES
+        return undo_of_tensor(value) if is_small and value.layout is torch.strided else None
+    return undo_of_array(value) if is_ndarray(value) else restore_of_generator(value)
+
+
+class Undo:
+    """What a step that microbatches take turns in changes beside attributes.
+
+    Args:
+        model: whose step it is.
+        others: what else it may change, with its names.
+        changing: the buffers that steps were seen to change, by their identity.
+        drawn: the generators from which microbatches draw before their first layers alone, by place and name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        others: Sequence[tuple[str, Any]],
+        changing: set[int],
+        drawn: Collection[tuple[str, Any]],
+    ) -> None:
+        self._settings = [setting.get() for setting in NOT_SWITCHED]
+        # Generators from which microbatches draw before their first layers, and what nothing changes.
+        self._drawn: list[_Marked] = []
+        self._marked: list[_Marked] = []
+        for held in held_by(model, others):
+            for name, value, mark in marked_in(held):
+                marked = _Marked(held.name, value, mark)
+                (self._drawn if (held.name, name) in drawn else self._marked).append(marked)
+        self._microbatch: int | None = None
+        self._begun: set[int | None] = set()
+        self._late: str | None = None
         self._versions = Versions(model)
         kept = [buffer for buffer in model.buffers() if _is_kept(buffer, changing)]
         self._kept, self._undo = set(map(id, kept)), [undo_of_tensor(buffer) for buffer in kept]
@@ -43,8 +115,33 @@ class Undo:
             if isinstance(metric, Metric)
         ]
 
+    def note_turn(self, microbatch: int) -> None:
+        """A microbatch has its turn: the one before has ended."""
+        self._end_turn()
+        self._microbatch = microbatch
+
+    def _end_turn(self) -> None:
+        """See whether a turn has drawn that was not its microbatch's first one."""
+        drawn = [each for each in self._drawn if each.is_changed()]
+        if drawn and self._microbatch in self._begun:
+            self._late = self._late or str(drawn[0])
+        self._begun.add(self._microbatch)
+
+    def late(self) -> str | None:
+        """What microbatches that took turns have changed where others may have found it; None if nothing was."""
+        self._end_turn()
+        for setting, before in zip(NOT_SWITCHED, self._settings, strict=True):
+            if setting.get() != before:
+                return f"{setting.name} is set"
+        return self._late or next((str(each) for each in self._marked if each.is_changed()), None)
+
     def restore(self) -> bool:
         """Make all what it was; whether that is possible."""
+        for setting, before in zip(NOT_SWITCHED, self._settings, strict=True):
+            if setting.get() != before:
+                setting.set(before)
+        if not all(each.restore() for each in (*self._marked, *self._drawn)):
+            return False
         if not self._versions.changed() <= self._kept:
             return False
         with torch.no_grad():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -16,7 +15,15 @@ from torch import nn
 
 from lightning_harmony.engine.lanes.ambient import OF_PROCESS
 from lightning_harmony.engine.structures.containers import copied_content, have_same_content
-from lightning_harmony.microbatches.held_state import Held, Kind, held_by, is_held, mark_of, state_of_generator
+from lightning_harmony.microbatches.held_state import (
+    Held,
+    Kind,
+    held_by,
+    is_held,
+    mark_of,
+    marked_in,
+    state_of_generator,
+)
 from lightning_harmony.microbatches.lane_attributes import (
     ALL,
     MISSING,
@@ -25,6 +32,7 @@ from lightning_harmony.microbatches.lane_attributes import (
     has_tensors,
     is_switched,
 )
+from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED
 
 # Of a step, watching takes at most this share, beside one microbatch at whose calls everything is looked at.
 _SHARE = 0.01
@@ -33,23 +41,13 @@ _SHARE = 0.01
 _OWN_PACKAGE = __name__.partition(".")[0]
 
 
-# Settings of the process that no lane switches.
-_OTHER_SETTINGS: dict[str, Callable[[], Any]] = {
-    "os.environ": lambda: dict(os.environ._data),  # type: ignore[attr-defined]
-    "the working directory": os.getcwd,
-    "the level of forward-mode derivatives": lambda: torch.autograd.forward_ad._current_level,
-}
-
-
 class _Watched:
     """A place, as a microbatch found it when it began."""
 
     def __init__(self, held: Held) -> None:
         self.held = held
         self.begun = copied_content(held.content)
-        values = self.begun.values() if isinstance(self.begun, dict) else self.begun
-        marked = [(value, mark_of(value)) for value in values]
-        self.marks = [(value, mark) for value, mark in marked if mark is not None]
+        self.marks = list(marked_in(held))
 
     def changed(self) -> Iterator[Any]:
         """The names of what is another object now; `ALL` of a list or set that is."""
@@ -77,6 +75,7 @@ class _Seen:
         shrank: the lists and sets that did not only grow.
         lengths: of those that did, the lengths that the second microbatch saw.
         tells_apart: what lanes switch.
+        drawn: the generators from which microbatches draw before their first layers alone, by place and name.
     """
 
     at_calls: dict[tuple[str, Any], str] = field(default_factory=dict)
@@ -86,6 +85,7 @@ class _Seen:
     shrank: set[str] = field(default_factory=set)
     lengths: dict[str, set[int]] = field(default_factory=dict)
     tells_apart: set[tuple[str, Any]] = field(default_factory=set)
+    drawn: set[tuple[str, Any]] = field(default_factory=set)
 
 
 class Watch:
@@ -98,7 +98,7 @@ class Watch:
         self._model, self._others = model, others
         self.seen = _Seen()
         self._watched: list[_Watched] = []
-        self._settings: dict[str, Any] = {}
+        self._settings: list[Any] = []
         self._registered: list[Any] = []
         self._drawn: dict[int, Any] = {}
         self._microbatch = -1
@@ -111,7 +111,7 @@ class Watch:
         with self._timed():
             self._microbatch, self._calls = microbatch, 0
             self._watched = [_Watched(held) for held in held_by(self._model, self._others)]
-            self._settings = {name: get() for name, get in _OTHER_SETTINGS.items()}
+            self._settings = [setting.get() for setting in NOT_SWITCHED]
             self._registered = [kind.get() for kind in OF_PROCESS]
             self._drawn = {}
 
@@ -125,11 +125,11 @@ class Watch:
             for each in self._watched:
                 for name in each.changed():
                     self._note_change(each, name, layer)
-                for value, mark in each.marks:
+                for _, value, mark in each.marks:
                     self._note_mark(each, value, mark, layer)
-            for name, get in _OTHER_SETTINGS.items():
-                if get() != self._settings[name]:
-                    self._note_hazard(f"{name} is set", layer)
+            for setting, before in zip(NOT_SWITCHED, self._settings, strict=True):
+                if setting.get() != before:
+                    self._note_hazard(f"{setting.name} is set", layer)
             if self._microbatch == 1:
                 for lock in _locks_held(sys._getframe(1)):
                     self._note_hazard(f"a lock is held ({lock})", layer)
@@ -140,10 +140,8 @@ class Watch:
             for each in self._watched:
                 for name in each.changed():
                     self._note_end(each, name)
-                for value, mark in each.marks:
-                    first = self._drawn.get(id(value), mark)
-                    if first != mark and mark_of(value) != first:
-                        self._note_drawn(each, "the end of a microbatch")
+                for name, value, mark in each.marks:
+                    self._note_end_of_mark(each, name, value, mark)
             for kind, before in zip(OF_PROCESS, self._registered, strict=True):
                 if self._microbatch > 0 and kind.get() != before:
                     self._note(f"{kind.name} is set for good", "the end of a microbatch")
@@ -174,6 +172,18 @@ class Watch:
                 self._note_drawn(each, f"layer {layer!r}")
         elif now != mark:
             self._note_hazard(f"a {type(value).__name__} held by {each.held.name!r} is changed in place", layer)
+
+    def _note_end_of_mark(self, each: _Watched, name: Any, value: Any, mark: Any) -> None:
+        now, end = mark_of(value), "the end of a microbatch"
+        if now == mark or self._microbatch == 0:
+            return
+        if state_of_generator(value) is None:
+            # The next microbatch may read it before its first layer, where it would not be changed yet.
+            self._note(f"a {type(value).__name__} held by {each.held.name!r} is changed in place", end)
+        elif self._drawn.get(id(value), mark) == now:
+            self.seen.drawn.add((each.held.name, name))
+        else:
+            self._note_drawn(each, end)
 
     def _note_drawn(self, each: _Watched, where: str) -> None:
         self._note(f"a generator of random numbers, held by {each.held.name!r}, is drawn from again", where)
@@ -234,6 +244,7 @@ class Watch:
                     known.places.add(place)
                     known.counters.setdefault(place, {})[name] = steps[0]
         self._conclude_ends(known)
+        known.drawn |= seen.drawn
         return seen.hazard
 
     def _conclude_ends(self, known: KnownChanges) -> None:

@@ -1,0 +1,27 @@
+"""Settings of the process that lanes do not switch: what a microbatch sets, the others find."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from lightning_harmony.engine.lanes.ambient import OfProcess
+
+
+def _set_environment(value: dict[Any, Any]) -> None:
+    os.environ.clear()
+    os.environ.update({os.fsdecode(name): os.fsdecode(entry) for name, entry in value.items()})
+
+
+def _end_levels(level: int) -> None:
+    while torch.autograd.forward_ad._current_level > level:
+        torch.autograd.forward_ad.exit_dual_level()
+
+
+NOT_SWITCHED = (
+    OfProcess("os.environ", lambda: dict(os.environ._data), _set_environment),  # type: ignore[attr-defined]
+    OfProcess("the working directory", os.getcwd, os.chdir),
+    OfProcess("the level of forward-mode derivatives", lambda: torch.autograd.forward_ad._current_level, _end_levels),
+)
