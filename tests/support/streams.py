@@ -57,27 +57,14 @@ class Race(NamedTuple):
 
 
 class Clock(dict[str, int]):
-    """Up to which of its operations each stream's work is over.
-
-    Attributes:
-        num_changes: how often it went on.
-    """
-
-    num_changes = 0
+    """Up to which of its operations each stream's work is over."""
 
     def join(self, other: Clock) -> None:
         """Both have happened."""
         known = self.get
-        later = [(name, tick) for name, tick in other.items() if tick > known(name, 0)]
-        if later:
-            self.update(later)
-            self.num_changes += 1
-
-    def advance(self, name: str) -> int:
-        """One more operation of a stream or of a thread of the host; its number."""
-        tick = self[name] = self.get(name, 0) + 1
-        self.num_changes += 1
-        return tick
+        for name, tick in other.items():
+            if tick > known(name, 0):
+                self[name] = tick
 
     def copy(self) -> Clock:
         """As it is now."""
@@ -124,18 +111,14 @@ class FakeStream:
         self.device_index = self.device
         self.name = f"{name}{next(self._numbers)}@{self.device.number}"
         self.clock = Clock()
-        # What it knows of the host: which clock, after how many changes.
-        self._joined: tuple[Clock, int] | None = None
         # Tensors that are gone, whose memory the next one that is allocated on this stream may get.
         self.freed: list[dict[str, Access]] = []
 
     def tick(self) -> int:
         """Another operation is launched here."""
-        host = self.detector.here.clock
-        if self._joined is None or self._joined[0] is not host or self._joined[1] != host.num_changes:
-            self.clock.join(host)
-            self._joined = host, host.num_changes
-        return self.clock.advance(self.name)
+        self.clock.join(self.detector.here.clock)
+        self.clock[self.name] = self.clock.get(self.name, 0) + 1
+        return self.clock[self.name]
 
     def wait_stream(self, other: FakeStream) -> None:
         """What comes after is ordered after what the other stream has."""
@@ -538,8 +521,9 @@ class Detector:
 
     def block(self, tensor: Tensor) -> Block | None:
         """The memory of a tensor on a device."""
-        key = _key_of_storage(tensor)
-        return None if key is None else self._blocks.get(key)
+        if tensor.layout is not torch.strided:
+            return None
+        return self._blocks.get(tensor.untyped_storage()._cdata)
 
     def allocated_bytes(self, number: int) -> int:
         """What lives on a device."""
@@ -550,11 +534,11 @@ class Detector:
         storage = tensor.untyped_storage()
         key = storage._cdata
         block = Block(pool=stream, num_bytes=storage.nbytes())
-        if stream.freed:
-            clocks = stream.clock, self.here.clock
-            stream.freed = [late for uses in stream.freed if (late := _later(uses, clocks))]
-            for uses in stream.freed:
-                block.before.update(uses)
+        clock = stream.clock.copy()
+        clock.join(self.here.clock)
+        stream.freed = [late for uses in stream.freed if (late := _later(uses, clock))]
+        for uses in stream.freed:
+            block.before.update(uses)
         with self._lock:
             self._blocks[key] = block
             self._allocated[stream.device.number] += block.num_bytes
@@ -565,7 +549,9 @@ class Detector:
             block, _ = self._blocks.pop(key), self._storages.pop(key)
             self._allocated[block.pool.device.number] -= block.num_bytes
         # The allocator waits for the streams that it was told of, and what the freeing thread has waited for is over.
-        known = [self.here.clock, *(each.clock for each in block.recorded)]
+        known = self.here.clock.copy()
+        for each in block.recorded:
+            known.join(each.clock)
         uses = {**block.before, **block.uses}
         if late := _later({name: use for name, use in uses.items() if name != block.pool.name}, known):
             block.pool.freed.append(late)
@@ -594,11 +580,8 @@ class Detector:
             return []
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         last = start + extent * tensor.element_size() - 1
-        granules = self._granules
-        return [
-            granules.get(number) or granules.setdefault(number, Memory())
-            for number in range(start // GRANULE, last // GRANULE + 1)
-        ]
+        numbers = range(start // GRANULE, last // GRANULE + 1)
+        return [self._granules.setdefault(number, Memory()) for number in numbers]
 
     # ---- what is done ----------------------------------------------------------------------------------------------------
 
@@ -607,15 +590,10 @@ class Detector:
         operation = _operation(func)
         name = operation.name
         read, written = _operands(operation, args, kwargs)
-        keys = {_key_of_storage(tensor) for tensor in (*read, *written)}
-        devices = {self._blocks[key].pool.device.number for key in keys if key in self._blocks}
-        # What has no storage counts as known.
-        known = {None, *keys}
-        fresh = [
-            leaf
-            for leaf in _tensors_of(result)
-            if (key := _key_of_storage(leaf)) not in known and key not in self._blocks
-        ]
+        blocks = [block for tensor in [*read, *written] if (block := self.block(tensor)) is not None]
+        devices = {block.pool.device.number for block in blocks}
+        results = [leaf for leaf in _tensors_of(result) if leaf.layout is torch.strided]
+        fresh = [leaf for leaf in results if self.block(leaf) is None and not _is_any(leaf, [*read, *written])]
         here = self.here
         if name.startswith("aten.copy_") and len(devices) == 2:
             self._copy_between(written[0], read[-1], name)
@@ -664,8 +642,8 @@ class Detector:
 
     def _access_host(self, name: str, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         clock, thread = self.here.clock, "host" if self.here.clock is self._baton else threading.current_thread().name
-        access = Access(thread, clock.advance(thread), f"{name} on the host", _where())
-        self._touch(access, clock, read, written)
+        clock[thread] = clock.get(thread, 0) + 1
+        self._touch(Access(thread, clock[thread], f"{name} on the host", _where()), clock, read, written)
 
     def _touch(self, access: Access, clock: Clock, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         for is_write, tensors in ((False, read), (True, written)):
@@ -680,17 +658,16 @@ class Detector:
         earlier = [memory.write] if memory.write is not None else []
         if is_write:
             earlier += [*memory.reads.values(), *memory.before.values()]
-        stream, known = access.stream, clock.get
         for other in earlier:
-            if other.stream != stream and known(other.stream, 0) < other.tick:
+            if clock.get(other.stream, 0) < other.tick and other.stream != access.stream:
                 of = "memory that is used again" if other in memory.before.values() else "memory"
                 self._report(of, other.label, access.label)
         if is_write:
             memory.write, memory.reads, memory.before = access, {}, {}
         else:
-            memory.reads[stream] = access
+            memory.reads[access.stream] = access
         if isinstance(memory, Block):
-            memory.uses[stream] = access
+            memory.uses[access.stream] = access
 
     def record_stream(self, tensor: Tensor, stream: FakeStream) -> None:
         """The allocator is told of a stream."""
@@ -732,11 +709,10 @@ class Mode(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             result = func(*args, **kwargs)
             if torch.is_grad_enabled():
-                leaves = [
+                operands = [
                     leaf for leaf in _tensors_of([*args, *kwargs.values()]) if leaf.requires_grad and leaf.is_leaf
                 ]
-                if leaves:
-                    self._detector.here.note_leaves(leaves)
+                self._detector.here.note_leaves(operands)
             if not func.is_view:
                 self._detector.note(func, args, kwargs, result)
         return result
@@ -808,16 +784,14 @@ def _tensors_of(value: Any) -> list[Tensor]:
     return []
 
 
-def _key_of_storage(tensor: Tensor) -> int | None:
-    """What tells memory apart; None if a tensor has none of its own."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+def _is_any(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    key = tensor.untyped_storage()._cdata
+    return any(other.layout is torch.strided and other.untyped_storage()._cdata == key for other in others)
 
 
-def _later(uses: dict[str, Access], clocks: Iterable[Clock]) -> dict[str, Access]:
-    """The uses that may not be over, by none of some clocks."""
-    for clock in clocks:
-        uses = {name: use for name, use in uses.items() if clock.get(name, 0) < use.tick}
-    return uses
+def _later(uses: dict[str, Access], clock: Clock) -> dict[str, Access]:
+    """The uses that may not be over."""
+    return {name: use for name, use in uses.items() if clock.get(name, 0) < use.tick}
 
 
 def _callers(frame: Any) -> Iterator[str]:
