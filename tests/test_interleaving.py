@@ -450,6 +450,18 @@ def test_a_step_in_which_that_shows_late_is_run_again(does: Any, kind: Any) -> N
     assert_same_training(Net(kind(does)), samples(40), batch_size=8, updates=updates)
 
 
+@pytest.mark.parametrize(
+    "does", [lock_around_layers, semaphore_around_layers, condition_around_layers], ids=lambda does: does.__name__
+)
+def test_a_step_in_which_one_microbatch_first_waits_for_a_lock_of_another_is_run_again(
+    does: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Semaphores and conditions kept it waiting for ever."""
+    monkeypatch.setattr("lightning_harmony.engine.lanes.lane._PATIENCE", 3)
+    monkeypatch.setattr("lightning_harmony.engine.lanes.lane._GLANCE_SECONDS", 0.05)
+    assert_same_training(Net(Later(does)), samples(40), batch_size=8, updates=["just in time"])
+
+
 def alarm(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
     signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
     return net.blocks(x)

@@ -311,17 +311,20 @@ class TestAbort:
 
 
 class _Interrupted:
-    """A lock whose next wait Ctrl-C ends, before the lane hands back or right after."""
+    """A lock whose next wait Ctrl-C ends, before the lane hands back or right after; not before its job has begun."""
 
-    def __init__(self, lock: Any, *, after: bool) -> None:
+    def __init__(self, lock: Any, *, after: bool, begun: threading.Event | None = None) -> None:
         self._lock = lock
+        self._begun = begun
         self._after = after
         self._armed = True
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if not blocking or not self._armed:
-            return self._lock.acquire(blocking)
+            return self._lock.acquire(blocking, timeout if blocking else -1)
         self._armed = False
+        if self._begun is not None:
+            self._begun.wait()
         if self._after:
             self._lock.acquire()
         raise KeyboardInterrupt
@@ -404,7 +407,7 @@ class TestLocks:
         monkeypatch.setattr(lane_module, "_PATIENCE", 3)
         monkeypatch.setattr(lane_module, "_GLANCE_SECONDS", 0.05)
 
-    @pytest.mark.parametrize("kind", [threading.Lock, threading.RLock])
+    @pytest.mark.parametrize("kind", [threading.Lock, threading.RLock, threading.Semaphore, threading.Condition])
     def test_a_lock_that_another_lane_holds_is_refused_and_lanes_can_be_used_again(
         self, pool: LanePool, kind: Callable[[], Any]
     ) -> None:
@@ -445,6 +448,48 @@ class TestLocks:
             run(pool, lanes[1])
         pool.abort()
         assert all(lane.finished for lane in lanes)
+
+    def test_a_lock_in_a_list_is_found(self, pool: LanePool) -> None:
+        locks = [threading.Lock(), threading.Lock()]
+
+        def job() -> None:
+            with locks[1]:
+                parking().park(None)
+
+        first, second = pool.lanes([job, job])
+        with pytest.raises(UnsupportedModelError, match="waits for a lock"):
+            run(pool, first, second, first)
+        pool.abort()
+        assert first.finished
+        assert second.finished
+
+    def test_ctrl_c_waits_for_no_lane_that_waits_for_something(
+        self, pool: LanePool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No lock is in it, and nothing tells how long the lane will wait."""
+        begun, told, done = threading.Event(), threading.Event(), list[str]()
+
+        def job() -> None:
+            begun.set()
+            told.wait()
+            done.append("told")
+            parking().park(None)
+            done.append("went on")
+
+        parked, waiting = pool.lanes([lambda: parking().park(None), job])
+        run(pool, parked)
+        monkeypatch.setattr(pool, "_back", _Interrupted(pool._back, after=False, begun=begun))
+        with pytest.raises(KeyboardInterrupt):
+            run(pool, waiting)
+        pool.abort()
+        assert parked.finished
+        assert in_lane(pool, lambda: 7) == 7
+        told.set()
+        waiting._thread.join(60)
+        assert not waiting._thread.is_alive()
+        # It unwinds where it would have parked.
+        assert done == ["told"]
+        assert in_lane(pool, lambda: 7) == 7
 
     def test_a_lock_that_another_thread_holds_for_a_while_is_waited_for(self, pool: LanePool) -> None:
         """One of a thread of the user's, where no lane can be what holds it; a queue and a thread, with a lock of its own."""

@@ -22,9 +22,9 @@ from lightning_harmony.errors import UnsupportedModelError
 # Of a lane: an evaluation before the fit, steps that are measured, and the first one by the plan.
 NUM_FIRST_JOBS = 4
 # How often the lane that has the baton is looked at, and how often it must have been seen to wait for a lock: in a step, and
-# where lanes are unwound.
+# where lanes are unwound. There, how often it may compute nothing: who presses Ctrl-C waits for no other thread.
 _GLANCE_SECONDS = 0.5
-_PATIENCE, _LITTLE_PATIENCE = 60, 2
+_PATIENCE, _LITTLE_PATIENCE, _STILLNESS = 60, 2, 4
 
 _local = threading.local()
 
@@ -276,14 +276,13 @@ class LanePool:
             lane.abort()
         # Whatever a lane is within, it leaves, and sets what it found there.
         state = ProcessState.capture()
-        waits_for_lock = self._wait(_LITTLE_PATIENCE) is not None
-        # Who holds the lock is among those that are unwound now.
-        waiting, self._holder = self._holder if waits_for_lock else None, None
+        stuck = self._stuck(self._wait(_LITTLE_PATIENCE, _STILLNESS))
+        # Who holds the lock that one waits for is among those that are unwound now.
         for lane in self._lanes:
-            while lane is not waiting and not lane.finished:
-                self._run_until_back(lane)
-        if waiting is not None:
-            self._end(waiting)
+            while lane not in stuck and not lane.finished:
+                stuck += self._stuck(self._run_until_back(lane, stillness=_STILLNESS))
+        for lane in stuck:
+            self._end(lane)
         state.enter()
         self._error = None
 
@@ -308,24 +307,38 @@ class LanePool:
         self._holder, self._left = to, state
         (self._back if to is None else to.go).release()
 
-    def _run_until_back(self, lane: Lane, patience: float = inf) -> str | None:
+    def _stuck(self, where: str | None) -> list[Lane]:
+        """The lane that has the baton, if it was seen to wait somewhere. Nobody has it from now on."""
+        holder, self._holder = self._holder, None
+        return [] if where is None or holder is None else [holder]
+
+    def _run_until_back(self, lane: Lane, patience: float = inf, stillness: float = inf) -> str | None:
         # What came back when nobody waited any more.
         self._back.acquire(blocking=False)
         self._give(lane)
-        return self._wait(patience)
+        return self._wait(patience, stillness)
 
-    def _wait(self, patience: float) -> str | None:
-        """Wait until the baton is back, or until who has it was seen to wait for a lock so often; then where."""
+    def _wait(self, patience: float, stillness: float = inf) -> str | None:
+        """Wait until the baton is back.
+
+        Args:
+            patience: how often who has it may be seen to wait for a lock, while another lane may hold that.
+            stillness: how often it may be seen to compute nothing.
+
+        Returns:
+            Where it is, if it was seen so too often.
+        """
         watch = LockWatch()
         while (holder := self._holder) is not None:
             if not self._back.acquire(timeout=_GLANCE_SECONDS):
                 holder.look(watch)
-                if watch.times >= patience and any(lane is not holder and not lane.finished for lane in self._lanes):
+                others = any(lane is not holder and not lane.finished for lane in self._lanes)
+                if watch.still >= stillness or (watch.times >= patience and others):
                     return watch.where
         return None
 
     def _end(self, waiting: Lane) -> None:
-        """Let a lane end that waited for a lock. One that still waits, as its holder has not released it, is given up."""
+        """Let a lane end that waited for something. One that still waits is given up."""
         for _ in range(_LITTLE_PATIENCE):
             if waiting.finished:
                 return

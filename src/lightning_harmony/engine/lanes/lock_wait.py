@@ -7,29 +7,32 @@ import inspect
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 from torch import nn
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
+# Containers of more are data.
+_FEW = 64
 
 
 class LockWatch:
-    """Looks at a thread now and then, whether it waits for a lock.
+    """Looks at a thread now and then, whether it waits for a lock, or for anything.
 
     Nobody can ask a thread what it waits for. But one that computes nothing and stays in a line that names a lock that is
-    held waits for that. What waits to be told something, as at a queue or for the end of a thread, waits for no lock, nor does
-    what is ours.
+    held waits for that; so does one within a semaphore or a condition that it wants to have. What waits to be told something,
+    as at a queue or for the end of a thread, waits for no lock, nor does what is ours.
 
     Attributes:
-        times: how often in a row it was seen to wait for the same.
+        times: how often in a row it was seen to wait for the same lock.
+        still: how often in a row it was seen where it had been, and had computed nothing.
         where: the line of code, in words.
     """
 
     def __init__(self) -> None:
-        self.times = 0
+        self.times = self.still = 0
         self.where = ""
         self._seen: tuple[int, int, float] | None = None
 
@@ -41,19 +44,39 @@ class LockWatch:
         computed = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
         before, self._seen = self._seen, (id(frame), frame.f_lasti, computed)
         # The rest takes longer, and most threads that are looked at compute.
-        if before != self._seen or not _waits_for_lock(frame):
-            self.times = 0
+        if before != self._seen:
+            self.times = self.still = 0
             return
-        self.times += 1
+        self.still += 1
+        self.times = self.times + 1 if _waits_for_lock(frame) else 0
+        while frame.f_back is not None and _module_of(frame) == "threading":
+            frame = frame.f_back
         code = frame.f_code
         self.where = f'in {code.co_name}, file "{code.co_filename}", line {frame.f_lineno}'
 
 
 def _waits_for_lock(frame: FrameType) -> bool:
-    module = str(frame.f_globals.get("__name__"))
-    if module == "threading" or module.startswith("lightning_harmony."):
+    if _module_of(frame) == "threading":
+        return _wants_to_have(frame)
+    if _module_of(frame).startswith("lightning_harmony."):
         return False
     return any(repr(lock).startswith("<locked") for lock in _locks_named(frame))
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+def _wants_to_have(frame: FrameType | None) -> bool:
+    """Whether a frame of `threading` is within a semaphore or a condition that is wanted, and not told something by it."""
+    while frame is not None and _module_of(frame) == "threading":
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, threading.Semaphore) and frame.f_code.co_name == "acquire":
+            return True
+        if isinstance(owner, threading.Condition) and frame.f_code.co_name == "__enter__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _locks_named(frame: FrameType) -> Iterator[Any]:
@@ -71,7 +94,15 @@ def _locks_named(frame: FrameType) -> Iterator[Any]:
     for _ in names:
         attributes = [_attribute(owner, name) for owner in found.values() for name in names]
         found |= {id(attribute): attribute for attribute in attributes if attribute is not None}
-    return (value for value in found.values() if isinstance(value, _LOCKS))
+    for value in found.values():
+        yield from (each for each in _items(value) if isinstance(each, _LOCKS))
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """A value, or what a container of few has."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return value if isinstance(value, list | tuple) and len(value) <= _FEW else (value,)
 
 
 def _attribute(owner: Any, name: str) -> Any:
