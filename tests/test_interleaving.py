@@ -75,6 +75,20 @@ def number_on_the_module(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
     return net.blocks(x) * net.factor
 
 
+def number_put_back(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    net.factor = mean_of(y)
+    x = net.blocks(x) * net.factor
+    net.factor = 1.0
+    return x
+
+
+def number_of_an_object_put_back(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    net.helper.factor = mean_of(y)
+    x = net.blocks(x) * net.helper.factor
+    net.helper.factor = 1.0
+    return x
+
+
 def number_in_a_dict(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
     net.by_name["factor"] = mean_of(y)
     return net.blocks(x) * net.by_name["factor"]
@@ -204,7 +218,8 @@ def condition_around_layers(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
 
 
 HAZARDS = [
-    number_on_the_module, number_in_a_dict, function_in_a_dict, number_on_an_object, tensor_on_an_object,
+    number_on_the_module, number_put_back, number_of_an_object_put_back,
+    number_in_a_dict, function_in_a_dict, number_on_an_object, tensor_on_an_object,
     count_on_an_object, number_for_a_part, array_in_place, tensor_in_place, array_in_place_behind, tensor_in_place_behind,
     random_before_and_behind,
     numpy_generator_between, torch_generator_between, environment, lock_around_layers, global_lock_around_layers,
@@ -421,7 +436,23 @@ class Draws(Later):
         return Draws(self.does)
 
 
+class DrawsBehind(Later):
+    """Draws behind its last layer in each step."""
+
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().run(x, y) * self.random.random()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DrawsBehind:
+        torch.manual_seed(0)
+        return DrawsBehind(self.does)
+
+
+def random_before_the_layers(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    return net.blocks(x * net.random.random())
+
+
 LATE = [
+    random_before_the_layers,
     number_on_the_module,
     number_in_a_dict,
     number_on_an_object,
@@ -433,6 +464,8 @@ LATE = [
     random_before_all_layers,
     environment,
     default_dtype_for_good,
+    number_put_back,
+    number_of_an_object_put_back,
     array_in_place,
     tensor_in_place,
     array_in_place_behind,
@@ -442,7 +475,9 @@ LATE = [
 
 @pytest.mark.parametrize(
     ("does", "kind"),
-    in_turns(LATE, [(Later,), (WithStatistics,), (WithStatisticsOfNoLayer,), (WithLateStatistics,), (Draws,)]),
+    in_turns(
+        LATE, [(Later,), (WithStatistics,), (WithStatisticsOfNoLayer,), (WithLateStatistics,), (Draws,), (DrawsBehind,)]
+    ),
     ids=lambda value: value.__name__,
 )
 def test_a_step_in_which_that_shows_late_is_run_again(does: Any, kind: Any) -> None:

@@ -372,6 +372,7 @@ class StrategyMixin(OneProcess):
         except Exception as error:
             raise error.with_traceback(tracebacks.of_user(error))  # noqa: B904
 
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Before the loss is scaled, see to it that gradients can be unscaled where they are."""
         if self._in_memory is None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,10 +19,18 @@ from lightning_harmony.engine.model.derived import OutOfReach
 from lightning_harmony.engine.structures.containers import copied_content, have_same_content
 from lightning_harmony.microbatches.held_state import Held, Kind, held_by
 
+_PASSED_BY = frozenset((__name__.partition(".")[0], "torch", "threading", "lightning", "pytorch_lightning"))
 MISSING = object()
 NUMBERS = (int, float)
 # In place of a name: all of a list, set or dict.
 ALL = object()
+
+
+class Draws(Enum):
+    """When a microbatch draws from a generator, so that those that take turns draw in their order."""
+
+    BEFORE_LAYERS = auto()
+    BEHIND_LAYERS = auto()
 
 
 @dataclass
@@ -32,7 +43,7 @@ class KnownChanges:
         growing: the lists and sets that each microbatch adds to.
         passed_on: those of them that it adds to between two layer calls alone: the next one finds there what it left.
         harmless: by place, what may be changed in any order, as nothing is called behind it.
-        drawn: the generators from which each microbatch draws before its first layer alone, by place and name.
+        drawn: by place and name, when each microbatch draws from a generator.
     """
 
     places: set[str] = field(default_factory=set)
@@ -40,7 +51,7 @@ class KnownChanges:
     growing: set[str] = field(default_factory=set)
     passed_on: set[str] = field(default_factory=set)
     harmless: dict[str, set[Any]] = field(default_factory=dict)
-    drawn: set[tuple[str, Any]] = field(default_factory=set)
+    drawn: dict[tuple[str, Any], Draws] = field(default_factory=dict)
 
 
 class _Space:
@@ -113,6 +124,18 @@ class _Space:
         if not isinstance(self.content, dict):
             return [] if self.own else [None]
         return [name for name in {**self.base, **self.content} if self._is_late(name, ran)]
+
+    def foreign(self, *, is_watched: bool) -> list[Any]:
+        """The names of what is changed now, and not what a microbatch is known to have of its own.
+
+        Args:
+            is_watched: whether lanes switch what they have here.
+        """
+        late = self.late(())
+        if not is_watched or not isinstance(self.content, dict):
+            return [] if is_watched else late
+        values = [(name, self.content.get(name, MISSING)) for name in late if name not in self.counters]
+        return [name for name, value in values if not is_switched(self.kind, name, value, self._base_of(name))]
 
     def _is_late(self, name: Any, ran: Collection[int]) -> bool:
         before, now = self._base_of(name), self.content.get(name, MISSING)
@@ -198,7 +221,8 @@ class LaneAttributes:
     begun. A number that counts is what it would be if all microbatches before had ended. In the end all is what the last
     microbatch left; lists to which all have only added hold what each added.
 
-    To look at all modules in every turn would take its time: looked at is what is known to change. `late` tells the rest.
+    To look at all modules in every turn would take its time: looked at is what is known to change, and the first arguments of
+    the functions that wait for a layer, such as the module whose forward calls it. `late` tells what else has changed.
 
     Args:
         model: its modules, whenever a step begins.
@@ -211,8 +235,11 @@ class LaneAttributes:
         self._of_layers: dict[str, set[str]] = {}
         self._spaces: list[_Space] = []
         self._watched: list[_Space] = []
+        # By the attributes of a module, or of an object: the places in it.
+        self._places_in: dict[int, list[_Space]] = {}
         self._current: int | None = None
         self._ran: set[int] = set()
+        self._seen_late: list[str] = []
 
     def begin(self) -> None:
         """A step begins; one that did not come to its end is over."""
@@ -222,17 +249,36 @@ class LaneAttributes:
             for held in held_by(self._model, self._others)
         ]
         self._watched = [space for space in self._spaces if space.name in self._known.places]
+        self._places_in = {}
+        of_module: list[_Space] = []
+        for space in self._spaces:
+            if space.kind is Kind.MODULE:
+                of_module = []
+            of_module.append(space)
+            self._places_in[id(space.content)] = of_module if space.kind is Kind.MODULE else [space]
 
     def switch(self, microbatch: int) -> None:
-        """From now on a microbatch runs."""
+        """From now on a microbatch runs. Called in the thread of the one that had its turn before."""
         if microbatch == self._current:
             return
+        if self._current is not None and not self._seen_late:
+            self._look_at(waiting_for(sys._getframe(1)))
         for space in self._watched:
             if self._current is not None:
                 space.leave(self._current)
             space.enter(microbatch)
         self._current = microbatch
         self._ran.add(microbatch)
+
+    def _look_at(self, objects: Iterable[Any]) -> None:
+        """Note what is changed in some objects, which may be put back before the step ends."""
+        # Several functions of one module may wait.
+        for key in {id(getattr(each, "__dict__", None)) for each in objects}:
+            for space in self._places_in.get(key, ()):
+                # Most are hooks that there are none of.
+                if not (space.content or space.base):
+                    continue
+                self._seen_late += _named(space, space.foreign(is_watched=space.name in self._known.places))
 
     def set_by_layer(self, attributes: dict[str, Any], names: set[str]) -> None:
         """The own code of a layer has set these of a module's attributes: one microbatch after the other comes there."""
@@ -249,10 +295,10 @@ class LaneAttributes:
             # What the last one leaves, as all that is not switched.
             for microbatch in sorted(self._ran):
                 space.enter(microbatch)
-        late = [(space.name, name) for space in self._spaces for name in space.late(self._ran)]
+        late = [text for space in self._spaces for text in _named(space, space.late(self._ran))]
         for space in self._watched:
             space.enter(self._current)
-        return [place if name is None else f"{place}.{name}" if place else str(name) for place, name in late]
+        return self._seen_late + late
 
     def undo(self) -> None:
         """What the step has changed is what it was before."""
@@ -269,4 +315,28 @@ class LaneAttributes:
         self._forget()
 
     def _forget(self) -> None:
-        self._spaces, self._watched, self._current, self._ran = [], [], None, set()
+        self._spaces, self._watched, self._places_in = [], [], {}
+        self._current, self._ran, self._seen_late = None, set(), []
+
+
+def _named(space: _Space, names: Iterable[Any]) -> list[str]:
+    """What has changed in a place, in words."""
+    place = space.name
+    return [place if name is None else f"{place}.{name}" if place else str(name) for name in names]
+
+
+def waiting_for(frame: FrameType | None) -> Iterator[Any]:
+    """The first arguments of the functions that wait for a frame, but for those of torch and of this package."""
+    while frame is not None:
+        code = frame.f_code
+        is_passed_by = _passed_by.get(code.co_filename)
+        if is_passed_by is None:
+            is_passed_by = str(frame.f_globals.get("__name__")).partition(".")[0] in _PASSED_BY
+            _passed_by[code.co_filename] = is_passed_by
+        if code.co_argcount and not is_passed_by:
+            yield frame.f_locals.get(code.co_varnames[0])
+        frame = frame.f_back
+
+
+# By files: code objects are hashed by all that is in them.
+_passed_by: dict[str, bool] = {}

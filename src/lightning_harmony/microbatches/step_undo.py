@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torchmetrics import Metric
 from lightning_harmony.engine.model.attributes import restore_of_generator
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.microbatches.held_state import held_by, mark_of, marked_in, state_of_generator
+from lightning_harmony.microbatches.lane_attributes import Draws
 from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED
 from lightning_harmony.microbatches.snapshot import undo_of_array, undo_of_tensor
 from lightning_harmony.setup import compat
@@ -81,7 +82,7 @@ class Undo:
         model: whose step it is.
         others: what else it may change, with its names.
         changing: the buffers that steps were seen to change, by their identity.
-        drawn: the generators from which microbatches draw before their first layers alone, by place and name.
+        drawn: by place and name, when microbatches draw from a generator.
     """
 
     def __init__(
@@ -89,18 +90,23 @@ class Undo:
         model: nn.Module,
         others: Sequence[tuple[str, Any]],
         changing: set[int],
-        drawn: Collection[tuple[str, Any]],
+        drawn: Mapping[tuple[str, Any], Draws],
     ) -> None:
         self._settings = [setting.get() for setting in NOT_SWITCHED]
-        # Generators from which microbatches draw before their first layers, and what nothing changes.
-        self._drawn: list[_Marked] = []
+        # Generators from which microbatches draw, and what nothing changes.
+        self._drawn: list[tuple[_Marked, Draws]] = []
         self._marked: list[_Marked] = []
         for held in held_by(model, others):
             for name, value, mark in marked_in(held):
-                marked = _Marked(held.name, value, mark)
-                (self._drawn if (held.name, name) in drawn else self._marked).append(marked)
+                marked, when = _Marked(held.name, value, mark), drawn.get((held.name, name))
+                if when is None:
+                    self._marked.append(marked)
+                else:
+                    self._drawn.append((marked, when))
         self._microbatch: int | None = None
+        # The microbatches that have begun, and those that have drawn what they draw behind their last layers.
         self._begun: set[int | None] = set()
+        self._done: dict[int | None, _Marked] = {}
         self._late: str | None = None
         self._versions = Versions(model)
         kept = [buffer for buffer in model.buffers() if _is_kept(buffer, changing)]
@@ -119,12 +125,18 @@ class Undo:
         """A microbatch has its turn: the one before has ended."""
         self._end_turn()
         self._microbatch = microbatch
+        if microbatch in self._done:
+            self._late = self._late or str(self._done[microbatch])
 
     def _end_turn(self) -> None:
-        """See whether a turn has drawn that was not its microbatch's first one."""
-        drawn = [each for each in self._drawn if each.is_changed()]
-        if drawn and self._microbatch in self._begun:
-            self._late = self._late or str(drawn[0])
+        """See whether a turn has drawn that was not its microbatch's first one, or not its last one."""
+        for each, when in self._drawn:
+            if not each.is_changed():
+                continue
+            if when is Draws.BEHIND_LAYERS:
+                self._done[self._microbatch] = each
+            elif self._microbatch in self._begun:
+                self._late = self._late or str(each)
         self._begun.add(self._microbatch)
 
     def late(self) -> str | None:
@@ -140,7 +152,7 @@ class Undo:
         for setting, before in zip(NOT_SWITCHED, self._settings, strict=True):
             if setting.get() != before:
                 setting.set(before)
-        if not all(each.restore() for each in (*self._marked, *self._drawn)):
+        if not all(each.restore() for each in (*self._marked, *(each for each, _ in self._drawn))):
             return False
         if not self._versions.changed() <= self._kept:
             return False

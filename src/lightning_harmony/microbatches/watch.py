@@ -28,6 +28,7 @@ from lightning_harmony.microbatches.lane_attributes import (
     ALL,
     MISSING,
     NUMBERS,
+    Draws,
     KnownChanges,
     has_tensors,
     is_switched,
@@ -75,7 +76,7 @@ class _Seen:
         shrank: the lists and sets that did not only grow.
         lengths: of those that did, the lengths that the second microbatch saw.
         tells_apart: what lanes switch.
-        drawn: the generators from which microbatches draw before their first layers alone, by place and name.
+        drawn: by place and name, when microbatches draw from a generator.
     """
 
     at_calls: dict[tuple[str, Any], str] = field(default_factory=dict)
@@ -85,7 +86,7 @@ class _Seen:
     shrank: set[str] = field(default_factory=set)
     lengths: dict[str, set[int]] = field(default_factory=dict)
     tells_apart: set[tuple[str, Any]] = field(default_factory=set)
-    drawn: set[tuple[str, Any]] = field(default_factory=set)
+    drawn: dict[tuple[str, Any], Draws] = field(default_factory=dict)
 
 
 class Watch:
@@ -180,10 +181,12 @@ class Watch:
         if state_of_generator(value) is None:
             # The next microbatch may read it before its first layer, where it would not be changed yet.
             self._note(f"a {type(value).__name__} held by {each.held.name!r} is changed in place", end)
-        elif self._drawn.get(id(value), mark) == now:
-            self.seen.drawn.add((each.held.name, name))
-        else:
+            return
+        first = self._drawn.get(id(value), mark)
+        if first not in (mark, now):
             self._note_drawn(each, end)
+        else:
+            self.seen.drawn[each.held.name, name] = Draws.BEFORE_LAYERS if first == now else Draws.BEHIND_LAYERS
 
     def _note_drawn(self, each: _Watched, where: str) -> None:
         self._note(f"a generator of random numbers, held by {each.held.name!r}, is drawn from again", where)
@@ -244,7 +247,7 @@ class Watch:
                     known.places.add(place)
                     known.counters.setdefault(place, {})[name] = steps[0]
         self._conclude_ends(known)
-        known.drawn |= seen.drawn
+        known.drawn.update(seen.drawn)
         return seen.hazard
 
     def _conclude_ends(self, known: KnownChanges) -> None:

@@ -115,7 +115,7 @@ class Recompute:
             leaves = self._arguments.leaves
         else:
             inputs = [each.load() for each in self._inputs]
-            residency.device.hand_out([tensor for tensor in inputs if tensor.layout is torch.strided])
+            self._use(inputs, residency)
             if self._layer.changes_inputs:
                 # Leaves may not be changed in place, nor what is in the stash.
                 inputs = [tensor.clone() for tensor in inputs]
@@ -131,6 +131,11 @@ class Recompute:
                 return self._ambient.run(own, *args, **kwargs)
         finally:
             now.restore(device)
+
+    @staticmethod
+    def _use(tensors: Sequence[Tensor], residency: Residency) -> None:
+        """The layer reads these: where lanes have streams of their own, it is not theirs on which these were made."""
+        residency.device.hand_out([tensor for tensor in tensors if tensor.layout is torch.strided])
 
     def forget_inputs(self) -> None:
         """It runs no more."""
