@@ -137,7 +137,7 @@ class FakeStream:
 
     def synchronize(self) -> None:
         """The host waits."""
-        self.detector.here.clock.join(self.clock)
+        self.detector.wait_for(self.clock)
 
 
 @dataclass
@@ -176,7 +176,7 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         """The host waits."""
-        self.detector.here.clock.join(self.clock)
+        self.detector.wait_for(self.clock)
 
     def query(self) -> bool:
         """Whether the host knows that it has happened."""
@@ -476,6 +476,8 @@ class Detector:
         self._registered: list[tuple[int, int]] = []
         self._granules: dict[int, Memory] = {}
         self._lock = threading.RLock()
+        # Up to where a thread has waited for each stream.
+        self._over = Clock()
 
     @staticmethod
     def active() -> Detector:
@@ -517,6 +519,12 @@ class Detector:
         """Whether a wait is one of those that are not made."""
         return bool(self._left_out) and any(name in self._left_out for name in _callers(frame))
 
+    def wait_for(self, clock: Clock) -> None:
+        """The calling thread waits until so much is over."""
+        self.here.clock.join(clock)
+        with self._lock:
+            self._over.join(clock)
+
     # ---- what is where ---------------------------------------------------------------------------------------------------
 
     def block(self, tensor: Tensor) -> Block | None:
@@ -548,8 +556,11 @@ class Detector:
         with self._lock:
             block, _ = self._blocks.pop(key), self._storages.pop(key)
             self._allocated[block.pool.device.number] -= block.num_bytes
-        # The allocator waits for the streams that it was told of, and what the freeing thread has waited for is over.
-        known = self.here.clock.copy()
+        # The allocator waits for the streams that it was told of, and what a thread has waited for is over: whoever drops the
+        # last reference to a tensor does so behind those who have waited for its uses, and have dropped theirs.
+        with self._lock:
+            known = self._over.copy()
+        known.join(self.here.clock)
         for each in block.recorded:
             known.join(each.clock)
         uses = {**block.before, **block.uses}
