@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from typing import Any
 
 from torch import nn
@@ -120,7 +121,7 @@ class Interleaving:
         # Larger microbatches than ever before run one after the other.
         watch = Watch(self._model, self._others)
         engine.notify(on_switch=switch, on_set=self._attributes.set_by_layer, watch=watch)
-        with logs:
+        with logs, closing(watch):
             forward(True)
             if not engine.is_sequential:
                 late = self._attributes.late()
@@ -142,7 +143,7 @@ class Interleaving:
         watch = Watch(self._model, self._others) if self.hazard is None else None
         before = Versions(self._model) if watch is not None else None
         self._engine.notify(on_switch=switch, watch=watch)
-        with logs:
+        with logs, nullcontext() if watch is None else closing(watch):
             forward(False)
         if watch is not None and before is not None:
             self._changing |= before.changed()

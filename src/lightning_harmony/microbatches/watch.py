@@ -12,10 +12,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_harmony.engine.lanes.ambient import OF_PROCESS
 from lightning_harmony.engine.structures.containers import copied_content, have_same_content
+from lightning_harmony.microbatches.carried_state import CarriedState, Found
 from lightning_harmony.microbatches.held_state import Held, Kind, held_by, is_held, mark_of, state_of_generator
 from lightning_harmony.microbatches.lane_attributes import (
     ALL,
@@ -103,6 +104,7 @@ class Watch:
         self._drawn: dict[int, Any] = {}
         self._microbatch = -1
         self._calls = 0
+        self._carried = CarriedState(model)
         self._began = time.perf_counter()
         self._spent = 0.0
 
@@ -114,9 +116,12 @@ class Watch:
             self._settings = {name: get() for name, get in _OTHER_SETTINGS.items()}
             self._registered = [kind.get() for kind in OF_PROCESS]
             self._drawn = {}
+            self._carried.begin([(each.held, each.begun) for each in self._watched])
 
     def at_call(self, layer: str) -> None:
         """The microbatch calls a layer."""
+        with self._timed():
+            self._carried.at_call()
         is_due = self._microbatch == 1 or self._spent <= _SHARE * (time.perf_counter() - self._began)
         self._calls += 1
         if self._microbatch < 1 or not is_due:
@@ -134,9 +139,14 @@ class Watch:
                 for lock in _locks_held(sys._getframe(1)):
                     self._note_hazard(f"a lock is held ({lock})", layer)
 
+    def note_compiled(self, given: Sequence[Tensor]) -> None:
+        """It calls a compiled layer with tensors."""
+        self._carried.note_compiled(given)
+
     def end(self) -> None:
         """The microbatch has ended."""
         with self._timed():
+            self._carried.end()
             for each in self._watched:
                 for name in each.changed():
                     self._note_end(each, name)
@@ -234,7 +244,27 @@ class Watch:
                     known.places.add(place)
                     known.counters.setdefault(place, {})[name] = steps[0]
         self._conclude_ends(known)
+        for found in self._carried.conclude():
+            if found.name in known.counters.get(found.held.name, ()):
+                # Lanes tell how far one is.
+                continue
+            if found.is_apart or not self._comes_in_order(found, known):
+                what = _what(found.held, found.name)
+                seen.hazard = seen.hazard or f"{what} passes something on from one microbatch to the next"
         return seen.hazard
+
+    def close(self) -> None:
+        """The step is over, as far as it came."""
+        self._carried.close()
+
+    def _comes_in_order(self, found: Found, known: KnownChanges) -> bool:
+        """Whether microbatches that take turns find what the one before has left, between the same two calls."""
+        place, name = found.held.name, found.name
+        if (place, name) not in self.seen.at_calls:
+            return True
+        if name is ALL:
+            return place in known.passed_on
+        return found.held.kind is Kind.MODULE and has_tensors([found.held.content.get(name), *found.begun])
 
     def _conclude_ends(self, known: KnownChanges) -> None:
         """Note what is changed behind the last call of a layer alone."""

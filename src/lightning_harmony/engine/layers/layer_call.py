@@ -34,7 +34,7 @@ from lightning_harmony.engine.model.layer import (
 )
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import detached
-from lightning_harmony.engine.structures.tree import flatten
+from lightning_harmony.engine.structures.tree import flatten, tensors_of
 from lightning_harmony.engine.updates.requested_gradients import requested_gradients
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
@@ -83,8 +83,8 @@ class Runtime(Protocol):
     def differentiating(self, residency: Residency) -> AbstractContextManager[None]:
         """The context in which a backward runs through a layer, from node to node."""
 
-    def compiling(self) -> AbstractContextManager[None]:
-        """The context of a compiled layer."""
+    def compiling(self, given: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """The context of a compiled layer that is called with tensors."""
 
     def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
         """What a layer does with its weights, if that isn't known yet: the watch, to be active during its call."""
@@ -308,7 +308,7 @@ class LayerCall:
             with reaching, own_code_of(self.layer):
                 if not self._is_compiled:
                     return self._original(*args, **kwargs)
-                with self.runtime.compiling():
+                with self.runtime.compiling(tensors_of(*args, *kwargs.values())):
                     return self.residency.device.run_compiled(self._original, args, kwargs)
         except DataAssignedError as error:
             raise UnsupportedModelError(changes_data(self.layer)) from error

@@ -260,7 +260,7 @@ class _Rehearsal:
         """Nothing changes."""
         return nullcontext()
 
-    def compiling(self) -> AbstractContextManager[None]:
+    def compiling(self, given: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Nothing changes."""
         return nullcontext()
 

@@ -186,8 +186,14 @@ class Runtime:
             yield
         transfers.refuse_changed()
 
-    def compiling(self) -> AbstractContextManager[None]:
-        """The context of a compiled layer, whatever becomes of compiled code around it."""
+    def compiling(self, given: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """The context of a compiled layer, whatever becomes of compiled code around it.
+
+        Args:
+            given: what the layer is called with.
+        """
+        if self._step.watch is not None:
+            self._step.watch.note_compiled(given)
         return torch.compiler.set_stance("default") if len(self._devices) > 1 else nullcontext()
 
     def _current_glue(self) -> OneDevice | None:

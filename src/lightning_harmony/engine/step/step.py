@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from lightning_harmony.engine.lanes.lane import AnyLane, current_lane
 from lightning_harmony.engine.model.pack import SwappedPack
 from lightning_harmony.engine.step.turns import LaneProgress, Turns
@@ -21,6 +23,9 @@ class StepWatch(Protocol):
 
     def at_call(self, layer: str) -> None:
         """It calls a layer."""
+
+    def note_compiled(self, given: Sequence[Tensor]) -> None:
+        """It calls a compiled layer with tensors."""
 
     def end(self) -> None:
         """It has ended."""
