@@ -130,6 +130,8 @@ class Interleaving:
                 buffer = engine.buffer_of_several_visits()
                 if buffer is not None:
                     raise _Unsafe(f"{buffer} is changed")
+                if engine.read_buffer() is not None:
+                    raise _Unsafe(f"{engine.read_buffer()} is read outside of its layer")
         if engine.is_sequential:
             self._conclude(watch, len(sizes))
 
@@ -151,11 +153,15 @@ class Interleaving:
 
     def _conclude(self, watch: Watch, num_microbatches: int) -> None:
         hazard, buffer = watch.conclude(self._known, num_microbatches), self._engine.buffer_of_several_visits()
+        read = self._engine.read_buffer()
         self._is_shown = True
         if hazard is not None:
             self._refuse_turns(hazard, num_microbatches)
         elif buffer is not None:
             self._refuse_buffer(buffer, num_microbatches)
+        elif read is not None:
+            found = f"{read} is read outside of its layer, where others that took turns would have changed it"
+            self.end(found, num_microbatches, "return it from the layer's call")
 
     def _refuse_buffer(self, buffer: str, num_microbatches: int) -> None:
         changed = f"{buffer} is changed in one call, and found so in a later one"

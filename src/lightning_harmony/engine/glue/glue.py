@@ -101,7 +101,7 @@ class StandIn(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what needs no element, and swap the parameter in for the rest."""
         kwargs = kwargs or {}
-        if func in _ANSWERED:
+        if func in ANSWERED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _DETACHING:
@@ -144,14 +144,15 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
 
 
-_ANSWERED = _getters(
+# What needs no element.
+ANSWERED = _getters(
     "device", "dtype", "shape", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse",
     "is_quantized", "is_nested", "is_mkldnn", "names", "grad", "grad_fn", "itemsize", "nbytes", "_version",
     "is_mps", "is_xpu", "is_sparse_csr", "is_vulkan", "is_xla", "retains_grad", "_base", "output_nr",
 ) | {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.__len__, Tensor.__hash__, Tensor.get_device,
-    Tensor.is_contiguous, Tensor.storage_offset, torch.is_floating_point, torch.is_complex, torch.numel,
+    Tensor.is_contiguous, Tensor.storage_offset, Tensor.is_inference, torch.is_floating_point, torch.is_complex, torch.numel,
 }  # fmt: skip
 _DETACHING = {*_getters("data"), Tensor.detach}
 _REFUSED = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +26,7 @@ from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.memory.tensor_class import TensorClass, parameter_like
 from lightning_harmony.engine.model.host_store import begins_in, lies_in
 from lightning_harmony.engine.model.layer import (
+    BufferKey,
     DataAssignedError,
     SwappedLayer,
     changes_data,
@@ -66,6 +67,9 @@ class Runtime(Protocol):
 
     def calling(self) -> AbstractContextManager[None]:
         """The context of a layer's call."""
+
+    def show_changed_buffers(self, layer: SwappedLayer, residency: Residency, keys: Collection[BufferKey]) -> None:
+        """The code between layers is to see what a layer has left in these of its buffers."""
 
     def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
         """A layer's own code has set some of the attributes of a module."""
@@ -204,6 +208,7 @@ class LayerCall:
         if with_graph:
             self._note_inputs(inputs)
         changed = self._buffers.take_over(residency, left)
+        self.runtime.show_changed_buffers(layer, residency, changed)
         if watch is not None and (self._objects is not None or not (changed or inputs.have_changed())):
             self._try_narrow(watch, flatten(result)[0])
         return self._owned(result)

@@ -57,6 +57,7 @@ class Step:
         fuses: whether a lane that comes to the fused packs goes through them to its loss and back.
         is_sequential: whether one microbatch runs after the other, in the caller's own thread.
         watch: watches its microbatches while one runs after the other.
+        read_buffer: the buffer of a layer that the code between layers has read, if it has, in words.
         in_backward: whether the gradient of its loss has come.
         granted: the turn that a lane has.
     """
@@ -68,6 +69,7 @@ class Step:
         self.fuses = False
         self.is_sequential = False
         self.watch: StepWatch | None = None
+        self.read_buffer: str | None = None
         self.in_backward = False
         self.granted: Grant | None = None
         self._progress: dict[AnyLane | None, LaneProgress] = {}
@@ -90,6 +92,8 @@ class Step:
             plan: what runs where.
             having_buffers: the packs whose layers have buffers, which they may change.
         """
+        if running:
+            self.read_buffer = None
         self._progress = {progress.lane: progress for progress in running}
         self.turns = Turns(running, plan, having_buffers, fuses=self.fuses)
 
