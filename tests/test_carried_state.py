@@ -200,6 +200,25 @@ class ABufferBehindTheLayers(Carries):
         return y * (1 + self.number)
 
 
+class Counts(nets.Block):
+    """A layer whose own code keeps something for its next call."""
+
+    flips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.flips = not self.flips
+        return super().forward(-x if self.flips else x)
+
+
+class WhatALayerLeavesToItself(Carries):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Counts() for _ in range(3)])
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
 class WhatIsMadeOnce(Carries):
     """A mask that the first batch makes, and all others find."""
 
@@ -218,7 +237,9 @@ class WhatIsWrittenBeforeItIsRead(Carries):
         return self.blocks(x) - self.tensor - self.by_name["mean"]
 
 
-IN_ORDER = [AMeanBetweenTwoLayers, ABufferBehindTheLayers, WhatIsMadeOnce, WhatIsWrittenBeforeItIsRead]
+IN_ORDER = [
+    AMeanBetweenTwoLayers, ABufferBehindTheLayers, WhatALayerLeavesToItself, WhatIsMadeOnce, WhatIsWrittenBeforeItIsRead,
+]  # fmt: skip
 
 
 @pytest.mark.devices(1, 2)

@@ -120,7 +120,12 @@ class Interleaving:
 
         # Larger microbatches than ever before run one after the other.
         watch = Watch(self._model, self._others)
-        engine.notify(on_switch=switch, on_set=self._attributes.set_by_layer, watch=watch)
+
+        def set_by_layer(attributes: dict[str, Any], names: set[str]) -> None:
+            self._attributes.set_by_layer(attributes, names)
+            watch.set_by_layer(attributes, names)
+
+        engine.notify(on_switch=switch, on_set=set_by_layer, watch=watch)
         with logs, closing(watch):
             forward(True)
             if not engine.is_sequential:
@@ -144,7 +149,7 @@ class Interleaving:
         # Once there is a hazard, nothing that is seen would let them take turns again.
         watch = Watch(self._model, self._others) if self.hazard is None else None
         before = Versions(self._model) if watch is not None else None
-        self._engine.notify(on_switch=switch, watch=watch)
+        self._engine.notify(on_switch=switch, on_set=None if watch is None else watch.set_by_layer, watch=watch)
         with logs, nullcontext() if watch is None else closing(watch):
             forward(False)
         if watch is not None and before is not None:

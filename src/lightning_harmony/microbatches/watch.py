@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -105,6 +106,7 @@ class Watch:
         self._microbatch = -1
         self._calls = 0
         self._carried = CarriedState(model)
+        self._of_layers: dict[int, set[str]] = defaultdict(set)
         self._began = time.perf_counter()
         self._spent = 0.0
 
@@ -142,6 +144,10 @@ class Watch:
     def note_compiled(self, given: Sequence[Tensor]) -> None:
         """It calls a compiled layer with tensors."""
         self._carried.note_compiled(given)
+
+    def set_by_layer(self, attributes: dict[str, Any], names: set[str]) -> None:
+        """The own code of a layer has set these of a module's attributes."""
+        self._of_layers[id(attributes)] |= names
 
     def end(self) -> None:
         """The microbatch has ended."""
@@ -264,6 +270,8 @@ class Watch:
             return True
         if name is ALL:
             return place in known.passed_on
+        if name in self._of_layers.get(id(found.held.content), ()):
+            return True
         return found.held.kind is Kind.MODULE and has_tensors([found.held.content.get(name), *found.begun])
 
     def _conclude_ends(self, known: KnownChanges) -> None:
