@@ -9,6 +9,7 @@ their order, do they find the same if they take turns.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -181,7 +182,8 @@ class CarriedState:
             before = self._begun.get(id(held.content), (held, {} if isinstance(begun, dict) else []))[1]
             if isinstance(begun, dict):
                 for name, value in begun.items():
-                    if id(value) in changed or not _is_same(value, before.get(name, MISSING)):
+                    is_new = not _is_same(value, before.get(name, MISSING)) and not _keeps_nothing(value)
+                    if id(value) in changed or is_new:
                         yield _found(held, name)
             elif any(id(value) in changed for value in begun) or not _are_same(list(begun), list(before)):
                 yield _found(held, ALL)
@@ -237,6 +239,11 @@ def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 def _is_same(one: Any, other: Any) -> bool:
     return one is other or (type(one) in _COMPARED and type(one) is type(other) and one == other)
+
+
+def _keeps_nothing(value: Any) -> bool:
+    """Whether it is a list of weak references, by which recurrent networks of torch tell whether their weights are others."""
+    return type(value) is list and bool(value) and all(isinstance(each, weakref.ref) for each in value)
 
 
 def _version_of(tensor: Tensor) -> int | None:
