@@ -224,8 +224,9 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
     unique = list({id(stand_in): stand_in for stand_in in stand_ins}.values())
     # One after the other: with several at a time, each is copied out of its residency.
     # And out of sight of transforms, such as torch.vmap: it is a constant to them.
+    copy = copy or len(unique) > 1 or not _keeps_what_is_saved()
     with temporarily_clear_interpreter_stack():
-        real = {id(s): _swapped_in(s, copy=copy or len(unique) > 1) for s in unique}
+        real = {id(s): _swapped_in(s, copy=copy) for s in unique}
     args, kwargs = tree_map_only(StandIn, lambda stand_in: real[id(stand_in)], (args, kwargs))
     versions = {key: tensor._version for key, tensor in real.items()}
     result = stand_ins[0]._runtime.on_one_device(func, args, kwargs)
@@ -238,6 +239,18 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
         return tensor.clone() if any(lies_in(held, weight) for weight in real.values()) else tensor
 
     return tree_map_only(Tensor, owned, result)
+
+
+def _keeps_what_is_saved() -> bool:
+    """Whether glue's hooks are given what autograd saves, or nothing is saved.
+
+    They are not in a backward, where an autograd function may run a graph of its own, and under others' hooks. A weight that
+    is saved there would be used when it is swapped out.
+    """
+    if not torch.is_grad_enabled():
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Glue)
 
 
 def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
