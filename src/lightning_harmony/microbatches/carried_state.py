@@ -238,7 +238,10 @@ def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) in _COMPARED and type(one) is type(other) and one == other)
+    if one is other or type(one) is not type(other):
+        return one is other
+    # A recompute in the backward makes tuples anew.
+    return _are_same(one, other) if type(one) is tuple else type(one) in _COMPARED and bool(one == other)
 
 
 def _keeps_nothing(value: Any) -> bool:
