@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
-from support.nets import WIDTH
+from support.nets import WIDTH, Language, tokens
 from support.same_training import Net, Update, assert_same_training, room, train_harmony
 from support.sampling import in_turns
 
@@ -216,3 +216,59 @@ def test_an_array_of_a_parameter_keeps_its_values() -> None:
     train_harmony(module, torch.randn(24, WIDTH), strategy, 8, with_gradients=False)
     assert arrays
     assert all((array == before).all() for array, before in arrays)
+
+
+class Reversible(torch.autograd.Function):
+    """As Reformer's: keeps the output alone, and has the inputs again in its backward, where it runs graphs of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
+        one, other = x.chunk(2, -1)
+        with torch.no_grad():
+            one = one + block.mixes(other)
+        ctx.save_for_backward(one, other)
+        ctx.block = block
+        return torch.cat([one, other], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        _, other = ctx.saved_tensors
+        of_one, of_other = gradient.chunk(2, -1)
+        with torch.enable_grad():
+            other = other.detach().requires_grad_()
+            ctx.block.mixes(other).backward(of_one)
+        return torch.cat([of_one, of_other + other.grad], -1), None
+
+
+class Mixes(nn.Module):
+    """Uses each of two weights by itself, one frozen, beside others that are used together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = nn.Linear(WIDTH // 2, WIDTH // 2, bias=False)
+        self.frozen = nn.Linear(WIDTH // 2, WIDTH // 2, bias=False).requires_grad_(False)
+        self.values = nn.Linear(WIDTH // 2, WIDTH // 2)
+
+    def mixes(self, x: Tensor) -> Tensor:
+        return self.values(self.keys(x).sigmoid() * self.frozen(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Reversible.apply(x, self)
+
+
+class ReversibleNet(Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixes() for _ in range(3))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = Reversible.apply(x, block)
+        return x
+
+
+@pytest.mark.parametrize("memory", [None, "16KiB"])
+def test_a_weight_that_a_graph_in_a_backward_saves_is_there_when_that_is_differentiated(memory: str | None) -> None:
+    torch.manual_seed(0)
+    samples = tokens(12, 7)
+    assert_same_training(Net(ReversibleNet()), samples, batch_size=4, num_microbatches=2, device_memory=memory)

@@ -26,6 +26,7 @@ from lightning_harmony import HarmonyStrategy
 from support import nets
 from support.same_training import Net, Update, assert_same_training, placed, room, trainer_for
 from support.sampling import in_turns
+from support.taking_turns import ONE_AFTER_THE_OTHER, samples, takes_turns
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -33,12 +34,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the loss of .* samples is"),
     pytest.mark.filterwarnings("ignore:.*normalize with the statistics of microbatches"),
 ]
-ONE_AFTER_THE_OTHER = "microbatches run one after the other"
-
-
-def samples(number: int = 24) -> torch.utils.data.TensorDataset:
-    torch.manual_seed(3)
-    return torch.utils.data.TensorDataset(torch.randn(number, nets.WIDTH), torch.randn(number, nets.WIDTH))
 
 
 class Blocks(nn.Module):
@@ -320,26 +315,6 @@ def test_what_a_step_keeps_while_layers_run_is_as_in_plain_lightning(does: Any) 
 )
 def test_what_a_step_keeps_is_as_in_plain_lightning_on_two_devices_and_in_little_memory(does: Any) -> None:
     assert_same_training(Net(Does(does)), samples(), batch_size=8, devices=2, device_memory="44KiB")
-
-
-class Lanes(pl.Callback):
-    """Whether there are threads of lanes."""
-
-    def __init__(self) -> None:
-        self.exist = False
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.exist = any(thread.name.startswith("harmony-lane") for thread in threading.enumerate())
-
-
-def takes_turns(net: nn.Module, caplog: pytest.LogCaptureFixture) -> tuple[bool, list[str]]:
-    """Whether microbatches take turns in the last of three steps, and what was said of that."""
-    strategy = HarmonyStrategy(num_microbatches=4, loss_reduction="mean", profile_cache=False)
-    lanes = Lanes()
-    trainer = trainer_for(strategy, 3, [lanes])
-    with caplog.at_level("INFO"):
-        trainer.fit(Net(net), torch.utils.data.DataLoader(samples(), batch_size=8))
-    return lanes.exist, [each for each in caplog.messages if ONE_AFTER_THE_OTHER in each]
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,16 @@ class Held:
         name: for messages.
         content: the list, set or dict itself, or the dict of attributes.
         kind: what it is.
+        owner: whose attributes it is, if it is any.
+        root: the module, with the name of its attribute, that leads to it, if it is no module's own.
     """
 
-    def __init__(self, name: str, content: Any, kind: Kind) -> None:
+    def __init__(self, name: str, content: Any, kind: Kind, owner: Any = None) -> None:
         self.name = name
         self.content = content
         self.kind = kind
+        self.owner = owner
+        self.root: tuple[nn.Module, str] | None = None
 
 
 def held_by(model: nn.Module, others: Sequence[tuple[str, Any]] = ()) -> Iterator[Held]:
@@ -94,12 +98,14 @@ def _all(model: nn.Module, others: Sequence[tuple[str, Any]], seen: set[int]) ->
         if isinstance(module, Metric):
             continue
         seen.add(id(module))
-        yield Held(name, vars(module), Kind.MODULE)
+        yield Held(name, vars(module), Kind.MODULE, module)
         for attribute, value in list(vars(module).items()):
             if attribute in HOOKS:
                 yield Held(_joined(name, attribute), value, Kind.HOOKS)
             elif attribute not in OF_TORCH and type(value) not in _PLAIN:
-                yield from _within(_joined(name, attribute), value, seen, 0)
+                for held in _within(_joined(name, attribute), value, seen, 0):
+                    held.root = module, attribute
+                    yield held
     for name, value in others:
         seen.add(id(value))
         yield from _attributes_of(name, value, seen, 0)
@@ -134,7 +140,7 @@ def _attributes_of(name: str, value: Any, seen: set[int], depth: int) -> Iterato
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict):
         return
-    yield Held(name, attributes, Kind.OBJECT)
+    yield Held(name, attributes, Kind.OBJECT, value)
     for attribute, each in list(attributes.items()):
         if type(each) not in _PLAIN:
             yield from _within(f"{name}.{attribute}", each, seen, depth)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from typing import Any
 
 from torch import nn
@@ -70,7 +71,7 @@ class Interleaving:
         if not self.is_earned:
             self._run_in_sequence(forward, sizes)
             return
-        undo = Undo(self._model, self._others, self._changing, self._known.drawn)
+        undo = Undo(self._model, self._others, self._changing, self._known)
         self._attributes.begin()
         error: BaseException | None = None
         try:
@@ -122,8 +123,13 @@ class Interleaving:
 
         # Larger microbatches than ever before run one after the other.
         watch = Watch(self._model, self._others)
-        engine.notify(Listeners(switch, self._attributes.set_by_layer, watch))
-        with logs:
+
+        def set_by_layer(attributes: dict[str, Any], names: set[str]) -> None:
+            self._attributes.set_by_layer(attributes, names)
+            watch.set_by_layer(attributes, names)
+
+        engine.notify(Listeners(switch, set_by_layer, watch))
+        with logs, closing(watch):
             forward(True)
             if not engine.is_sequential:
                 late = self._attributes.late()
@@ -135,6 +141,8 @@ class Interleaving:
                 buffer = engine.buffer_of_several_visits()
                 if buffer is not None:
                     raise _Unsafe(f"{buffer} is changed")
+                if engine.read_buffer() is not None:
+                    raise _Unsafe(f"{engine.read_buffer()} is read outside of its layer")
         if engine.is_sequential:
             self._conclude(watch, len(sizes))
 
@@ -147,8 +155,8 @@ class Interleaving:
         # Once there is a hazard, nothing that is seen would let them take turns again.
         watch = Watch(self._model, self._others) if self.hazard is None else None
         before = Versions(self._model) if watch is not None else None
-        self._engine.notify(Listeners(switch, watch=watch))
-        with logs:
+        self._engine.notify(Listeners(switch, None if watch is None else watch.set_by_layer, watch))
+        with logs, nullcontext() if watch is None else closing(watch):
             forward(False)
         if watch is not None and before is not None:
             self._changing |= before.changed()
@@ -156,11 +164,15 @@ class Interleaving:
 
     def _conclude(self, watch: Watch, num_microbatches: int) -> None:
         hazard, buffer = watch.conclude(self._known, num_microbatches), self._engine.buffer_of_several_visits()
+        read = self._engine.read_buffer()
         self._is_shown = True
         if hazard is not None:
             self._refuse_turns(hazard, num_microbatches)
         elif buffer is not None:
             self._refuse_buffer(buffer, num_microbatches)
+        elif read is not None:
+            found = f"{read} is read outside of its layer, where others that took turns would have changed it"
+            self.end(found, num_microbatches, "return it from the layer's call")
 
     def _refuse_buffer(self, buffer: str, num_microbatches: int) -> None:
         changed = f"{buffer} is changed in one call, and found so in a later one"

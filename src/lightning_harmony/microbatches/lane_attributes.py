@@ -44,6 +44,7 @@ class KnownChanges:
         passed_on: those of them that it adds to between two layer calls alone: the next one finds there what it left.
         harmless: by place, what may be changed in any order, as nothing is called behind it.
         drawn: by place and name, when each microbatch draws from a generator.
+        in_place: the tensors, by place and name, that are changed in place behind the last layer, and read nowhere before.
     """
 
     places: set[str] = field(default_factory=set)
@@ -52,6 +53,7 @@ class KnownChanges:
     passed_on: set[str] = field(default_factory=set)
     harmless: dict[str, set[Any]] = field(default_factory=dict)
     drawn: dict[tuple[str, Any], Draws] = field(default_factory=dict)
+    in_place: set[tuple[str, Any]] = field(default_factory=set)
 
 
 class _Space:

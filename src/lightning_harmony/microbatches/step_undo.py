@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from lightning_harmony.engine.model.attributes import restore_of_generator
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.microbatches.held_state import held_by, mark_of, marked_in, state_of_generator
-from lightning_harmony.microbatches.lane_attributes import Draws
+from lightning_harmony.microbatches.lane_attributes import Draws, KnownChanges
 from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED
 from lightning_harmony.microbatches.snapshot import undo_of_array, undo_of_tensor
 from lightning_harmony.setup import compat
@@ -82,7 +82,7 @@ class Undo:
         model: whose step it is.
         others: what else it may change, with its names.
         changing: the buffers that steps were seen to change, by their identity.
-        drawn: by place and name, when microbatches draw from a generator.
+        known: what steps were seen to change in order.
     """
 
     def __init__(
@@ -90,19 +90,20 @@ class Undo:
         model: nn.Module,
         others: Sequence[tuple[str, Any]],
         changing: set[int],
-        drawn: Mapping[tuple[str, Any], Draws],
+        known: KnownChanges,
     ) -> None:
         self._settings = [setting.get() for setting in NOT_SWITCHED]
-        # Generators from which microbatches draw, and what nothing changes.
+        # Generators from which microbatches draw, what is changed in order, and what nothing changes.
         self._drawn: list[tuple[_Marked, Draws]] = []
+        self._changed: list[_Marked] = []
         self._marked: list[_Marked] = []
         for held in held_by(model, others):
             for name, value, mark in marked_in(held):
-                marked, when = _Marked(held.name, value, mark), drawn.get((held.name, name))
-                if when is None:
-                    self._marked.append(marked)
-                else:
+                marked, when = _Marked(held.name, value, mark), known.drawn.get((held.name, name))
+                if when is not None:
                     self._drawn.append((marked, when))
+                else:
+                    (self._changed if (held.name, name) in known.in_place else self._marked).append(marked)
         self._microbatch: int | None = None
         # The microbatches that have begun, and those that have drawn what they draw behind their last layers.
         self._begun: set[int | None] = set()
@@ -152,7 +153,7 @@ class Undo:
         for setting, before in zip(NOT_SWITCHED, self._settings, strict=True):
             if setting.get() != before:
                 setting.set(before)
-        if not all(each.restore() for each in (*self._marked, *(each for each, _ in self._drawn))):
+        if not all(each.restore() for each in (*self._marked, *self._changed, *(each for each, _ in self._drawn))):
             return False
         if not self._versions.changed() <= self._kept:
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,10 +12,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_harmony.engine.lanes.ambient import OF_PROCESS
 from lightning_harmony.engine.structures.containers import copied_content, have_same_content
+from lightning_harmony.microbatches.carried_state import CarriedState, Found
 from lightning_harmony.microbatches.held_state import (
     Held,
     Kind,
@@ -77,6 +79,7 @@ class _Seen:
         lengths: of those that did, the lengths that the second microbatch saw.
         tells_apart: what lanes switch.
         drawn: by place and name, when microbatches draw from a generator.
+        in_place: the tensors, by place and name, that are changed in place behind the last layer.
     """
 
     at_calls: dict[tuple[str, Any], str] = field(default_factory=dict)
@@ -87,6 +90,7 @@ class _Seen:
     lengths: dict[str, set[int]] = field(default_factory=dict)
     tells_apart: set[tuple[str, Any]] = field(default_factory=set)
     drawn: dict[tuple[str, Any], Draws] = field(default_factory=dict)
+    in_place: set[tuple[str, Any]] = field(default_factory=set)
 
 
 class Watch:
@@ -104,6 +108,8 @@ class Watch:
         self._drawn: dict[int, Any] = {}
         self._microbatch = -1
         self._calls = 0
+        self._carried = CarriedState(model)
+        self._of_layers: dict[int, set[str]] = defaultdict(set)
         self._began = time.perf_counter()
         self._spent = 0.0
 
@@ -115,9 +121,12 @@ class Watch:
             self._settings = [setting.get() for setting in NOT_SWITCHED]
             self._registered = [kind.get() for kind in OF_PROCESS]
             self._drawn = {}
+            self._carried.begin([(each.held, each.begun) for each in self._watched])
 
     def at_call(self, layer: str) -> None:
         """The microbatch calls a layer."""
+        with self._timed():
+            self._carried.at_call()
         is_due = self._microbatch == 1 or self._spent <= _SHARE * (time.perf_counter() - self._began)
         self._calls += 1
         if self._microbatch < 1 or not is_due:
@@ -135,9 +144,18 @@ class Watch:
                 for lock in _locks_held(sys._getframe(1)):
                     self._note_hazard(f"a lock is held ({lock})", layer)
 
+    def note_compiled(self, given: Sequence[Tensor]) -> None:
+        """It calls a compiled layer with tensors."""
+        self._carried.note_compiled(given)
+
+    def set_by_layer(self, attributes: dict[str, Any], names: set[str]) -> None:
+        """The own code of a layer has set these of a module's attributes."""
+        self._of_layers[id(attributes)] |= names
+
     def end(self) -> None:
         """The microbatch has ended."""
         with self._timed():
+            self._carried.end()
             for each in self._watched:
                 for name in each.changed():
                     self._note_end(each, name)
@@ -177,6 +195,10 @@ class Watch:
     def _note_end_of_mark(self, each: _Watched, name: Any, value: Any, mark: Any) -> None:
         now, end = mark_of(value), "the end of a microbatch"
         if now == mark or self._microbatch == 0:
+            return
+        if isinstance(value, Tensor):
+            # Who reads it is watched.
+            self.seen.in_place.add((each.held.name, name))
             return
         if state_of_generator(value) is None:
             # The next microbatch may read it before its first layer, where it would not be changed yet.
@@ -248,7 +270,30 @@ class Watch:
                     known.counters.setdefault(place, {})[name] = steps[0]
         self._conclude_ends(known)
         known.drawn.update(seen.drawn)
+        known.in_place |= seen.in_place
+        for found in self._carried.conclude():
+            if found.name in known.counters.get(found.held.name, ()):
+                # Lanes tell how far one is.
+                continue
+            if found.is_apart or not self._comes_in_order(found, known):
+                what = _what(found.held, found.name)
+                seen.hazard = seen.hazard or f"{what} passes something on from one microbatch to the next"
         return seen.hazard
+
+    def close(self) -> None:
+        """The step is over, as far as it came."""
+        self._carried.close()
+
+    def _comes_in_order(self, found: Found, known: KnownChanges) -> bool:
+        """Whether microbatches that take turns find what the one before has left, between the same two calls."""
+        place, name = found.held.name, found.name
+        if (place, name) not in self.seen.at_calls:
+            return True
+        if name is ALL:
+            return place in known.passed_on
+        if name in self._of_layers.get(id(found.held.content), ()):
+            return True
+        return found.held.kind is Kind.MODULE and has_tensors([found.held.content.get(name), *found.begun])
 
     def _conclude_ends(self, known: KnownChanges) -> None:
         """Note what is changed behind the last call of a layer alone."""

@@ -98,7 +98,7 @@ class StandIn(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what needs no element, and swap the parameter in for the rest."""
         kwargs = kwargs or {}
-        if func in _ANSWERED:
+        if func in ANSWERED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _DETACHING:
@@ -141,14 +141,15 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
 
 
-_ANSWERED = _getters(
+# What needs no element.
+ANSWERED = _getters(
     "device", "dtype", "shape", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse",
     "is_quantized", "is_nested", "is_mkldnn", "names", "grad", "grad_fn", "itemsize", "nbytes", "_version",
     "is_mps", "is_xpu", "is_sparse_csr", "is_vulkan", "is_xla", "retains_grad", "_base", "output_nr",
 ) | {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.__len__, Tensor.__hash__, Tensor.get_device,
-    Tensor.is_contiguous, Tensor.storage_offset, torch.is_floating_point, torch.is_complex, torch.numel,
+    Tensor.is_contiguous, Tensor.storage_offset, Tensor.is_inference, torch.is_floating_point, torch.is_complex, torch.numel,
 }  # fmt: skip
 _DETACHING = {*_getters("data"), Tensor.detach}
 _REFUSED = {
@@ -220,8 +221,9 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
     unique = list({id(stand_in): stand_in for stand_in in stand_ins}.values())
     # One after the other: with several at a time, each is copied out of its residency.
     # And out of sight of transforms, such as torch.vmap: it is a constant to them.
+    copy = copy or len(unique) > 1 or not _keeps_what_is_saved()
     with temporarily_clear_interpreter_stack():
-        real = {id(s): _swapped_in(s, copy=copy or len(unique) > 1) for s in unique}
+        real = {id(s): _swapped_in(s, copy=copy) for s in unique}
     args, kwargs = tree_map_only(StandIn, lambda stand_in: real[id(stand_in)], (args, kwargs))
     versions = {key: tensor._version for key, tensor in real.items()}
     result = stand_ins[0]._runtime.on_one_device(func, args, kwargs)
@@ -234,6 +236,18 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
         return tensor.clone() if any(lies_in(held, weight) for weight in real.values()) else tensor
 
     return tree_map_only(Tensor, owned, result)
+
+
+def _keeps_what_is_saved() -> bool:
+    """Whether glue's hooks are given what autograd saves, or nothing is saved.
+
+    They are not in a backward, where an autograd function may run a graph of its own, and under others' hooks. A weight that
+    is saved there would be used when it is swapped out.
+    """
+    if not torch.is_grad_enabled():
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Glue)
 
 
 def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:

@@ -31,7 +31,7 @@ from lightning_harmony.engine.model.layer import (
 )
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import detached
-from lightning_harmony.engine.structures.tree import flatten
+from lightning_harmony.engine.structures.tree import flatten, tensors_of
 from lightning_harmony.engine.updates.requested_gradients import requested_gradients
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
@@ -211,7 +211,7 @@ class LayerCall:
             with reaching, own_code_of(self.layer):
                 if not self._is_compiled:
                     return self._original(*args, **kwargs)
-                with self.runtime.compiling():
+                with self.runtime.compiling(tensors_of(*args, *kwargs.values())):
                     return self.residency.device.run_compiled(self._original, args, kwargs)
         except DataAssignedError as error:
             raise UnsupportedModelError(changes_data(self.layer)) from error

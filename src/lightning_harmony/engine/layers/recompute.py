@@ -79,6 +79,7 @@ class Recompute:
     def take_over(self, residency: Residency, left: Mapping[BufferKey, Tensor | None]) -> bool:
         """Let the pack have the buffers that the layer has changed; whether it has changed any, or an input."""
         changed = self._buffers.take_over(residency, left)
+        self._runtime.show_changed_buffers(self._layer, residency, changed)
         has_changed = bool(changed) or self._unchanged.have_changed()
         # It has the caller's tensors.
         del self._unchanged

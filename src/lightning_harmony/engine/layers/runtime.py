@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from lightning_harmony.engine.layers.narrow import CastWatch
 from lightning_harmony.engine.layers.open_call import OpenCall
 from lightning_harmony.engine.memory.residents import HasGraph
 from lightning_harmony.engine.memory.stash import Stashed
-from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.plan.values.task import Phase
 
@@ -44,6 +44,9 @@ class Runtime(Protocol):
     def calling(self) -> AbstractContextManager[None]:
         """The context of a layer's call."""
 
+    def show_changed_buffers(self, layer: SwappedLayer, residency: Residency, keys: Collection[BufferKey]) -> None:
+        """The code between layers is to see what a layer has left in these of its buffers."""
+
     def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
         """A layer's own code has set some of the attributes of a module."""
 
@@ -60,8 +63,8 @@ class Runtime(Protocol):
     def differentiating(self, residency: Residency) -> AbstractContextManager[None]:
         """The context in which a backward runs through a layer, from node to node."""
 
-    def compiling(self) -> AbstractContextManager[None]:
-        """The context of a compiled layer."""
+    def compiling(self, given: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """The context of a compiled layer that is called with tensors."""
 
     def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
         """What a layer does with its weights, if that isn't known yet: the watch, to be active during its call."""

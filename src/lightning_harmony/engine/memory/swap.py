@@ -15,7 +15,7 @@ from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.host_store import ALONE, HostPool, HostStore, Slot, lay_out, num_users
-from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, make_resident
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, make_resident, set_host_buffer
 from lightning_harmony.engine.model.pack import (
     Accumulator,
     GradientKey,
@@ -158,7 +158,7 @@ class Swapper:
         replaced = {key: changed.pop(key) for key in list(changed) if not _is_alike(changed[key], staging.buffers[key])}
         with torch.no_grad(), self._device.on_host():
             for key, tensor in replaced.items():
-                key[0]._buffers[key[1]] = tensor.to(buffer_of(key).device, copy=True)
+                set_host_buffer(key, tensor.to(buffer_of(key).device, copy=True))
         for layer in pack.layers:
             layer.note_written_buffers(replaced)
 

@@ -71,6 +71,21 @@ def is_replaced(place: Place) -> bool:
     return entries.get(place.key) is not place.parameter
 
 
+def host_buffer(key: BufferKey) -> Tensor | None:
+    """The user's own buffer, also while something stands in for it."""
+    buffer = key[0]._buffers.get(key[1])
+    return getattr(buffer, "host_buffer", buffer)
+
+
+def set_host_buffer(key: BufferKey, tensor: Tensor) -> None:
+    """Let another tensor be the user's own buffer."""
+    stand_in: Any = key[0]._buffers[key[1]]
+    if hasattr(stand_in, "host_buffer"):
+        stand_in.host_buffer = tensor
+    else:
+        key[0]._buffers[key[1]] = tensor
+
+
 def bytes_of(keys: Iterable[BufferKey]) -> int:
     """Bytes of buffers."""
     buffers = [owner._buffers[name] for owner, name in keys]
@@ -157,7 +172,7 @@ class SwappedLayer:
     def note_host_buffers(self, keys: Iterable[BufferKey]) -> None:
         """These buffers of the host are as they should be for the rest of the step."""
         for key in keys if self.is_training else ():
-            if key in self._own_buffers and (buffer := key[0]._buffers[key[1]]) is not None:
+            if key in self._own_buffers and (buffer := host_buffer(key)) is not None:
                 self.host_buffers[key] = buffer, version_of(buffer)
 
     def note_written_buffers(self, keys: Collection[BufferKey]) -> None:
@@ -182,14 +197,21 @@ class SwappedLayer:
             UnsupportedModelError: naming the buffer.
         """
         for key in self.buffers if self.host_buffers else ():
-            owner, name = key
             buffer, version = self.host_buffers.get(key) or (None, 0)
-            if buffer is not None and (owner._buffers.get(name) is not buffer or version_of(buffer) != version):
-                raise UnsupportedModelError(
-                    f"buffer {name!r} of layer {self.name!r} is changed within a step, outside of the layer's call, but the "
-                    "layer is called again for other microbatches and in the backward: change it in the layer's forward, or "
-                    "in a hook such as on_train_batch_end"
-                )
+            if buffer is not None and (host_buffer(key) is not buffer or version_of(buffer) != version):
+                self.refuse_changed_buffer(key[1])
+
+    def refuse_changed_buffer(self, name: str) -> None:
+        """Refuse a step in which others than the layer change a buffer of it.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise UnsupportedModelError(
+            f"buffer {name!r} of layer {self.name!r} is changed within a step, outside of the layer's call, but the "
+            "layer is called again for other microbatches and in the backward: change it in the layer's forward, or "
+            "in a hook such as on_train_batch_end"
+        )
 
     @contextmanager
     def bound(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.model.host_store import HostStore, Slot, lay_out
-from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, bytes_of
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, bytes_of, host_buffer
 
 
 @dataclass(frozen=True)
@@ -285,6 +285,6 @@ def _layout(parameters: Iterable[nn.Parameter], narrow: Mapping[nn.Parameter, to
 
 def buffer_of(key: BufferKey) -> Tensor:
     """The user's own buffer."""
-    buffer = key[0]._buffers[key[1]]
+    buffer = host_buffer(key)
     assert buffer is not None
     return buffer

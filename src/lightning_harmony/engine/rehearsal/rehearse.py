@@ -6,7 +6,7 @@ layer is run, forth and back, when a layer of its structure is first called; equ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -28,7 +28,7 @@ from lightning_harmony.engine.memory.residents import HasGraph
 from lightning_harmony.engine.memory.stash import Alias, LaneStash, Stash, Stashed, is_small
 from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.model.host_store import HostPool, lies_in
-from lightning_harmony.engine.model.layer import COMPARED_CALLS, SwappedLayer, buffers_of, places_of
+from lightning_harmony.engine.model.layer import COMPARED_CALLS, BufferKey, SwappedLayer, buffers_of, places_of
 from lightning_harmony.engine.model.pack import Residency, SwappedPack
 from lightning_harmony.engine.rehearsal.fakes import FakeDevice, FakeStore, FakeWatch, fake
 from lightning_harmony.engine.rehearsal.rehearsed_call import CallProfile, Measured, RehearsedForward
@@ -261,7 +261,7 @@ class _Rehearsal:
         """Nothing changes."""
         return nullcontext()
 
-    def compiling(self) -> AbstractContextManager[None]:
+    def compiling(self, given: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Nothing changes."""
         return nullcontext()
 
@@ -297,6 +297,9 @@ class _Rehearsal:
     def recomputing(self) -> AbstractContextManager[None]:
         """Nobody hears it."""
         return nullcontext()
+
+    def show_changed_buffers(self, layer: SwappedLayer, residency: Residency, keys: Collection[BufferKey]) -> None:
+        """Nobody reads them: nothing has values."""
 
     def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
         """There is one microbatch."""

@@ -136,6 +136,10 @@ class Executor:
                 return found
         return None
 
+    def read_buffer(self) -> str | None:
+        """In a step, the buffer of a layer that the code between layers has read after a call had changed it."""
+        return self._step.read_buffer
+
     def _use(self, plan: Plan) -> None:
         self._placement.use(plan, self._model.layers)
 

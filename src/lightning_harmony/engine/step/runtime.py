@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -18,8 +18,8 @@ from lightning_harmony.engine.memory.residents import HasGraph
 from lightning_harmony.engine.memory.stash import Alias, Stashed, is_small
 from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers
 from lightning_harmony.engine.model.host_store import begins_in, lies_in
-from lightning_harmony.engine.model.layer import SwappedLayer
-from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, layer_of_caller
+from lightning_harmony.engine.model.pack import Residency, buffer_of
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.lone_calls import LoneCalls
 from lightning_harmony.engine.step.observer import Observer
@@ -185,8 +185,14 @@ class Runtime:
             yield
         transfers.refuse_changed()
 
-    def compiling(self) -> AbstractContextManager[None]:
-        """The context of a compiled layer, whatever becomes of compiled code around it."""
+    def compiling(self, given: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """The context of a compiled layer, whatever becomes of compiled code around it.
+
+        Args:
+            given: what the layer is called with.
+        """
+        if self._step.watch is not None:
+            self._step.watch.note_compiled(given)
         return torch.compiler.set_stance("default") if len(self._devices) > 1 else nullcontext()
 
     def _current_glue(self) -> OneDevice | None:
@@ -203,6 +209,35 @@ class Runtime:
     def device_of(self, layer: SwappedLayer) -> torch.device:
         """Where a layer runs for the current lane."""
         return self._devices[self._placement.device_of(self._placement.pack_of[layer.index])].torch_device
+
+    # ---- buffers that glue reads ---------------------------------------------------------------------------------------
+
+    def show_changed_buffers(self, layer: SwappedLayer, residency: Residency, keys: Collection[BufferKey]) -> None:
+        """The code between layers sees what a layer has left in these of its buffers, which the host's are not yet."""
+        if keys and self._step.current() is not None:
+            self._model.show_buffers(layer, {key: residency.buffers[key] for key in keys}, self._read_buffer)
+
+    def _read_buffer(self, layer: SwappedLayer, key: BufferKey) -> Tensor:
+        """A copy of what the layer has left in a buffer last."""
+        caller = layer_of_caller()
+        if caller is not None:
+            raise UnsupportedModelError(
+                f"layer {caller.name!r} reads buffer {key[1]!r} of layer {layer.name!r}, which is swapped by itself and has "
+                "changed it in this step: pass it to the layer as a tensor, or make a layer of what has both with "
+                "HarmonyStrategy(layers=...)"
+            )
+        self._step.read_buffer = f"buffer {key[1]!r} of layer {layer.name!r}"
+        root = self._devices[0].torch_device
+        index = self._placement.pack_of[layer.index]
+        places = [(residents, residents.packs[index]) for residents in self._placement.residents]
+        places += [each for _, pack in places[:1] for each in self._placement.others_with_buffers_of(pack)]
+        with torch.inference_mode(False), torch.no_grad():
+            for _, pack in places:
+                if pack.residency is not None and key in pack.residency.dirty_buffers:
+                    return pack.residency.buffers[key].detach().to(root, copy=True)
+            for residents, pack in places:
+                residents.swapper.finish_write_back(pack)
+            return buffer_of(key).detach().to(root, copy=True)
 
     # ---- parameters that glue uses -------------------------------------------------------------------------------------
 

@@ -26,6 +26,9 @@ class StepWatch(Protocol):
     def at_call(self, layer: str) -> None:
         """It calls a layer."""
 
+    def note_compiled(self, given: Sequence[Tensor]) -> None:
+        """It calls a compiled layer with tensors."""
+
     def end(self) -> None:
         """It has ended."""
 
@@ -72,6 +75,7 @@ class Step:
         fuses: whether a lane that comes to the fused packs goes through them to its loss and back.
         is_sequential: whether one microbatch runs after the other, in the caller's own thread.
         watch: watches its microbatches while one runs after the other.
+        read_buffer: the buffer of a layer that the code between layers has read, if it has, in words.
         in_backward: whether the gradient of its loss has come.
         upstream: that gradient.
         random: what its microbatches draw from.
@@ -87,6 +91,7 @@ class Step:
         self.fuses = False
         self.is_sequential = False
         self.watch: StepWatch | None = None
+        self.read_buffer: str | None = None
         self.in_backward = False
         self.upstream = torch.ones(())
         self.random = RandomStreams([], [])
@@ -122,6 +127,8 @@ class Step:
             plan: what runs where.
             having_buffers: the packs whose layers have buffers, which they may change.
         """
+        if running:
+            self.read_buffer = None
         self._progress = {progress.lane: progress for progress in running}
         self.turns = Turns(running, plan, having_buffers, fuses=self.fuses)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.glue.buffer_stand_in import BufferStandIn
 from lightning_harmony.engine.model.derived import DerivedWeight, derived_weights
 from lightning_harmony.engine.model.host_store import HostStore
-from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffers_of, move_buffers
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffers_of, host_buffer, move_buffers
 from lightning_harmony.engine.updates.postponed import PostponedUpdate
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.plan import visits_of
@@ -53,6 +55,7 @@ class SwappedModel:
         self._postponed = postponed
         writes: Counter[BufferKey] = Counter()
         self._changed_buffers: set[BufferKey] = set()
+        self._shown_buffers: dict[BufferKey, BufferStandIn] = {}
         for layer in self.layers:
             layer.buffer_writes, layer.changed_buffers = writes, self._changed_buffers
         self._num_owners = Counter(p for layer in layers for p in layer.parameters)
@@ -125,8 +128,35 @@ class SwappedModel:
         for layer in self.layers:
             layer.is_training, layer.host_buffers = is_training, host_buffers
 
+    def show_buffers(
+        self,
+        layer: SwappedLayer,
+        newest: Mapping[BufferKey, Tensor],
+        read: Callable[[SwappedLayer, BufferKey], Tensor],
+    ) -> None:
+        """Let stand-ins take the places of a layer's buffers until the step ends.
+
+        Args:
+            layer: whose they are.
+            newest: what it has left in them.
+            read: gives a copy of that.
+        """
+        for key, tensor in newest.items():
+            host, known = host_buffer(key), self._shown_buffers.get(key)
+            assert host is not None
+            if known is None or (known.shape, known.dtype, known.device) != (tensor.shape, tensor.dtype, tensor.device):
+                refuse = partial(layer.refuse_changed_buffer, key[1])
+                with torch.inference_mode(False):
+                    known = BufferStandIn.of(host, tensor, partial(read, layer, key), refuse)
+                self._shown_buffers[key] = known
+            known.host_buffer = host
+            key[0]._buffers[key[1]] = known
+
     def end_step(self) -> None:
         """No lane runs any more."""
+        for key, stand_in in self._shown_buffers.items():
+            if key[0]._buffers.get(key[1]) is stand_in:
+                key[0]._buffers[key[1]] = stand_in.host_buffer
         for layer in self.layers:
             layer.is_training, layer.host_buffers = False, {}
 

@@ -1,0 +1,365 @@
+"""What one microbatch leaves to the next: state that is read before it is written, such as that of a recurrent network.
+
+Of microbatches that take turns, the second one begins before the first one has ended. What it reads, the first one may not
+have written yet. So in a step that runs one after the other, each place that the microbatch before has changed is watched:
+where is it read, and where is it written? Only if both happen between the same two calls of layers, where microbatches come in
+their order, do they find the same if they take turns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.structures.containers import copied_content
+from lightning_harmony.engine.structures.tree import tensors_of
+from lightning_harmony.microbatches.held_state import Held, Kind
+from lightning_harmony.microbatches.lane_attributes import ALL, MISSING
+
+# Equal ones are the same, whichever object they are.
+_COMPARED = (bool, int, float, complex, str, bytes)
+# They write a tensor, or ask what it is, and compute nothing with what it holds.
+_READ_NOTHING = frozenset(
+    (
+        *("copy_", "zero_", "fill_", "normal_", "uniform_", "__setitem__", "__set__"),
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_contiguous", "__len__"),
+        *("is_floating_point", "is_complex", "is_inference", "get_device", "__hash__"),
+    )
+)
+# Flags of classes, as CPython has them.
+_IMMUTABLE_TYPE, _HEAP_TYPE = 1 << 8, 1 << 9
+_ATTRIBUTES_WITH_DATA = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+
+
+@dataclass(eq=False)
+class Found:
+    """What a microbatch has found in a place, and the one before it has left there.
+
+    Attributes:
+        held: the place.
+        name: of the attribute or entry there; `ALL` of a list or set.
+        state: what tells whether it has changed.
+        begun: that, when the microbatch began.
+        newest: that, when it was looked at last.
+        fetched_at: between which calls of layers it was read first, by their number; None if it was not.
+        used_at: the same of when something was computed with it.
+        is_written: whether the microbatch changed it, too.
+        is_apart: whether it did so elsewhere than where it was read.
+    """
+
+    held: Held
+    name: Any
+    state: Callable[[], Sequence[Any]]
+    begun: Sequence[Any]
+    newest: Sequence[Any]
+    fetched_at: int | None = None
+    used_at: int | None = None
+    is_written: bool = False
+    is_apart: bool = False
+
+    def look(self, at: int | None) -> None:
+        """Note whether it was changed.
+
+        Args:
+            at: between which calls of layers, by their number; None behind the forward.
+        """
+        now = self.state()
+        if _are_same(now, self.newest):
+            return
+        self.newest, self.is_written = now, True
+        read_at = self.used_at if self.fetched_at is None else self.fetched_at
+        self.is_apart = self.is_apart or read_at is None or at != read_at
+
+    def owners(self) -> Iterator[tuple[Any, str]]:
+        """The objects one of whose attributes leads to it, with its name: the nearest first."""
+        if self.held.owner is not None and isinstance(self.name, str):
+            yield self.held.owner, self.name
+        if self.held.root is not None:
+            yield self.held.root
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is a buffer of a module."""
+        owner = self.held.owner
+        return isinstance(owner, nn.Module) and self.held.content is owner._buffers
+
+    def watched_tensors(self) -> list[Tensor]:
+        """The tensors in it, of which what is computed with them tells; none of those of other classes."""
+        tensors = [] if self.is_buffer else tensors_of(*self.begun)
+        are_plain = all(type(tensor) is Tensor or type(tensor) is _Watched for tensor in tensors)
+        return [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)] if are_plain else []
+
+    @property
+    def is_as_begun(self) -> bool:
+        """Whether it is what the microbatch has found."""
+        return _are_same(self.state(), self.begun)
+
+
+class CarriedState:
+    """Watches where microbatches that run one after the other read what the one before has left.
+
+    Args:
+        model: its buffers are looked at, too.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [(name, module) for name, module in model.named_modules() if module._buffers]
+        self._begun: dict[int, tuple[Held, Any]] = {}
+        self._versions: dict[int, tuple[Tensor, int | None]] = {}
+        self._found: list[Found] = []
+        self._all: list[Found] = []
+        self._reads: list[_Reads] = []
+        self._uses: _Uses | None = None
+        self._segment = 0
+
+    def begin(self, places: Sequence[tuple[Held, Any]]) -> None:
+        """A microbatch begins.
+
+        Args:
+            places: all places, each with a copy of what is in it.
+        """
+        for found in self._found:
+            found.look(None)
+        self._segment = 0
+        buffers = [
+            (Held(name, module._buffers, Kind.MODULE, module), dict(module._buffers)) for name, module in self._buffers
+        ]
+        places = [*places, *buffers]
+        versions = {id(tensor): (tensor, _version_of(tensor)) for _, begun in places for tensor in _tensors_in(begun)}
+        self._found = list(self._left_by_the_one_before(places, versions)) if self._begun else []
+        self._begun = {id(held.content): (held, begun) for held, begun in places}
+        self._versions = versions
+        self._all += self._found
+        self._watch()
+
+    def at_call(self) -> None:
+        """It calls a layer."""
+        for found in self._found:
+            found.look(self._segment)
+        self._segment += 1
+
+    def note_compiled(self, given: Sequence[Tensor]) -> None:
+        """It calls a compiled layer with tensors, which count as computed with: it is not to be compiled for another class."""
+        if self._uses is not None:
+            self._uses.note(given)
+
+    def end(self) -> None:
+        """It has come to its loss."""
+        for found in self._found:
+            found.look(self._segment)
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is watched any more."""
+        if self._uses is not None:
+            self._uses.close()
+            self._uses = None
+        for reads in self._reads:
+            reads.remove()
+        self._reads = []
+
+    def conclude(self) -> list[Found]:
+        """The step has ended: what microbatches have read, and written, too."""
+        for found in self._found:
+            found.look(None)
+        return [found for found in self._all if found.used_at is not None and found.is_written]
+
+    def _left_by_the_one_before(
+        self, places: Sequence[tuple[Held, Any]], versions: dict[int, tuple[Tensor, int | None]]
+    ) -> Iterator[Found]:
+        """What is other than when the microbatch before began."""
+        changed = {
+            key for key, (_, version) in self._versions.items() if key in versions and versions[key][1] != version
+        }
+        for held, begun in places:
+            before = self._begun.get(id(held.content), (held, {} if isinstance(begun, dict) else []))[1]
+            if isinstance(begun, dict):
+                for name, value in begun.items():
+                    is_new = not _is_same(value, before.get(name, MISSING)) and not _keeps_nothing(value)
+                    if id(value) in changed or is_new:
+                        yield _found(held, name)
+            elif any(id(value) in changed for value in begun) or not _are_same(list(begun), list(before)):
+                yield _found(held, ALL)
+
+    def _watch(self) -> None:
+        """Watch where what was found is read."""
+        watched: dict[int, Tensor] = {}
+        uses: dict[int, list[tuple[Found, int | None]]] = defaultdict(list)
+        fetches: dict[tuple[type, str], dict[int, list[Found]]] = defaultdict(lambda: defaultdict(list))
+        for found in self._found:
+            for tensor in found.watched_tensors():
+                watched[id(tensor)] = tensor
+                uses[id(tensor)].append((found, _version_of(tensor)))
+            for owner, name in found.owners():
+                if _Reads.is_possible(type(owner), name):
+                    fetches[type(owner), name][id(vars(owner))].append(found)
+                    break
+        for (kind, name), by_attributes in fetches.items():
+            self._reads.append(_Reads(kind, name, by_attributes, self._note_fetched))
+        if uses:
+            self._uses = _Uses(uses, self._note_used)
+            for tensor in watched.values():
+                self._uses.watch(tensor)
+
+    def _note_fetched(self, found: Found) -> None:
+        if found.fetched_at is None and found.is_as_begun:
+            found.fetched_at = self._segment
+            # A layer's buffer is computed with where it is swapped in, too.
+            if found.used_at is None and not found.watched_tensors():
+                found.used_at = self._segment
+
+    def _note_used(self, found: Found) -> None:
+        if found.used_at is None:
+            found.used_at = self._segment
+
+
+def _found(held: Held, name: Any) -> Found:
+    """What is in a place now."""
+    content = held.content
+
+    def state() -> Sequence[Any]:
+        values = list(copied_content(content)) if name is ALL else [content.get(name, MISSING)]
+        return [*values, *map(_version_of, _tensors_in(values))]
+
+    begun = state()
+    return Found(held, name, state, begun, begun)
+
+
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects, or equal numbers and strings."""
+    return len(one) == len(other) and all(map(_is_same, one, other))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other or type(one) is not type(other):
+        return one is other
+    # A recompute in the backward makes tuples anew.
+    return _are_same(one, other) if type(one) is tuple else type(one) in _COMPARED and bool(one == other)
+
+
+def _keeps_nothing(value: Any) -> bool:
+    """Whether it is a list of weak references, by which recurrent networks of torch tell whether their weights are others."""
+    return type(value) is list and bool(value) and all(isinstance(each, weakref.ref) for each in value)
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _tensors_in(content: Any) -> list[Tensor]:
+    """The tensors in a place. Not parameters, which no step changes, and not those in containers, which are places."""
+    values = content.values() if isinstance(content, dict) else content
+    return [value for value in values if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
+
+
+class _Uses:
+    """Tells of operations that compute with certain tensors as they were found.
+
+    Until then these are of another class, which torch asks: no operation on others takes longer, and none is compiled anew.
+    """
+
+    def __init__(self, found: dict[int, list[tuple[Found, int | None]]], note: Callable[[Found], None]) -> None:
+        self._found = found
+        self._note = note
+        self._tensors: dict[int, Tensor] = {}
+
+    def watch(self, tensor: Tensor) -> None:
+        """From now on, tell of this one."""
+        self._tensors[id(tensor)] = tensor
+        tensor.__class__ = _Watched
+        vars(tensor)[_USES] = self
+
+    def note(self, operands: Iterable[Any]) -> None:
+        """These are computed with, or changed."""
+        for tensor in tensors_of(*operands):
+            if self._tensors.pop(id(tensor), None) is not None:
+                _let_go(tensor)
+                for found, version in self._found[id(tensor)]:
+                    if _version_of(tensor) == version:
+                        self._note(found)
+
+    def close(self) -> None:
+        """Tell of nothing any more."""
+        for tensor in self._tensors.values():
+            _let_go(tensor)
+        self._tensors = {}
+
+
+_USES = "_lightning_harmony_uses"
+
+
+def _let_go(tensor: Tensor) -> None:
+    tensor.__class__ = Tensor
+    del vars(tensor)[_USES]
+
+
+class _Watched(Tensor):
+    """A tensor that was found, until it is computed with."""
+
+    # Nothing of ours is to be traced.
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            is_read = getattr(getattr(func, "__self__", None), "__name__", "") in _ATTRIBUTES_WITH_DATA
+        else:
+            is_read = name not in _READ_NOTHING
+        operands = [*(args if is_read else args[1:]), *kwargs.values()]
+        for tensor in tensors_of(*operands):
+            uses = vars(tensor).get(_USES) if type(tensor) is _Watched else None
+            if uses is not None:
+                uses.note([tensor])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+class _Reads:
+    """Takes the place of an attribute on a class, and tells who reads it; the value stays where it is."""
+
+    def __init__(self, kind: type, name: str, found: dict[int, list[Found]], note: Callable[[Found], None]) -> None:
+        self._kind, self._name, self._found, self._note = kind, name, found, note
+        self._default = inspect.getattr_static(kind, name, MISSING)
+        self._own = vars(kind).get(name, MISSING)
+        setattr(kind, name, self)
+
+    @staticmethod
+    def is_possible(kind: type, name: str) -> bool:
+        """Whether instances of a class have the attribute in their `__dict__`, and the class may be changed."""
+        default = inspect.getattr_static(kind, name, MISSING)
+        is_mutable = bool(kind.__flags__ & _HEAP_TYPE) and not kind.__flags__ & _IMMUTABLE_TYPE
+        return is_mutable and (default is MISSING or not inspect.isdatadescriptor(default))
+
+    def remove(self) -> None:
+        if self._own is MISSING:
+            delattr(self._kind, self._name)
+        else:
+            setattr(self._kind, self._name, self._own)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        attributes = {} if instance is None else vars(instance)
+        for found in self._found.get(id(attributes), ()):
+            self._note(found)
+        if self._name in attributes:
+            return attributes[self._name]
+        if self._default is MISSING:
+            raise AttributeError(f"{type(instance).__name__!r} object has no attribute {self._name!r}")
+        get = getattr(type(self._default), "__get__", None)
+        return self._default if get is None else get(self._default, instance, owner)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self._name] = value
+
+    def __delete__(self, instance: Any) -> None:
+        try:
+            del vars(instance)[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None

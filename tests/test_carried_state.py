@@ -1,0 +1,300 @@
+"""State that one microbatch leaves to the next is what it would be if each ran alone after the one before."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_harmony import HarmonyStrategy
+from support import nets
+from support.same_training import Net, assert_same_training, trainer_for
+from support.taking_turns import samples, takes_turns
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+PASSED_ON = "passes something on from one microbatch to the next"
+
+
+class Carries(nn.Module):
+    """Three layers around which a class below keeps something for the next batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*[nets.Block() for _ in range(3)])
+        self.number = 0.1
+        self.count = 0
+        self.flag = False
+        self.tensor = torch.zeros(nets.WIDTH)
+        self.memories: Any = None
+        self.by_name: dict[str, Any] = {}
+        self.recent: deque[Tensor] = deque(maxlen=2)
+        self.helper = Helper()
+        self.namespace = SimpleNamespace(number=0.1)
+        self.register_buffer("buffer", torch.zeros(nets.WIDTH))
+
+    def run(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(self.run(batch[0]), batch[1])
+
+
+class Helper:
+    number = 0.1
+
+
+def mean_of(x: Tensor) -> Tensor:
+    return x.detach().mean(0)
+
+
+class ANumber(Carries):
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks(x * (1 + self.number))
+        self.number = x.detach().mean().item()
+        return x
+
+
+class ACount(Carries):
+    """It is counted behind the last layer, and read before the first one."""
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks(x * (1 + self.count % 3))
+        self.count += 1
+        return x
+
+
+class AFlag(Carries):
+    def run(self, x: Tensor) -> Tensor:
+        if self.flag:
+            x = x * 2
+        self.flag = not self.flag
+        return self.blocks(x)
+
+
+class ATensor(Carries):
+    """The state of a recurrent network: read before a layer, written behind it."""
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x) + self.tensor)
+        self.tensor = mean_of(x)
+        return self.blocks[2](x)
+
+
+class ATensorInPlace(Carries):
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks(x + self.tensor)
+        self.tensor.copy_(mean_of(x))
+        return x
+
+
+class ABuffer(Carries):
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks(x + self.buffer)
+        self.buffer = mean_of(x)
+        return x
+
+
+class ABufferInPlace(Carries):
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x + self.buffer)
+        self.buffer.mul_(0.5).add_(mean_of(x))
+        return self.blocks[2](self.blocks[1](x))
+
+
+class AListForEachLayer(Carries):
+    """As the memories of Transformer-XL."""
+
+    def run(self, x: Tensor) -> Tensor:
+        memories = self.memories or [0.0] * len(self.blocks)
+        inputs = []
+        for block, memory in zip(self.blocks, memories, strict=True):
+            inputs.append(mean_of(x))
+            x = block(x + memory)
+        self.memories = inputs
+        return x
+
+
+class AnEntryOfADict(Carries):
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x) + self.by_name.get("state", 0.0))
+        self.by_name["state"] = mean_of(x)
+        return self.blocks[2](x)
+
+
+class ANumberInADict(Carries):
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks(x * (1 + self.by_name.get("factor", 0.1)))
+        self.by_name["factor"] = x.detach().mean().item()
+        return x
+
+
+class AQueue(Carries):
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks(x + sum(self.recent))
+        self.recent.append(mean_of(x))
+        return x
+
+
+class AnObject(Carries):
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks(x * (1 + self.helper.number))
+        self.helper.number = x.detach().mean().item()
+        return x
+
+
+class AnObjectOfAClassThatCannotBeChanged(Carries):
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks(x * (1 + self.namespace.number))
+        self.namespace.number = x.detach().mean().item()
+        return x
+
+
+class Gated(nets.Block):
+    factor = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.factor)
+
+
+class WhatALayerReads(Carries):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Gated() for _ in range(3)])
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks(x)
+        for block in self.blocks:
+            block.factor = x.detach().mean().item()
+        return x
+
+
+CARRIED = [
+    ANumber, ACount, AFlag, ATensor, ATensorInPlace, ABuffer, ABufferInPlace, AListForEachLayer, AnEntryOfADict,
+    ANumberInADict, AQueue, AnObject, AnObjectOfAClassThatCannotBeChanged, WhatALayerReads,
+]  # fmt: skip
+
+
+class AMeanBetweenTwoLayers(Carries):
+    """Read and written where microbatches come in their order."""
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        self.tensor = 0.5 * self.tensor + mean_of(x)
+        return self.blocks[2](self.blocks[1](x - self.tensor))
+
+
+class ABufferBehindTheLayers(Carries):
+    """The queue of MoCo, a running mean of losses."""
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks(x)
+        y = x - self.buffer.clone()
+        self.buffer.mul_(0.5).add_(mean_of(x))
+        self.number = 0.5 * self.number + x.detach().mean().item()
+        return y * (1 + self.number)
+
+
+class Counts(nets.Block):
+    """A layer whose own code keeps something for its next call."""
+
+    flips = False
+    state: tuple[Any, Any] = (0.0, 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.flips = not self.flips
+        y: Tensor = super().forward(-x if self.flips else x) + self.state[0]
+        self.state = mean_of(y), mean_of(x)
+        return y
+
+
+class WhatALayerLeavesToItself(Carries):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Counts() for _ in range(3)])
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+class WhatIsMadeOnce(Carries):
+    """A mask that the first batch makes, and all others find."""
+
+    def run(self, x: Tensor) -> Tensor:
+        if self.memories is None:
+            self.memories = torch.ones_like(x[0])
+        x = self.blocks(x * self.memories)
+        self.by_name["newest"] = mean_of(x)
+        return x
+
+
+class WhatIsWrittenBeforeItIsRead(Carries):
+    def run(self, x: Tensor) -> Tensor:
+        self.tensor = mean_of(x)
+        self.by_name["mean"] = mean_of(x)
+        return self.blocks(x) - self.tensor - self.by_name["mean"]
+
+
+IN_ORDER = [
+    AMeanBetweenTwoLayers, ABufferBehindTheLayers, WhatALayerLeavesToItself, WhatIsMadeOnce, WhatIsWrittenBeforeItIsRead,
+]  # fmt: skip
+
+
+@pytest.mark.devices(1, 2)
+@pytest.mark.parametrize("net", [*CARRIED, *IN_ORDER])
+def test_what_a_batch_leaves_to_the_next_is_as_in_plain_lightning(net: type[Carries]) -> None:
+    assert_same_training(Net(net()), samples(), batch_size=8, updates=["just in time"])
+
+
+@pytest.mark.parametrize("net", CARRIED)
+def test_microbatches_that_pass_something_on_run_one_after_the_other(
+    net: type[Carries], caplog: pytest.LogCaptureFixture
+) -> None:
+    takes, said = takes_turns(net(), caplog)
+    assert not takes
+    assert len(said) == 1
+
+
+def test_what_is_passed_on_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    _, (said,) = takes_turns(ATensor(), caplog)
+    assert f"the attribute 'tensor' of module 'net' {PASSED_ON}" in said
+
+
+@pytest.mark.parametrize("net", IN_ORDER)
+def test_microbatches_that_come_in_their_order_to_what_they_read_and_write_take_turns(
+    net: type[Carries], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert takes_turns(net(), caplog) == (True, [])
+
+
+def test_a_class_and_tensors_that_were_watched_are_what_they_were() -> None:
+    nets_of_own = AnObject(), ATensor()
+    for net in nets_of_own:
+        trainer = trainer_for(HarmonyStrategy(num_microbatches=4), 1, [])
+        trainer.fit(Net(net), torch.utils.data.DataLoader(samples(), batch_size=8))
+    assert vars(Helper)["number"] == 0.1
+    assert "tensor" not in vars(ATensor)
+    assert type(nets_of_own[1].tensor) is Tensor
+
+
+class Fails(Carries):
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks(x * (1 + self.number) + self.tensor.sum())
+        self.number, self.count, self.tensor = x.detach().mean().item(), self.count + 1, mean_of(x)
+        if self.count == 2:
+            raise LookupError
+        return x
+
+
+def test_nothing_is_watched_any_more_once_a_step_has_failed() -> None:
+    module = Net(Fails())
+    trainer = trainer_for(HarmonyStrategy(num_microbatches=4), 3, [])
+    with pytest.raises(LookupError):
+        trainer.fit(module, torch.utils.data.DataLoader(samples(), batch_size=8))
+    assert "number" not in vars(Fails)
+    assert type(module.net.tensor) is Tensor
