@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
+from lightning_harmony.microbatches.carried_state import _Reads
 from support import nets
 from support.same_training import Net, assert_same_training, trainer_for
 from support.taking_turns import samples, takes_turns
@@ -298,3 +300,27 @@ def test_nothing_is_watched_any_more_once_a_step_has_failed() -> None:
         trainer.fit(module, torch.utils.data.DataLoader(samples(), batch_size=8))
     assert "number" not in vars(Fails)
     assert type(module.net.tensor) is Tensor
+
+
+class Attributed:
+    pass
+
+
+def test_a_class_is_as_it_was_when_the_last_of_several_has_watched_it() -> None:
+    """Fits in threads that ended in the order in which they had begun left what one had put there."""
+    read: list[str] = []
+    one, other = Attributed(), Attributed()
+    one.value = other.value = 1  # type: ignore[attr-defined]
+
+    def watch(name: str, watched: Attributed) -> Callable[[], None]:
+        return _Reads.watch(Attributed, "value", {id(vars(watched)): [name]}, read.append)  # type: ignore[dict-item, arg-type]
+
+    ends = [watch("first", one), watch("second", other)]
+    assert one.value + other.value == 2  # type: ignore[attr-defined]
+    assert read == ["first", "second"]
+    ends[0]()
+    assert one.value + other.value == 2  # type: ignore[attr-defined]
+    assert read == ["first", "second", "second"]
+    ends[1]()
+    assert "value" not in vars(Attributed)
+    assert one.value == 1  # type: ignore[attr-defined]

@@ -9,11 +9,12 @@ their order, do they find the same if they take turns.
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +116,8 @@ class CarriedState:
         self._versions: dict[int, tuple[Tensor, int | None]] = {}
         self._found: list[Found] = []
         self._all: list[Found] = []
-        self._reads: list[_Reads] = []
+        # What ends the watching of attributes.
+        self._ends: list[Callable[[], None]] = []
         self._uses: _Uses | None = None
         self._segment = 0
 
@@ -161,9 +163,9 @@ class CarriedState:
         if self._uses is not None:
             self._uses.close()
             self._uses = None
-        for reads in self._reads:
-            reads.remove()
-        self._reads = []
+        for end in self._ends:
+            end()
+        self._ends = []
 
     def conclude(self) -> list[Found]:
         """The step has ended: what microbatches have read, and written, too."""
@@ -202,7 +204,7 @@ class CarriedState:
                     fetches[type(owner), name][id(vars(owner))].append(found)
                     break
         for (kind, name), by_attributes in fetches.items():
-            self._reads.append(_Reads(kind, name, by_attributes, self._note_fetched))
+            self._ends.append(_Reads.watch(kind, name, by_attributes, self._note_fetched))
         if uses:
             self._uses = _Uses(uses, self._note_used)
             for tensor in watched.values():
@@ -322,23 +324,55 @@ class _Watched(Tensor):
             return func(*args, **kwargs)
 
 
-class _Reads:
-    """Takes the place of an attribute on a class, and tells who reads it; the value stays where it is."""
+# The places found in the attributes of objects, by the identities of these, and who is told that one is read.
+_Watcher = tuple[dict[int, list[Found]], Callable[[Found], None]]
 
-    def __init__(self, kind: type, name: str, found: dict[int, list[Found]], note: Callable[[Found], None]) -> None:
-        self._kind, self._name, self._found, self._note = kind, name, found, note
+
+class _Reads:
+    """Takes the place of an attribute on a class, and tells who reads it; the value stays where it is.
+
+    Fits in several threads may watch the same one: when the last of them has seen enough, the class is as it was.
+    """
+
+    _in_use: ClassVar[dict[tuple[type, str], _Reads]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, kind: type, name: str) -> None:
+        self._kind, self._name = kind, name
+        self._watchers: list[_Watcher] = []
         self._default = inspect.getattr_static(kind, name, MISSING)
         self._own = vars(kind).get(name, MISSING)
         setattr(kind, name, self)
+
+    @classmethod
+    def watch(
+        cls, kind: type, name: str, found: dict[int, list[Found]], note: Callable[[Found], None]
+    ) -> Callable[[], None]:
+        """Tell of reads from now on; calling the result ends that."""
+        watcher = found, note
+        with cls._lock:
+            reads = cls._in_use.get((kind, name)) or cls(kind, name)
+            cls._in_use[kind, name] = reads
+            reads._watchers = [*reads._watchers, watcher]
+
+        def end() -> None:
+            with cls._lock:
+                reads._watchers = [each for each in reads._watchers if each is not watcher]
+                if not reads._watchers and cls._in_use.pop((kind, name), None) is not None:
+                    reads._give_back()
+
+        return end
 
     @staticmethod
     def is_possible(kind: type, name: str) -> bool:
         """Whether instances of a class have the attribute in their `__dict__`, and the class may be changed."""
         default = inspect.getattr_static(kind, name, MISSING)
         is_mutable = bool(kind.__flags__ & _HEAP_TYPE) and not kind.__flags__ & _IMMUTABLE_TYPE
-        return is_mutable and (default is MISSING or not inspect.isdatadescriptor(default))
+        return is_mutable and (
+            isinstance(default, _Reads) or default is MISSING or not inspect.isdatadescriptor(default)
+        )
 
-    def remove(self) -> None:
+    def _give_back(self) -> None:
         if self._own is MISSING:
             delattr(self._kind, self._name)
         else:
@@ -346,8 +380,9 @@ class _Reads:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         attributes = {} if instance is None else vars(instance)
-        for found in self._found.get(id(attributes), ()):
-            self._note(found)
+        for places, note in self._watchers:
+            for found in places.get(id(attributes), ()):
+                note(found)
         if self._name in attributes:
             return attributes[self._name]
         if self._default is MISSING:
