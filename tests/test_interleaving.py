@@ -77,6 +77,21 @@ def number_put_back(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
     return x
 
 
+FACTOR = 1.0
+FACTORS = {"factor": 1.0}
+
+
+def global_number(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    global FACTOR  # noqa: PLW0603
+    FACTOR = mean_of(y)
+    return net.blocks(x) * FACTOR
+
+
+def number_in_a_global_dict(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    FACTORS["factor"] = mean_of(y)
+    return net.blocks(x) * FACTORS["factor"]
+
+
 def number_of_an_object_put_back(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
     net.helper.factor = mean_of(y)
     x = net.blocks(x) * net.helper.factor
@@ -213,7 +228,7 @@ def condition_around_layers(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
 
 
 HAZARDS = [
-    number_on_the_module, number_put_back, number_of_an_object_put_back,
+    global_number, number_in_a_global_dict, number_on_the_module, number_put_back, number_of_an_object_put_back,
     number_in_a_dict, function_in_a_dict, number_on_an_object, tensor_on_an_object,
     count_on_an_object, number_for_a_part, array_in_place, tensor_in_place, array_in_place_behind, tensor_in_place_behind,
     random_before_and_behind,
@@ -441,6 +456,8 @@ LATE = [
     default_dtype_for_good,
     number_put_back,
     number_of_an_object_put_back,
+    global_number,
+    number_in_a_global_dict,
     array_in_place,
     tensor_in_place,
     array_in_place_behind,

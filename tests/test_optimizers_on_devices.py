@@ -189,7 +189,9 @@ def test_an_update_that_is_made_at_once_is_made_on_the_device(options: dict[str,
 def test_lbfgs_steps_on_the_host_as_the_user_wrote_it(updated: list[str]) -> None:
     torch.manual_seed(SEED)
     module = Net(nets.Language(), lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2))
-    assert_same_training(module, nets.tokens(16), num_microbatches=1, updates=("just in time",))
+    # On a GPU, plain Lightning sums its dot products there, in another order: as docs/exactness.md says.
+    tolerance = 1e-5 if same_training.accelerator == "gpu" else 0.0
+    assert_same_training(module, nets.tokens(16), num_microbatches=1, updates=("just in time",), tolerance=tolerance)
     assert updated == []
 
 

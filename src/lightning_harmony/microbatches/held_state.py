@@ -1,13 +1,15 @@
 """What Python holds for a step: attributes of modules, and of objects that they hold, and lists, dicts and sets among them.
 
 Looked at are all modules of the model, and from each attribute lists, dicts, sets and deques to any depth, and objects to a
-depth of `DEEPEST`. Longer containers than `LONGEST` are data, and so are more than `MOST` spaces. Left alone are metrics,
-whose states add up, parameters, and objects of the libraries below, which no step of the user's keeps anything in.
+depth of `DEEPEST`; and globals of the files that define the modules' classes, with the containers among them. Longer
+containers than `LONGEST` are data, and so are more than `MOST` spaces. Left alone are metrics, whose states add up,
+parameters, and objects of the libraries below, which no step of the user's keeps anything in.
 """
 
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -106,6 +108,7 @@ def _all(model: nn.Module, others: Sequence[tuple[str, Any]], seen: set[int]) ->
                 for held in _within(_joined(name, attribute), value, seen, 0):
                     held.root = module, attribute
                     yield held
+    yield from _globals(model, seen)
     for name, value in others:
         seen.add(id(value))
         yield from _attributes_of(name, value, seen, 0)
@@ -144,6 +147,19 @@ def _attributes_of(name: str, value: Any, seen: set[int], depth: int) -> Iterato
     for attribute, each in list(attributes.items()):
         if type(each) not in _PLAIN:
             yield from _within(f"{name}.{attribute}", each, seen, depth)
+
+
+def _globals(model: nn.Module, seen: set[int]) -> Iterator[Held]:
+    """The globals of the files in which the classes of a model are defined, and the containers among them."""
+    files = dict.fromkeys(type(module).__module__ for module in model.modules())
+    for name in files:
+        file = sys.modules.get(name)
+        if file is None or name.partition(".")[0] in _LIBRARIES:
+            continue
+        yield Held(name, vars(file), Kind.OBJECT)
+        for attribute, value in list(vars(file).items()):
+            if type(value) in SWITCHED and not attribute.startswith("__"):
+                yield from _within(f"{name}.{attribute}", value, seen, DEEPEST)
 
 
 def _is_looked_into(value: Any) -> bool:

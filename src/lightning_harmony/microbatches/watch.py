@@ -132,6 +132,9 @@ class Watch:
         if self._microbatch < 1 or not is_due:
             return
         with self._timed():
+            if self._microbatch == 1:
+                for lock in _locks_held(sys._getframe(1)):
+                    self._note_hazard(f"a lock is held ({lock})", layer)
             for each in self._watched:
                 for name in each.changed():
                     self._note_change(each, name, layer)
@@ -140,9 +143,6 @@ class Watch:
             for setting, before in zip(NOT_SWITCHED, self._settings, strict=True):
                 if setting.get() != before:
                     self._note_hazard(f"{setting.name} is set", layer)
-            if self._microbatch == 1:
-                for lock in _locks_held(sys._getframe(1)):
-                    self._note_hazard(f"a lock is held ({lock})", layer)
 
     def note_compiled(self, given: Sequence[Tensor]) -> None:
         """It calls a compiled layer with tensors."""
