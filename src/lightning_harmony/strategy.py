@@ -16,6 +16,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import StepReport
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.fit import tracebacks
+from lightning_harmony.fit.given_plugins import GivenPlugins
 from lightning_harmony.fit.in_memory import InMemory, move_optimizer_state
 from lightning_harmony.fit.lasting_bytes import LastingBytes, fits
 from lightning_harmony.fit.loop_ends import LoopEnds
@@ -26,15 +27,13 @@ from lightning_harmony.microbatches.split_check import SplitCheck
 from lightning_harmony.microbatches.splitting import Splitting
 from lightning_harmony.plan.values.plan import Parallel, Plan
 from lightning_harmony.plan.values.profile import Profile
-from lightning_harmony.precision import keep_scale_on_host, refuse_unsupported
+from lightning_harmony.precision import keep_scale_on_host
 from lightning_harmony.reporting.step_reports import StepReports
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.argument_names import suggests_names
-from lightning_harmony.setup.checkpoints import refuse_directory, refuse_sharded, refuse_torn
+from lightning_harmony.setup.checkpoints import refuse_directory, refuse_torn
 from lightning_harmony.setup.lightning_tree import LightningTree
-from lightning_harmony.setup.one_process import OneProcess
 from lightning_harmony.setup.refusals import (
-    refuse_other_accelerators,
     refuse_scripted,
     refuse_uninitialized,
     refuse_windows,
@@ -42,13 +41,10 @@ from lightning_harmony.setup.refusals import (
 from lightning_harmony.setup.settings import Settings
 
 if TYPE_CHECKING:
-    from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.accelerators import Accelerator
-    from lightning.pytorch.plugins.precision import Precision
 
 
-class StrategyMixin(OneProcess):
+class StrategyMixin(GivenPlugins):
     """The strategy, in whichever Lightning tree.
 
     Args:
@@ -180,43 +176,6 @@ class StrategyMixin(OneProcess):
     def recorder(self) -> StepRecorder | None:
         """Measures and records steps for those who ask, as `HarmonyMonitor` does; None outside of a fit."""
         return None if self._swapped is None else self._swapped.engine.recorder
-
-    @property
-    @override
-    def accelerator(self) -> Accelerator | None:
-        """Lightning's accelerator."""
-        return super().accelerator
-
-    @accelerator.setter
-    @override
-    def accelerator(self, accelerator: Accelerator | None) -> None:
-        refuse_other_accelerators(accelerator)
-        compat.set_as_inherited(StrategyMixin, self, "accelerator", accelerator)
-
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        """Lightning's precision plugin."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    @override
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        if plugin is not None:
-            refuse_unsupported(plugin)
-        compat.set_as_inherited(StrategyMixin, self, "precision_plugin", plugin)
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        """Lightning's plugin that writes and reads checkpoints."""
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    @override
-    def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
-        refuse_sharded(plugin)
-        compat.set_as_inherited(StrategyMixin, self, "checkpoint_io", plugin)
 
     @contextmanager
     @override

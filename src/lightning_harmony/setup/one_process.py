@@ -86,10 +86,6 @@ class OneProcess(_Base):
     num_nodes: int = 1
 
     @override
-    def _configure_launcher(self) -> None:
-        """Nothing is launched."""
-
-    @override
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """One process: nothing to reduce."""
         return tensor
