@@ -299,6 +299,26 @@ def test_sparse_gradients_are_refused() -> None:
     assert_trains(module, lambda: fit(module))
 
 
+class Looked(nn.Module):
+    """An embedding of one's own, with an attribute by which an unrelated flag was taken for torch's."""
+
+    def __init__(self, *, makes_sparse: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(nets.VOCABULARY, nets.WIDTH))
+        self.sparse, self.makes_sparse = True, makes_sparse
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight, sparse=self.makes_sparse)
+
+
+def test_sparse_gradients_are_refused_by_what_comes_and_not_by_a_name() -> None:
+    module = Net(nets.Language())
+    module.net.embed = Looked(makes_sparse=False)  # type: ignore[assignment]
+    assert_trains(module, lambda: fit(module))
+    module.net.embed = Looked(makes_sparse=True)  # type: ignore[assignment]
+    assert_refused(module, UnsupportedModelError, ["'net.embed.weight'", "sparse gradient"], lambda: fit(module))
+
+
 class Lazy(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()

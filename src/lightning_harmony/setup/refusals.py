@@ -60,13 +60,13 @@ def refuse_several_processes(num_nodes: int) -> None:
 
 
 def refuse_sparse(module: nn.Module) -> None:
-    """Refuse sparse gradients.
+    """Refuse modules of torch that make sparse gradients. Those that other code makes are refused when they come.
 
     Raises:
-        UnsupportedModelError: naming the first submodule that has them.
+        UnsupportedModelError: naming the first.
     """
     for name, child in module.named_modules():
-        if getattr(child, "sparse", False) is True:
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise UnsupportedModelError(
                 f"module {name!r} has sparse gradients, which are summed as dense ones here: set sparse=False"
             )

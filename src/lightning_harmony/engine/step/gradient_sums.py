@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.measure.profile import Profiler
@@ -19,6 +20,8 @@ from lightning_harmony.engine.step.swapped_model import SwappedModel
 from lightning_harmony.engine.updates.update import Updater
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Errand, Task
+
+_SPARSE = frozenset((torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 
 
 class GradientSums:
@@ -87,6 +90,12 @@ class GradientSums:
             gradients = [(p, gradient) for p, gradient in gradients if p in self._requested]
             if not gradients:
                 return
+        for parameter, gradient in gradients:
+            if gradient.layout in _SPARSE:
+                raise UnsupportedModelError(
+                    f"parameter {self._model.names[parameter]!r} has a sparse gradient, which would be summed as a dense one "
+                    "here: make dense ones, as with sparse=False"
+                )
         if any(parameter._backward_hooks for parameter, _ in gradients):
             gradients = [(p, self._after_hooks(p, gradient, use)) for p, gradient in gradients]
         index = self._placement.pack_of[layer.index]
