@@ -71,8 +71,8 @@ class Interleaving:
         if not self.is_earned:
             self._run_in_sequence(forward, sizes)
             return
-        undo = Undo(self._model, self._others, self._changing, self._known)
         self._attributes.begin()
+        undo = Undo(self._model, self._attributes.places, self._changing, self._known)
         error: BaseException | None = None
         try:
             self._run_in_turns(forward, sizes, undo)

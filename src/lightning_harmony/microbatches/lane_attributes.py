@@ -230,11 +230,15 @@ class LaneAttributes:
         model: its modules, whenever a step begins.
         known: what steps change.
         others: what else may be changed, with its names.
+
+    Attributes:
+        places: all that the step that runs may change.
     """
 
     def __init__(self, model: nn.Module, known: KnownChanges, others: Sequence[tuple[str, Any]] = ()) -> None:
         self._model, self._known, self._others = model, known, others
         self._of_layers: dict[str, set[str]] = {}
+        self.places: list[Held] = []
         self._spaces: list[_Space] = []
         self._watched: list[_Space] = []
         # By the attributes of a module, or of an object: the places in it.
@@ -246,10 +250,8 @@ class LaneAttributes:
     def begin(self) -> None:
         """A step begins; one that did not come to its end is over."""
         self.finish()
-        self._spaces = [
-            _Space(held, self._known, self._of_layers.setdefault(held.name, set()))
-            for held in held_by(self._model, self._others)
-        ]
+        self.places = list(held_by(self._model, self._others))
+        self._spaces = [_Space(held, self._known, self._of_layers.setdefault(held.name, set())) for held in self.places]
         self._watched = [space for space in self._spaces if space.name in self._known.places]
         self._places_in = {}
         of_module: list[_Space] = []
@@ -317,7 +319,7 @@ class LaneAttributes:
         self._forget()
 
     def _forget(self) -> None:
-        self._spaces, self._watched, self._places_in = [], [], {}
+        self.places, self._spaces, self._watched, self._places_in = [], [], [], {}
         self._current, self._ran, self._seen_late = None, set(), []
 
 

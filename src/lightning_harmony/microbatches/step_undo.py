@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torchmetrics import Metric
 
 from lightning_harmony.engine.model.attributes import restore_of_generator
 from lightning_harmony.engine.structures.nested import is_ndarray
-from lightning_harmony.microbatches.held_state import held_by, mark_of, marked_in, state_of_generator
+from lightning_harmony.microbatches.held_state import Held, mark_of, marked_in, state_of_generator
 from lightning_harmony.microbatches.lane_attributes import Draws, KnownChanges
 from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED
 from lightning_harmony.microbatches.snapshot import undo_of_array, undo_of_tensor
@@ -80,7 +80,7 @@ class Undo:
 
     Args:
         model: whose step it is.
-        others: what else it may change, with its names.
+        places: what it may change in Python.
         changing: the buffers that steps were seen to change, by their identity.
         known: what steps were seen to change in order.
     """
@@ -88,7 +88,7 @@ class Undo:
     def __init__(
         self,
         model: nn.Module,
-        others: Sequence[tuple[str, Any]],
+        places: Iterable[Held],
         changing: set[int],
         known: KnownChanges,
     ) -> None:
@@ -97,7 +97,7 @@ class Undo:
         self._drawn: list[tuple[_Marked, Draws]] = []
         self._changed: list[_Marked] = []
         self._marked: list[_Marked] = []
-        for held in held_by(model, others):
+        for held in places:
             for name, value, mark in marked_in(held):
                 marked, when = _Marked(held.name, value, mark), known.drawn.get((held.name, name))
                 if when is not None:

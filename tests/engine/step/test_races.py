@@ -524,7 +524,7 @@ SENSITIVE: Sequence[tuple[str, Mapping[str, Any]]] = [
         "swap_out_gradients",
         "join_lanes",
         # What the nodes of a layer saved may be in memory of the lane's own, or of the stash: both tell the allocator.
-        "_use _keep_until_computed",
+        "note_use _keep_until_computed",
     ],
 )
 def test_what_is_not_ordered_is_found(monkeypatch: pytest.MonkeyPatch, functions: str) -> None:
@@ -549,7 +549,7 @@ def test_memory_of_a_lane_is_not_used_again_while_nodes_of_a_layer_read_it(
     layers = (nets.Block, Weighs, WeighsShifted, nn.Embedding)
     options: Any = {"parallel": "data", "layers": lambda name, module: isinstance(module, layers)}
     assert find_races(monkeypatch, net, **options) == []
-    races = find_races(monkeypatch, net, left_out=("_use",), **options)
+    races = find_races(monkeypatch, net, left_out=("note_use",), **options)
     assert any("used again" in race for race in races)
 
 

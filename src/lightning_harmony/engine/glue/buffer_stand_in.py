@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_harmony.engine.glue.glue import ANSWERED
+from lightning_harmony.engine.glue.glue import ANSWERED, one_element
 from lightning_harmony.engine.structures.operations import changes_first
 
 
@@ -34,11 +34,8 @@ class BufferStandIn(Tensor):
             read: gives a copy of what the layer has left last.
             refuse: raises, as it is changed.
         """
-        element = torch.zeros((), dtype=newest.dtype, device=newest.device)
-        if newest.is_floating_point():
-            # Whoever gets past the stand-in must notice.
-            element.fill_(torch.nan)
-        stand_in = Tensor._make_subclass(BufferStandIn, element.expand(newest.shape))
+        element = one_element(newest.shape, newest.dtype, newest.device)
+        stand_in = Tensor._make_subclass(BufferStandIn, element)
         stand_in.host_buffer, stand_in._read, stand_in._refuse = host, read, refuse
         return stand_in
 

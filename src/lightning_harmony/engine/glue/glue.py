@@ -64,6 +64,14 @@ class Runtime(Protocol):
         """Where a layer runs for the current lane."""
 
 
+def one_element(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of a shape that holds one element: whoever gets past its stand-in to compute with it must notice."""
+    element = torch.zeros((), dtype=dtype, device=device)
+    if dtype.is_floating_point:
+        element.fill_(torch.nan)
+    return element.expand(shape)
+
+
 class StandIn(Tensor):
     """What glue sees in place of a swapped parameter: device, dtype and shape of the real one, and one element.
 
@@ -78,11 +86,7 @@ class StandIn(Tensor):
         parameter: nn.Parameter, device: torch.device, dtype: torch.dtype, runtime: Runtime, *, requires_grad: bool
     ) -> StandIn:
         """A stand-in for a parameter on a device, in the type that it has there."""
-        element = torch.zeros((), dtype=dtype, device=device)
-        if parameter.is_floating_point():
-            # Whoever gets past the stand-in must notice.
-            element.fill_(torch.nan)
-        stand_in = Tensor._make_subclass(StandIn, element.expand(parameter.shape), requires_grad)
+        stand_in = Tensor._make_subclass(StandIn, one_element(parameter.shape, dtype, device), requires_grad)
         stand_in._is_param = True
         stand_in._parameter, stand_in._runtime = parameter, runtime
         if requires_grad:

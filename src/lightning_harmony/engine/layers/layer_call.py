@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.narrow import CastWatch
 from lightning_harmony.engine.layers.owned_results import OwnedResults
-from lightning_harmony.engine.layers.recompute import Recompute
+from lightning_harmony.engine.layers.recompute import Recompute, note_use
 from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.layers.saved_tensors import SavedTensor, Saves
 from lightning_harmony.engine.memory.tensor_class import parameter_like
@@ -282,11 +282,7 @@ class LayerCall:
                 if saved.content is None:
                     self._refill()
                 assert saved.content is not None
-                self._use([saved.content])
-
-    def _use(self, tensors: Sequence[Tensor]) -> None:
-        """Nodes of the layer read these: where lanes have streams of their own, it is not theirs on which these were made."""
-        self.residency.device.hand_out([tensor for tensor in tensors if tensor.layout is torch.strided])
+                note_use([saved.content], self.residency)
 
     def is_through(self) -> bool:
         """Whether no backward can ask for a saved tensor any more: each node lets go of what it saved when it has run."""
