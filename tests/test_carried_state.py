@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.microbatches.carried_state import _Reads
 from support import nets
-from support.same_training import Net, assert_same_training, trainer_for
+from support.same_training import Net, assert_same_training, root, trainer_for
 from support.taking_turns import samples, takes_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -32,7 +32,7 @@ class Carries(nn.Module):
         self.number = 0.1
         self.count = 0
         self.flag = False
-        self.tensor = torch.zeros(nets.WIDTH)
+        self.tensor = torch.zeros(nets.WIDTH, device=root())
         self.memories: Any = None
         self.by_name: dict[str, Any] = {}
         self.recent: deque[Tensor] = deque(maxlen=2)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.devices.cuda_device import CudaDevice
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from support import nets
-from support.same_training import Net, assert_same_training
+from support.same_training import Net, assert_same_training, root
 
 
 class Product(torch.autograd.Function):
@@ -81,13 +82,14 @@ def test_weights_that_a_function_keeps_on_its_context_are_those_of_its_forward(
 
 def test_ordinary_layers_keep_no_weights_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[bool] = []
-    free = VirtualDevice.free
+    device = VirtualDevice if root().type == "cpu" else CudaDevice
+    free = device.free
 
-    def noting(self: VirtualDevice, buffer: Tensor, uses: Any, *, is_kept: bool = False) -> None:
+    def noting(self: Any, buffer: Tensor, uses: Any, *, is_kept: bool = False) -> None:
         kept.append(is_kept)
         free(self, buffer, uses, is_kept=is_kept)
 
-    monkeypatch.setattr(VirtualDevice, "free", noting)
+    monkeypatch.setattr(device, "free", noting)
     assert_same_training(Net(nets.Rich()), nets.tokens(16), device_memory="40KiB")
     assert_same_training(Net(nets.Language()), nets.tokens(16), precision="bf16-mixed")
     assert kept

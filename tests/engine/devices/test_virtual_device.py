@@ -42,7 +42,7 @@ class Later:
 
 
 class TestCounting:
-    @pytest.mark.parametrize("make", ["empty", "scratch"])
+    @pytest.mark.parametrize("make", ["empty", "sums"])
     def test_a_buffer_counts_until_it_is_gone(self, device: VirtualDevice, make: str) -> None:
         buffer = getattr(device, make)(300)
         assert (buffer.numel(), buffer.dtype) == (300, torch.uint8)
@@ -223,7 +223,7 @@ class TestPeak:
 class TestKeeping:
     def test_a_kept_buffer_lives_until_its_copy_is_done(self, device: VirtualDevice) -> None:
         event = Later()
-        device.keep_until(event, device.scratch(100))
+        device.keep_until(event, device.sums(100))
         assert not device.retire()
         assert device.allocated_bytes() == 100
         event.has_happened = True
@@ -234,7 +234,7 @@ class TestKeeping:
     def test_waiting_frees_the_oldest_only(self, device: VirtualDevice) -> None:
         events = [Later(), Later()]
         for event in events:
-            device.keep_until(event, device.scratch(100))
+            device.keep_until(event, device.sums(100))
         assert device.retire(wait=True)
         assert [event.done() for event in events] == [True, False]
         assert device.allocated_bytes() == 100
@@ -242,7 +242,7 @@ class TestKeeping:
     def test_waiting_frees_what_is_done_behind_the_oldest_too(self, device: VirtualDevice) -> None:
         events: list[Event] = [Later(), Happened(), Later()]
         for event in events:
-            device.keep_until(event, device.scratch(100))
+            device.keep_until(event, device.sums(100))
         assert device.retire(wait=True)
         assert device.allocated_bytes() == 100
 
@@ -315,8 +315,8 @@ def _meet(barrier: threading.Barrier) -> None:
 
 def test_gradients_that_an_update_uses_up_are_waited_for_as_what_leaves_and_do_not_count_as_lasting() -> None:
     device, updates = VirtualDevice(1000), HostStream("update")
-    lasting, gate = device.scratch(100), threading.Event()
-    held = [device.scratch(600)]
+    lasting, gate = device.sums(100), threading.Event()
+    held = [device.sums(600)]
 
     def use_up() -> None:
         gate.wait(10)

@@ -202,7 +202,7 @@ def test_the_graphs_of_the_running_pack_go_before_memory_runs_out(model: Model) 
 
 
 def test_a_pack_that_does_not_fit_at_all_is_named(model: Model) -> None:
-    kept = model.device.scratch(2 * PACK_BYTES + 1)
+    kept = model.device.sums(2 * PACK_BYTES + 1)
     with pytest.raises(CapacityError, match="pack 2"):
         model.residents.bring(model.forward(2), 0)
     del kept
@@ -213,7 +213,7 @@ def test_to_wait_for_what_leaves_comes_before_another_swap(model: Model) -> None
     for index in (0, 1):
         model.residents.bring(model.forward(index), 0)
     leaves = Leaving()
-    model.device.keep_until(leaves, model.device.scratch(PACK_BYTES))
+    model.device.keep_until(leaves, model.device.sums(PACK_BYTES))
     model.residents.bring(model.forward(2), 0)
     assert leaves.was_waited_for
     assert model.resident() == {0, 1, 2}

@@ -122,7 +122,7 @@ def test_gradients_that_are_on_a_device_stay_there(name: str) -> None:
 
 def _on(device: VirtualDevice, gradient: Tensor) -> Tensor:
     (slot,), num_bytes = lay_out([gradient])
-    return slot.view(device.scratch(num_bytes)).copy_(gradient)
+    return slot.view(device.sums(num_bytes)).copy_(gradient)
 
 
 def test_no_piece_is_asked_for_before_there_is_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

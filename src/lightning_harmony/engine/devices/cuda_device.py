@@ -59,6 +59,7 @@ class CudaDevice(Device):
         self._compute = current_cuda_stream(self._index)
         self._lane_streams: dict[int, torch.cuda.Stream] = {}
         self._began: torch.cuda.Event | None = None
+        self._uses = _Uses()
         self.swap_in = CudaStream(torch_device)
         self.swap_out = CudaStream(torch_device)
         self.stash_in = CudaStream(torch_device)
@@ -101,9 +102,11 @@ class CudaDevice(Device):
         with stream.selected():
             return flat_buffer(num_bytes, self.torch_device)
 
-    def scratch(self, num_bytes: int) -> Tensor:
-        """Allocate in the pool of the compute stream."""
-        return flat_buffer(num_bytes, self.torch_device)
+    def sums(self, num_bytes: int) -> Tensor:
+        """Allocate in the pool of the swap-in stream, and let what computes here wait for what that memory was used for."""
+        buffer = self.empty(num_bytes)
+        self._uses.wait_for(buffer)
+        return buffer
 
     def side_stream(self) -> Stream:
         """Another stream of this GPU."""
@@ -157,6 +160,7 @@ class CudaDevice(Device):
             for stream in (self._compute, *self._lane_streams.values()):
                 buffer.record_stream(stream)
         self.swap_in.submit(lambda: None, after=uses)
+        self._uses.add(buffer, uses)
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether it is on this GPU."""
@@ -256,3 +260,31 @@ class CudaDevice(Device):
         """Let the next launch not report what has failed: whoever asked for it may do without."""
         with suppress(RuntimeError), torch.no_grad():
             torch.full((1,), 0.0, device=self.torch_device)
+
+
+class _Uses:
+    """What freed memory was used for, for whoever has it next on another stream than the one that waits for that anyway."""
+
+    def __init__(self) -> None:
+        self._of_ranges: list[tuple[range, Sequence[Event]]] = []
+
+    def add(self, buffer: Tensor, uses: Sequence[Event]) -> None:
+        """A buffer is freed."""
+        self._of_ranges = [each for each in self._of_ranges if not _are_over(each[1])]
+        self._of_ranges.append((_addresses(buffer), uses))
+
+    def wait_for(self, buffer: Tensor) -> None:
+        """Let the current stream wait until a buffer's memory is not used for anything else."""
+        own = _addresses(buffer)
+        for addresses, uses in self._of_ranges:
+            if addresses.start < own.stop and own.start < addresses.stop:
+                for event in uses:
+                    event.wait()
+
+
+def _addresses(buffer: Tensor) -> range:
+    return range(buffer.data_ptr(), buffer.data_ptr() + buffer.numel())
+
+
+def _are_over(uses: Sequence[Event]) -> bool:
+    return all(event.done() for event in uses)

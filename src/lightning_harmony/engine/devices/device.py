@@ -73,8 +73,11 @@ class Device(ABC):
         """A flat uint8 buffer, to be filled by a stream, `swap_in` if none is given."""
 
     @abstractmethod
-    def scratch(self, num_bytes: int) -> Tensor:
-        """A flat uint8 buffer, to be filled by compute."""
+    def sums(self, num_bytes: int) -> Tensor:
+        """A flat uint8 buffer, to be filled by compute, of the memory that `swap_in` fills, too.
+
+        What lasts longer than a turn has one pool: what weights have left is for gradients, and the other way round.
+        """
 
     @abstractmethod
     def side_stream(self) -> Stream:
@@ -118,7 +121,9 @@ class Device(ABC):
 
     @abstractmethod
     def free(self, buffer: Tensor, uses: Sequence[Event], *, is_kept: bool = False) -> None:
-        """Called before our last reference to a buffer from `empty` goes: its memory is reused only after its uses.
+        """Called before our last reference to a buffer of `swap_in`'s memory goes: it is reused only after its uses.
+
+        Who drops one when all its uses are over need not call it.
 
         Args:
             buffer: what is not needed any more.
@@ -238,7 +243,7 @@ class Device(ABC):
         return nullcontext() if self.recorder is None else self.recorder.waiting()
 
     def keep_until(self, event: Event, buffer: Tensor) -> None:
-        """Keep a buffer from `scratch` alive until a copy of it is done."""
+        """Keep a buffer that compute filled alive until a copy of it is done."""
         self._kept.append((event, buffer))
 
     def note_update(self, updated: HostEvent, num_bytes: int) -> None:

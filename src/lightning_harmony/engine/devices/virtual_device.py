@@ -61,7 +61,7 @@ class VirtualDevice(Device):
         self.count(buffer)
         return buffer
 
-    def scratch(self, num_bytes: int) -> Tensor:
+    def sums(self, num_bytes: int) -> Tensor:
         """Allocate and count."""
         return self.empty(num_bytes)
 

@@ -136,7 +136,7 @@ class Residents:
         """Wait until a pack is updated. Those that follow it may have been updated sooner, and come."""
         pack = place.pack
         if pack.residency is None:
-            reserved_bytes = work_bytes + pack.swap_in_bytes
+            reserved_bytes = work_bytes + self._swap_in_bytes(pack, place)
             self.swapper.await_update(pack, lambda: not self.prefetch(place, reserved_bytes))
 
     def admit(self, num_bytes: int) -> None:
@@ -170,12 +170,12 @@ class Residents:
             CapacityError: if there is no room for its weights.
         """
         pack = place.pack
-        self.ensure_room(work_bytes + (0 if pack.residency is not None else pack.swap_in_bytes), place)
+        self.ensure_room(work_bytes + (0 if pack.residency is not None else self._swap_in_bytes(pack, place)), place)
         if not self.plan.lookahead and pack.residency is None:
             # The host is ahead of the device: what it asks for now would come while the device still computes.
             self.device.swap_in.submit_brief(lambda: None, after=[self.device.record()])
         try:
-            self.swapper.swap_in(pack)
+            self.swapper.swap_in(pack, keeps_masters=self._keeps_masters(pack, place))
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"pack {pack.index} ({pack.name}) does not fit beside what glue keeps, such as the batch and activations "
@@ -247,13 +247,21 @@ class Residents:
                 # The host has better to do than to wait for its update. Those behind it may have been updated sooner.
                 have_come = False
                 if following is not place.pack:
-                    reserved_bytes += following.swap_in_bytes
+                    reserved_bytes += self._swap_in_bytes(following, place)
                 continue
-            if not self._make_room_ahead(following, following.swap_in_bytes + reserved_bytes, place):
+            if not self._make_room_ahead(following, self._swap_in_bytes(following, place) + reserved_bytes, place):
                 return False
             self._due.pop(following.index, None)
-            self.swapper.swap_in(following)
+            self.swapper.swap_in(following, keeps_masters=self._keeps_masters(following, place))
         return have_come
+
+    def _keeps_masters(self, pack: SwappedPack, place: Place) -> bool:
+        """Whether a pack that comes for what a lane does at a place, or later, stays as it is on the host for its update."""
+        plan = self.plan
+        return pack.index in plan.device_updated and plan.comes_back_to(pack.index, place.phase, place.position)
+
+    def _swap_in_bytes(self, pack: SwappedPack, place: Place) -> int:
+        return pack.swap_in_bytes(keeps_masters=self._keeps_masters(pack, place))
 
     def _make_room_ahead(self, following: SwappedPack, num_bytes: int, place: Place) -> bool:
         """Whether there is room to fetch a pack ahead. Where no plan tells what goes, what is needed later makes way."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 from torch.utils._mode_utils import no_dispatch
 
-from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.device import Device, flat_buffer
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.tensor_class import parameter_like
@@ -20,6 +20,7 @@ from lightning_harmony.engine.model.pack import (
     Accumulator,
     GradientKey,
     LeavingBuffers,
+    Masters,
     Residency,
     Staging,
     SummedGradients,
@@ -59,13 +60,18 @@ class Swapper:
         self._update = update
         self.is_shared = is_shared
 
-    def swap_in(self, pack: SwappedPack) -> None:
-        """Start to copy a pack's weights and buffers to the device, if they aren't there."""
+    def swap_in(self, pack: SwappedPack, *, keeps_masters: bool = False) -> None:
+        """Start to copy a pack's weights and buffers to the device, if they aren't there.
+
+        Args:
+            pack: the pack.
+            keeps_masters: whether parameters that are cast on their way stay as they were, too, for an update there.
+        """
         if pack.residency is None:
             self._update.wait_for(pack.parameters)
             # Views made in inference mode could not be written by a copy outside of it.
             with torch.inference_mode(False):
-                self._start_swap_in(pack)
+                self._start_swap_in(pack, keeps_masters=keeps_masters)
 
     def await_update(self, pack: SwappedPack, meanwhile: Callable[[], bool] = lambda: False) -> None:
         """Wait until a pack is updated.
@@ -84,7 +90,7 @@ class Swapper:
         """Wait until all that was to be copied to the device has left the host: from here on, anyone may write there."""
         self._device.swap_in.submit_brief(lambda: None).synchronize()
 
-    def _start_swap_in(self, pack: SwappedPack) -> None:
+    def _start_swap_in(self, pack: SwappedPack, *, keeps_masters: bool) -> None:
         device, arena, layout = self._device, self._store.arena, pack.layout
         self.finish_write_back(pack)
         for layer in pack.layers:
@@ -92,7 +98,7 @@ class Swapper:
             layer.note_host_buffers(layer.buffers)
         as_of = pack.num_buffer_writes
         weights = device.empty(layout.num_bytes)
-        uncast = device.empty(layout.staging_bytes)
+        uncast = device.empty(layout.master_bytes if keeps_masters else layout.staging_bytes)
         slots, num_bytes = pack.buffer_layout()
         staging = self._stage(slots, num_bytes) if slots else None
         elsewhere = self._store.elsewhere.intersection(pack.parameters)
@@ -102,7 +108,8 @@ class Swapper:
                 source = arena[run.arena_offset : run.arena_offset + run.num_bytes]
                 weights[run.device_offset : run.device_offset + run.num_bytes].copy_(source, non_blocking=True)
             for parameter in layout.casts:
-                _cast(self._store.slot(parameter).flat(arena), layout.slots[parameter], weights, uncast)
+                space = layout.masters[parameter].flat(uncast) if keeps_masters else uncast.view(parameter.dtype)
+                _cast(self._store.slot(parameter).flat(arena), layout.slots[parameter].flat(weights), space)
             for parameter in elsewhere:
                 layout.slots[parameter].view(weights).copy_(parameter.detach())
             if staging is not None:
@@ -115,7 +122,14 @@ class Swapper:
         self._traffic.count_in("weights", copied)
         # As `data`, each counts its own changes.
         buffers = {} if staging is None else {key: slot.view(staging.on_device).data for key, slot in slots.items()}
-        pack.residency = Residency(device, weights, ready, leaves, buffers, staging, as_of)
+        masters = None
+        if not layout.casts:
+            masters = Masters.of(weights, layout.slots)
+        elif keeps_masters:
+            masters = Masters.of(uncast, layout.masters)
+        else:
+            device.free(uncast, [ready])
+        pack.residency = Residency(device, weights, ready, leaves, buffers, staging, as_of, masters)
 
     def _stage(self, slots: Mapping[BufferKey, Slot], num_bytes: int) -> Staging:
         with self._device.on_host():
@@ -137,7 +151,11 @@ class Swapper:
         uses.append(residency.ready)
         residency.leaves = {}
         # An autograd function may keep weights beside what autograd saves, as that of a quantized product does.
-        self._device.free(residency.weights, uses, is_kept=num_users(residency.weights) > ALONE)
+        is_kept = num_users(residency.weights) > ALONE
+        if is_kept or not residency.is_handed_over:
+            self._device.free(residency.weights, uses, is_kept=is_kept)
+        if residency.masters is not None and residency.masters.buffer is not residency.weights:
+            self._device.free(residency.masters.buffer, [residency.ready])
         staging, leaving = residency.staging, pack.leaving
         if staging is not None:
             self._device.free(staging.on_device, uses if leaving is None else [*uses, leaving.event])
@@ -204,7 +222,7 @@ class Swapper:
             host = buffer_of(key)
             (slot,), num_bytes = lay_out([host])
             # Not in place: a graph that is kept may have saved the one from before.
-            residency.buffers[key] = slot.view(self._device.scratch(num_bytes)).copy_(host)
+            residency.buffers[key] = slot.view(flat_buffer(num_bytes, self._device.torch_device)).copy_(host)
         self._traffic.count_in("weights", pack.buffer_bytes)
 
     def accumulate(
@@ -284,7 +302,7 @@ class Swapper:
     def _open(self, pack: SwappedPack, use: int, *, add_to_earlier: bool) -> Accumulator:
         """A new accumulator. It begins with what the host has: parked sums, or the `grad` of earlier batches."""
         slots, num_bytes = pack.gradient_layout()
-        buffer = self._device.scratch(num_bytes)
+        buffer = self._device.sums(num_bytes)
         accumulator = Accumulator(buffer, {key: slot.view(buffer) for key, slot in slots.items()})
         pack.accumulators[use] = accumulator
         parked = pack.parked.pop(use, None)
@@ -398,8 +416,14 @@ class Swapper:
             if accumulator.gathered is not None:
                 accumulator.gathered.wait()
             sums = {key: gradient for key, gradient in accumulator.sums.items() if key in accumulator.touched}
+            masters = None
+            if pack.residency is not None:
+                pack.residency.ready.wait()
+                masters = pack.residency.hand_over()
             event, earlier = self._device.record(), accumulator.includes_earlier
-            gradients.append(SummedGradients(use, accumulator.buffer, event, sums, earlier, is_on_host=False))
+            gradients.append(
+                SummedGradients(use, accumulator.buffer, event, sums, earlier, is_on_host=False, masters=masters)
+            )
         pack.accumulators = {}
         return gradients
 
@@ -409,9 +433,16 @@ class Swapper:
 
     def drop_gradients(self, pack: SwappedPack) -> None:
         """Forget the sums that a pack has, here and on the host, where a copy may still write to them."""
+        for accumulator in pack.accumulators.values():
+            self.free_sums(accumulator)
         for parked in pack.parked.values():
             self._device.keep_until(parked.event, parked.buffer)
         pack.accumulators, pack.parked = {}, {}
+
+    def free_sums(self, accumulator: Accumulator) -> None:
+        """Called before sums are dropped that something may still be added to, or read of."""
+        gathered = [] if accumulator.gathered is None else [accumulator.gathered]
+        self._device.free(accumulator.buffer, [*self._device.record_all(), *gathered])
 
     def unpark_gradients(self, pack: SwappedPack) -> None:
         """Bring sums back that made room before."""
@@ -429,9 +460,8 @@ class Swapper:
             torch._foreach_mul_(list(parked.sums.values()), factor)
 
 
-def _cast(source: Tensor, slot: Slot, weights: Tensor, staging: Tensor) -> None:
+def _cast(source: Tensor, destination: Tensor, space: Tensor) -> None:
     """Copy a parameter and cast it on the device: a narrow copy on the host would have to be kept up to date."""
-    destination, space = slot.flat(weights), staging.view(source.dtype)
     for start in range(0, source.numel(), space.numel()):
         piece = source[start : start + space.numel()]
         staged = space[: piece.numel()]

@@ -28,6 +28,33 @@ class Run:
 GradientKey = tuple[SwappedLayer, nn.Parameter]
 
 
+@dataclass(frozen=True)
+class Masters:
+    """Parameters on a device as they are on the host, for an update there.
+
+    Attributes:
+        buffer: holds them.
+        slots: where in it each of them lies.
+        versions: of those on the host, when they were copied.
+    """
+
+    buffer: Tensor
+    slots: Mapping[nn.Parameter, Slot]
+    versions: Mapping[nn.Parameter, int]
+
+    @classmethod
+    def of(cls, buffer: Tensor, slots: Mapping[nn.Parameter, Slot]) -> Masters:
+        """Of parameters as they are now."""
+        return cls(buffer, slots, {parameter: parameter._version for parameter in slots})
+
+    def find(self, parameter: nn.Parameter) -> Tensor | None:
+        """A parameter, if it is there as it is on the host. A hook of its own may write it there in any way."""
+        slot = self.slots.get(parameter)
+        if slot is None or parameter._backward_hooks or parameter._version != self.versions[parameter]:
+            return None
+        return slot.view(self.buffer)
+
+
 @dataclass
 class SummedGradients:
     """Gradients of one use of a pack's layers that nothing more is added to: on their way to the host, or where they were.
@@ -40,6 +67,7 @@ class SummedGradients:
         includes_earlier: the parameters whose earlier `grad` is part of the sum.
         norms: of the gradients, computed on their device, where somebody will ask for them.
         is_on_host: whether they come to the host.
+        masters: where gradients stay, what else stays with them for the update.
     """
 
     use: int
@@ -49,6 +77,12 @@ class SummedGradients:
     includes_earlier: set[nn.Parameter]
     norms: dict[GradientKey, Tensor] = field(default_factory=dict)
     is_on_host: bool = True
+    masters: Masters | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the gradients, and of what stays with them."""
+        return self.buffer.numel() + (0 if self.masters is None else self.masters.buffer.numel())
 
 
 @dataclass(frozen=True)
@@ -98,6 +132,8 @@ class Residency:
             would otherwise wait for all that was launched since.
         dirty_buffers: those that layers changed.
         as_of: how often the host's buffers had been written when these were copied.
+        masters: the parameters as they are on the host, as far as they are there. An update takes them over.
+        is_handed_over: whether an update has the weights themselves, and is the last to use them.
     """
 
     device: Device
@@ -107,8 +143,16 @@ class Residency:
     buffers: dict[BufferKey, Tensor]
     staging: Staging | None = None
     as_of: int = 0
+    masters: Masters | None = None
+    is_handed_over: bool = False
     last_use: Event | None = None
     dirty_buffers: set[BufferKey] = field(default_factory=set)
+
+    def hand_over(self) -> Masters | None:
+        """The parameters as they are on the host, for an update that lets them go."""
+        masters, self.masters = self.masters, None
+        self.is_handed_over = self.is_handed_over or (masters is not None and masters.buffer is self.weights)
+        return masters
 
 
 @dataclass
@@ -156,6 +200,8 @@ class Layout:
         runs: the ranges of the arena that are copied as they are.
         casts: the parameters that are cast to a narrower type on their way.
         staging_bytes: what is needed on the device besides while they come.
+        masters: where each parameter that is cast lies before, if it stays as it was.
+        master_bytes: of all of these.
         copied_bytes: what crosses from the host: more than lies there where they are cast, or where one copy takes what is
             between them along.
     """
@@ -165,6 +211,8 @@ class Layout:
     runs: list[Run]
     casts: list[nn.Parameter]
     staging_bytes: int
+    masters: dict[nn.Parameter, Slot]
+    master_bytes: int
     copied_bytes: int
 
 
@@ -224,10 +272,10 @@ class SwappedPack:
             layer.narrow = {}
         self._layouts.pop(True, None)
 
-    @property
-    def swap_in_bytes(self) -> int:
-        """What swapping it in takes on the device: weights, buffers, and for a moment the staging of casts."""
-        return self.layout.num_bytes + self.buffer_bytes + self.layout.staging_bytes
+    def swap_in_bytes(self, *, keeps_masters: bool) -> int:
+        """What swapping it in takes on the device: weights, buffers, and what is cast, for a moment or to stay."""
+        uncast = self.layout.master_bytes if keeps_masters else self.layout.staging_bytes
+        return self.layout.num_bytes + self.buffer_bytes + uncast
 
     @property
     def has_changed_buffers(self) -> bool:
@@ -280,7 +328,17 @@ def _layout(parameters: Iterable[nn.Parameter], narrow: Mapping[nn.Parameter, to
     casts = [parameter for parameter in ordered if parameter in narrow]
     staging = max((min(store.slot(parameter).num_bytes, STAGING_BYTES) for parameter in casts), default=0)
     copied = sum(run.num_bytes for run in runs) + sum(store.slot(parameter).num_bytes for parameter in casts)
-    return Layout(dict(zip(ordered, placed, strict=True)), num_bytes, runs, casts, staging, copied)
+    masters, master_bytes = lay_out(casts)
+    return Layout(
+        dict(zip(ordered, placed, strict=True)),
+        num_bytes,
+        runs,
+        casts,
+        staging,
+        dict(zip(casts, masters, strict=True)),
+        master_bytes,
+        copied,
+    )
 
 
 def buffer_of(key: BufferKey) -> Tensor:

@@ -209,7 +209,7 @@ class GradientSums:
             return False
         with residents.device.scheduling():
             gradients = residents.swapper.leave_gradients(pack)
-        num_bytes = sum(each.buffer.numel() for each in gradients)
+        num_bytes = sum(each.num_bytes for each in gradients)
         updated = self._updater.deliver(pack.parameters, gradients)
         if updated is not None:
             residents.device.note_update(updated, num_bytes)
@@ -254,6 +254,7 @@ class GradientSums:
                 with source.device.scheduling(), residents.device.scheduling():
                     buffer = self._transfers.copy(accumulator.buffer, target, Task(index, Errand.REDUCE, number))
                     residents.swapper.add(residents.packs[index], use, accumulator, buffer)
+                    source.swapper.free_sums(accumulator)
 
     def flush(self) -> None:
         """Bring gradients that calls outside of a step left on the device into the parameters' ``grad``."""

@@ -57,11 +57,13 @@ class Share:
     Attributes:
         kind: of the optimizer.
         gradients: of the parameters that have one, wherever it is: nobody else takes these away.
+        masters: parameters that are on a device already, as they are on the host.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Mapping[nn.Parameter, int]) -> None:
         self.kind = type(optimizer)
         self.gradients: dict[nn.Parameter, Tensor] = {p: p.grad for p in groups if p.grad is not None}
+        self.masters: dict[nn.Parameter, Tensor] = {}
         self._optimizer = optimizer
         self._stand_ins = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in groups}
         self._twin = twin_of(optimizer, groups, self._stand_ins)

@@ -234,16 +234,19 @@ class _Stage:
                 if is_on_device(name, value, share.group_of(part.parameter))
             }
         parameters = {part.parameter: part.of(part.parameter.detach()) for part in piece}
+        masters = {
+            part.parameter: part.of(share.masters.get(part.parameter, part.parameter.detach())) for part in piece
+        }
         gradients = {part.parameter: part.of(gradients[part.parameter]) for part in piece}
         coming_gradients = {p: gradient for p, gradient in gradients.items() if not self.device.owns(gradient)}
-        hosts = [*parameters.values(), *coming_gradients.values(), *values.values()]
-        slots, num_bytes = lay_out(hosts)
+        sources = [*masters.values(), *coming_gradients.values(), *values.values()]
+        slots, num_bytes = lay_out(sources)
         fits = num_bytes <= self.num_bytes
         buffer, left = self._buffers[0] if fits else (self._large_buffer(num_bytes), Happened())
         there = [slot.view(buffer) for slot in slots]
         # Copies that wait in the engine's queue would hold up all behind them.
         left.synchronize()
-        arrived = coming.submit(partial(copy_all, list(zip(there, hosts, strict=True))))
+        arrived = coming.submit(partial(copy_all, list(zip(there, sources, strict=True))))
         rest = iter(there)
         parameters_there = {parameter: next(rest) for parameter in parameters}
         gradients_there = gradients | {parameter: next(rest) for parameter in coming_gradients}
@@ -258,10 +261,10 @@ class _Stage:
         with self.device.on_host():
             made = self._made(share, piece, states, values, homes)
         left = leaving.submit(partial(copy_all, changed + made), [stepped])
-        self._traffic.count_in("optimizer", sum(host.nbytes for host in hosts))
+        self._traffic.count_in("optimizer", sum(each.nbytes for each in sources if not self.device.owns(each)))
         self._traffic.count_out("optimizer", sum(value.nbytes for _, value in changed + made))
         if fits:
-            self._buffers = [self._buffers[1], (buffer, left)]
+            self._buffers = [*self._buffers[1:], (buffer, left)]
         if not fits or any(value.untyped_storage()._cdata != buffer.untyped_storage()._cdata for _, value in made):
             # The next piece may use the memory of what is not in one of the two buffers.
             left.synchronize()

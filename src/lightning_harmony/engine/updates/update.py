@@ -288,6 +288,9 @@ class Updater:
                     self.norms.note(parameter, contributions[0].norm)
             elif parameter in share.parameters:
                 share.gradients[parameter], _ = _total(parameter, contributions, share.gradients.get(parameter))
+                for masters in (part.source.masters for part in contributions):
+                    if masters is not None and (master := masters.find(parameter)) is not None:
+                        share.masters[parameter] = master
         if step.optimizer is not None:
             self._update(step.optimizer, step, share, parameters, between)
         for contributions in parts:

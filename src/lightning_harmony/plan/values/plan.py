@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -204,6 +204,11 @@ class Plan:
     def is_over(self, pack: int, phase: Phase, position: int) -> bool:
         """Whether a pack is not needed any more after ``position`` of ``phase``."""
         return self._next_visit(pack, self._place(phase, position)) == len(self._step)
+
+    def comes_back_to(self, pack: int, phase: Phase, position: int) -> bool:
+        """Whether it is for the backward that a pack is needed at ``position`` of ``phase``, or next after it."""
+        now = self._place(phase, position)
+        return bisect_left(self._places[pack], now) >= self.visits.count(pack)
 
     def _next_visit(self, pack: int, now: int) -> int:
         """The place in the step where a pack is visited next; the end if it isn't."""
