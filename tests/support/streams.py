@@ -105,7 +105,7 @@ class FakeStream:
 
     _numbers = itertools.count()
 
-    def __init__(self, device: Any = None, name: str = "side") -> None:
+    def __init__(self, device: Any = None, name: str = "side", *, priority: int = 0) -> None:
         self.detector = Detector.active()
         self.device = device if device is not None else self.detector.here.current_device()
         self.device_index = self.device

@@ -138,7 +138,7 @@ class TestBriefWork:
         monkeypatch.setattr("lightning_harmony.engine.devices.stream.CudaEvent", lambda stream: Happened())
         submit_brief = stream.submit_brief
         if on_gpu:
-            monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+            monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: None)
             monkeypatch.setattr(CudaStream, "selected", lambda stream: nullcontext())
             submit_brief = CudaStream(torch.device("cuda", 0)).submit_brief
         seen: list[str] = []

@@ -325,13 +325,13 @@ def test_gradients_that_an_update_uses_up_are_waited_for_as_what_leaves_and_do_n
     event = updates.submit(use_up)
     device.note_update(event, 600)
     assert not device.room_for(400)
-    assert device.lasting_bytes() == device.allocated_bytes() - 600
+    assert device.occupied_bytes() == device.allocated_bytes() - 600
     assert not device.retire()
     threading.Timer(0.05, gate.set).start()
     assert device.retire(wait=True)
     assert event.done()
     assert device.room_for(400)
-    assert device.lasting_bytes() == device.allocated_bytes()
+    assert device.occupied_bytes() == device.allocated_bytes()
     assert not device.retire(wait=True)
     del lasting
     updates.close()

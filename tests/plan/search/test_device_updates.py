@@ -58,12 +58,15 @@ def test_all_are_where_there_is_room() -> None:
 
 
 def test_gradients_take_room_until_they_are_used_up() -> None:
-    """Updates that take 6 s, twice a backward's time: three packs' gradients wait before the last one's come to be."""
+    """Updates that take 6 s, twice a backward's time: three packs wait before the last one's gradients come to be.
+
+    With each of them wait the weights that its backward had. The one that is updated by then has weights of its own, too.
+    """
     slow = replace(MACHINE, update_bytes_per_second=8 / 6)
     plan = replace(plan_of(machine=slow), device_updated=frozenset(range(4)))
     (device,) = predict(plan).devices
     from_host = predict(replace(plan, device_updated=frozenset())).devices[0]
-    assert dict(device.memory)[11.0] == dict(from_host.memory)[11.0] + 8
+    assert dict(device.memory)[11.0] == dict(from_host.memory)[11.0] + 8 + 2 * 8
     # The next step begins while they are used up.
     assert device.memory[0][1] > from_host.memory[0][1]
 

@@ -36,7 +36,7 @@ class CudaDevice(Device):
             another device would hold up those behind it.
     """
 
-    computes_apart = True
+    computes_apart = pools_apart = True
     # Of GPTs of 1 and 5 B parameters 1.06 and 0.04 MB, whatever the capacity.
     uncounted_bytes = 2 << 20
 
@@ -97,10 +97,11 @@ class CudaDevice(Device):
 
     def empty(self, num_bytes: int, stream: Stream | None = None) -> Tensor:
         """Allocate in the pool of the stream, so that the copies into it need no further event."""
-        stream = stream or self.swap_in
-        assert isinstance(stream, CudaStream)
-        with stream.selected():
-            return flat_buffer(num_bytes, self.torch_device)
+        pool = stream or self.swap_in
+        assert isinstance(pool, CudaStream)
+        with pool.selected():
+            buffer = flat_buffer(num_bytes, self.torch_device)
+        return self._count_lasting(buffer) if stream is None else buffer
 
     def sums(self, num_bytes: int) -> Tensor:
         """Allocate in the pool of the swap-in stream, and let what computes here wait for what that memory was used for."""
@@ -108,9 +109,9 @@ class CudaDevice(Device):
         self._uses.wait_for(buffer)
         return buffer
 
-    def side_stream(self) -> Stream:
+    def side_stream(self, *, is_urgent: bool = False) -> Stream:
         """Another stream of this GPU."""
-        return CudaStream(self.torch_device)
+        return CudaStream(self.torch_device, is_urgent=is_urgent)
 
     def staging(self, num_bytes: int, stream: Stream) -> Tensor:
         """Memory of that stream's pool. What a step makes meanwhile of its parameters counts beside."""

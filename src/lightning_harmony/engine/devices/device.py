@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +50,8 @@ class Device(ABC):
             computes here does not wait for these.
         computes_apart: whether it computes with another processor than the host updates parameters with.
         uncounted_bytes: what is allocated in a step besides all that is counted: for libraries, and by rounding up.
+        pools_apart: whether what lasts longer than a turn, weights and sums, has memory of its own.
+        lasting_limit_bytes: how much of that there may be before it takes the memory of what passes; None for no limit.
         recorder: keeps when this device works, while somebody wants to know.
     """
 
@@ -60,6 +63,8 @@ class Device(ABC):
     gather: Stream
     computes_apart: bool = False
     uncounted_bytes: int = 0
+    pools_apart: bool = False
+    lasting_limit_bytes: int | None = None
 
     def __init__(self, torch_device: torch.device, capacity_bytes: int | None) -> None:
         self.torch_device = torch_device
@@ -67,6 +72,7 @@ class Device(ABC):
         self.recorder: Recorder | None = None
         self._kept: deque[tuple[Event, Tensor]] = deque()
         self._updates: list[tuple[HostEvent, int]] = []
+        self._lasting_bytes = 0
 
     @abstractmethod
     def empty(self, num_bytes: int, stream: Stream | None = None) -> Tensor:
@@ -80,8 +86,12 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def side_stream(self) -> Stream:
-        """A stream beside all others, for updates."""
+    def side_stream(self, *, is_urgent: bool = False) -> Stream:
+        """A stream beside all others, for updates.
+
+        Args:
+            is_urgent: whether its kernels go before those of other streams.
+        """
 
     def staging(self, num_bytes: int, stream: Stream) -> Tensor:
         """A flat uint8 buffer for updates, to be filled by such a stream."""
@@ -264,8 +274,8 @@ class Device(ABC):
         self._updates = under_way
         return retired
 
-    def lasting_bytes(self) -> int:
-        """What is allocated now, but for gradients that updates will have used up."""
+    def occupied_bytes(self) -> int:
+        """What is allocated now, but for what updates will have used up."""
         while True:
             passing = self._passing_bytes()
             num_bytes = self.allocated_bytes() - passing
@@ -284,6 +294,19 @@ class Device(ABC):
     def room_for(self, num_bytes: int) -> bool:
         """Whether ``num_bytes`` more stay within the capacity."""
         return self.capacity_bytes is None or self.allocated_bytes() + num_bytes <= self.capacity_bytes
+
+    def has_lasting_room(self, num_bytes: int) -> bool:
+        """Whether so much more of weights and sums leaves what passes its memory."""
+        return self.lasting_limit_bytes is None or self._lasting_bytes + num_bytes <= self.lasting_limit_bytes
+
+    def _count_lasting(self, buffer: Tensor) -> Tensor:
+        """Count a buffer for weights or sums for as long as it lasts."""
+        self._lasting_bytes += buffer.numel()
+        weakref.finalize(buffer.untyped_storage(), self._uncount_lasting, buffer.numel())
+        return buffer
+
+    def _uncount_lasting(self, num_bytes: int) -> None:
+        self._lasting_bytes -= num_bytes
 
     def close(self) -> None:
         """Finish all copies and release the streams."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch._C import DisableTorchFunction
@@ -131,18 +131,30 @@ class CallingThread:
         """Nothing to do."""
 
 
+class Urgency(NamedTuple):
+    """How urgent work is.
+
+    Attributes:
+        rank: the lowest comes first, where that counts.
+        gives_way: where it does not, whether it comes behind all that doesn't give way.
+    """
+
+    rank: int
+    gives_way: bool = False
+
+
 class _HostWork:
     """Work that waits in line for a thread."""
 
-    def __init__(self, work: Callable[[], None], after: Sequence[Event], rank: int | None) -> None:
+    def __init__(self, work: Callable[[], None], after: Sequence[Event], urgency: Urgency | None) -> None:
         self.after = after
-        self.rank = rank
+        self.urgency = urgency
         self.future: Future[None] = Future()
         self._work = [work]
 
-    def may_precede(self, rank: int) -> bool:
-        """Whether it is more urgent than work of a rank, and what it waits for has happened."""
-        return self.rank is not None and self.rank < rank and all(event.done() for event in self.after)
+    def may_begin(self) -> bool:
+        """Whether what it waits for has happened."""
+        return all(event.done() for event in self.after)
 
     def run(self) -> None:
         """Do it when what it waits for has happened, and let it be known."""
@@ -165,6 +177,10 @@ class HostStream:
     Args:
         name: of the thread.
         spared_cores: of the processor, where neither it runs nor the threads that torch computes its work with.
+
+    Attributes:
+        goes_by_rank: whether of work that has a rank the lowest begins first; else what has been submitted first, unless it
+            gives way.
     """
 
     def __init__(self, name: str, spared_cores: Collection[int] = ()) -> None:
@@ -174,17 +190,20 @@ class HostStream:
         self._lock = threading.Lock()
         self._line: list[_HostWork] = []
         self._num_unfinished = 0
+        self.goes_by_rank = True
 
-    def submit(self, work: Callable[[], None], after: Sequence[Event] = (), rank: int | None = None) -> HostEvent:
+    def submit(
+        self, work: Callable[[], None], after: Sequence[Event] = (), urgency: Urgency | None = None
+    ) -> HostEvent:
         """Run ``work`` in this stream's thread.
 
         Args:
             work: what to do.
             after: the events that have to happen before.
-            rank: of what has one and may begin, the lowest begins first. None for work that stays in order: nothing that is
-                submitted before begins after it, and nothing that is submitted after begins before.
+            urgency: of what has one and may begin, the most urgent begins first. None for work that stays in order: nothing
+                that is submitted before begins after it, and nothing that is submitted after begins before.
         """
-        submitted = _HostWork(work, tuple(after), rank)
+        submitted = _HostWork(work, tuple(after), urgency)
         with self._lock:
             self._line.append(submitted)
             self._num_unfinished += 1
@@ -201,12 +220,12 @@ class HostStream:
             work()
         return Happened()
 
-    def run_more_urgent(self, rank: int) -> None:
-        """Within work of a rank: do first what is more urgent and may begin by now."""
+    def run_more_urgent(self, urgency: Urgency) -> None:
+        """Within work: do first what is more urgent than that, and may begin by now."""
         while True:
             with self._lock:
                 place = self._next()
-                is_first = bool(self._line) and self._line[place].may_precede(rank)
+                is_first = bool(self._line) and self._may_precede(self._line[place], urgency)
                 chosen = self._line.pop(place) if is_first else None
             if chosen is None:
                 return
@@ -228,11 +247,18 @@ class HostStream:
         """The place in line of what is next. What nothing may begin before is waited for in order of submission."""
         ready: list[tuple[int, int]] = []
         for place, each in enumerate(self._line):
-            if each.rank is None:
+            if each.urgency is None:
                 break
-            if all(event.done() for event in each.after):
-                ready.append((each.rank, place))
+            if each.may_begin():
+                ready.append((self._order_of(each.urgency), place))
         return min(ready, default=(0, 0))[1]
+
+    def _may_precede(self, work: _HostWork, urgency: Urgency) -> bool:
+        """Whether work is more urgent than other work, and may begin."""
+        return work.urgency is not None and self._order_of(work.urgency) < self._order_of(urgency) and work.may_begin()
+
+    def _order_of(self, urgency: Urgency) -> int:
+        return urgency.rank if self.goes_by_rank else urgency.gives_way
 
     def moment(self) -> HostMoment:
         """Now."""
@@ -315,10 +341,15 @@ class CudaMoment:
 
 
 class CudaStream:
-    """A CUDA stream for one kind of copy."""
+    """A CUDA stream for one kind of work.
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+    Args:
+        device: of which GPU.
+        is_urgent: whether its kernels go before those of other streams.
+    """
+
+    def __init__(self, device: torch.device, *, is_urgent: bool = False) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1 if is_urgent else 0)
 
     def submit(self, work: Callable[[], None], after: Sequence[Event] = ()) -> CudaEvent:
         """Launch ``work`` on this stream. No mode of the caller's sees it, and no graph records it."""

@@ -65,7 +65,7 @@ class VirtualDevice(Device):
         """Allocate and count."""
         return self.empty(num_bytes)
 
-    def side_stream(self) -> Stream:
+    def side_stream(self, *, is_urgent: bool = False) -> Stream:
         """The thread that updates."""
         return CallingThread()
 

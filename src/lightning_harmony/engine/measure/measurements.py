@@ -48,9 +48,10 @@ class Measurements:
             transfer_bytes_per_second=self.profiler.transfer.bytes_per_second,
             update_bytes_per_second=self.update_speeds.fastest.bytes_per_second,
             # Between steps, when nothing of a step is there.
-            occupied_bytes=max(device.lasting_bytes() + device.uncounted_bytes for device in self.devices),
+            occupied_bytes=max(device.occupied_bytes() + device.uncounted_bytes for device in self.devices),
             updates_outlast=self.update_speeds.outlast is not False,
             updates_in_place=self.update_speeds.in_place,
+            pools_apart=any(device.pools_apart for device in self.devices),
         )
 
     def recall(self, record: Record, num_elements: int, layers: Mapping[str, SwappedLayer]) -> None:

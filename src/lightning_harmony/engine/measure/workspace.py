@@ -77,6 +77,7 @@ class WorkSpace:
             backward,
             self.graph_bytes([layer]),
             staging_bytes=pack.layout.staging_bytes,
+            master_bytes=pack.layout.master_bytes,
             arriving_bytes=self._found_bytes(layer, Phase.FORWARD),
             returning_bytes=self._found_bytes(layer, Phase.BACKWARD),
         )

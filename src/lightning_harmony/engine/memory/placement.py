@@ -11,7 +11,7 @@ from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
-from lightning_harmony.plan.simulate.lowering import weight_moves
+from lightning_harmony.plan.simulate.lowering import lasting_limits, weight_moves
 from lightning_harmony.plan.simulate.order import owner
 from lightning_harmony.plan.values.plan import Plan
 
@@ -48,9 +48,9 @@ class Placement:
         by_name = {layer.name: layer for layer in layers}
         packs = [[by_name[name] for name in pack] for pack in plan.packs]
         # Anew even where they are the same: their weights may be narrow by now.
-        for residents, moves in zip(self.residents, weight_moves(plan), strict=True):
+        for residents, moves, limit in zip(self.residents, weight_moves(plan), lasting_limits(plan), strict=True):
             residents.packs = [SwappedPack(index, layers, self._store) for index, layers in enumerate(packs)]
-            residents.plan, residents.moves = plan, moves
+            residents.plan, residents.moves, residents.device.lasting_limit_bytes = plan, moves, limit
         self.pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
         having: dict[BufferKey, list[int]] = defaultdict(list)
         for pack in self.packs:

@@ -125,6 +125,7 @@ class Residents:
         else:
             self._move(place)
             self._await_update(place, work_bytes)
+            self._await_lasting_room(place)
         if isinstance(self.device, VirtualDevice):
             # First, as what is fetched now may need room already: the one for the pack before could evict this one.
             self.device.relieve = partial(self.make_room, place)
@@ -138,6 +139,24 @@ class Residents:
         if pack.residency is None:
             reserved_bytes = work_bytes + self._swap_in_bytes(pack, place)
             self.swapper.await_update(pack, lambda: not self.prefetch(place, reserved_bytes))
+
+    def _await_lasting_room(self, place: Place) -> None:
+        """Wait for updates to use up what is there, before more of weights and sums takes the memory of what passes."""
+        pack = place.pack
+        num_bytes = 0 if pack.residency is not None else self._swap_in_bytes(pack, place)
+        if place.phase is Phase.BACKWARD and not pack.accumulators:
+            num_bytes += pack.gradient_layout()[1]
+        while not self.device.has_lasting_room(num_bytes) and (
+            self._make_room_at_once(place) or self._await_update_there()
+        ):
+            pass
+
+    def _await_update_there(self) -> bool:
+        """Wait for an update on the device, or the oldest copy of sums; whether there was one."""
+        start = time.perf_counter()
+        has_waited = self.device.retire(wait=True)
+        self.waited_seconds += time.perf_counter() - start
+        return has_waited
 
     def admit(self, num_bytes: int) -> None:
         """Free what isn't needed now for something that comes from another device."""
@@ -265,6 +284,9 @@ class Residents:
 
     def _make_room_ahead(self, following: SwappedPack, num_bytes: int, place: Place) -> bool:
         """Whether there is room to fetch a pack ahead. Where no plan tells what goes, what is needed later makes way."""
+        while not self.device.has_lasting_room(self._swap_in_bytes(following, place)):
+            if not self._make_room_at_once(place):
+                return False
         while not self.device.room_for(num_bytes):
             last = self._needed_last([following.index, *self._evictable(place)], place)
             if self._has_moves or last == following.index:

@@ -151,9 +151,8 @@ class Swapper:
         uses.append(residency.ready)
         residency.leaves = {}
         # An autograd function may keep weights beside what autograd saves, as that of a quantized product does.
-        is_kept = num_users(residency.weights) > ALONE
-        if is_kept or not residency.is_handed_over:
-            self._device.free(residency.weights, uses, is_kept=is_kept)
+        if not residency.is_handed_over:
+            self._device.free(residency.weights, uses, is_kept=num_users(residency.weights) > ALONE)
         if residency.masters is not None and residency.masters.buffer is not residency.weights:
             self._device.free(residency.masters.buffer, [residency.ready])
         staging, leaving = residency.staging, pack.leaving

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event
-from lightning_harmony.engine.model.host_store import HostStore, Slot, lay_out
+from lightning_harmony.engine.model.host_store import ALONE, HostStore, Slot, lay_out, num_users
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, bytes_of, host_buffer
 
 
@@ -149,9 +149,11 @@ class Residency:
     dirty_buffers: set[BufferKey] = field(default_factory=set)
 
     def hand_over(self) -> Masters | None:
-        """The parameters as they are on the host, for an update that lets them go."""
+        """The parameters as they are on the host, for an update that lets them go; None if they are not there, or kept."""
         masters, self.masters = self.masters, None
-        self.is_handed_over = self.is_handed_over or (masters is not None and masters.buffer is self.weights)
+        if masters is not None and masters.buffer is self.weights:
+            self.is_handed_over = num_users(self.weights) <= ALONE + len(self.leaves)
+            return masters if self.is_handed_over else None
         return masters
 
 

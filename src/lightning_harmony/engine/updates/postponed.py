@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_harmony.engine.devices.stream import Event, HostStream
+from lightning_harmony.engine.devices.stream import Event, HostStream, Urgency
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 
@@ -164,7 +164,7 @@ class PostponedUpdate:
             members = {parameter: left.pop(parameter) for parameter in parameters if parameter in left}
             if members:
                 share = Share(optimizer, members)
-                event = self._stream.submit(partial(self._update, share, clip), rank=number)
+                event = self._stream.submit(partial(self._update, share, clip), urgency=Urgency(number))
                 events.update(dict.fromkeys(members, event))
         self._follow(optimizer, events, known)
 

@@ -173,7 +173,8 @@ class _Stage:
         if device.capacity_bytes is not None:
             self.num_bytes = max(min(device.capacity_bytes // _SHARE_OF_CAPACITY, _MOST_BYTES), _LEAST_BYTES)
         # Of what comes, of steps, and of what goes back.
-        self._streams = [device.side_stream() for _ in range(3)]
+        # Steps are short, and hold up all of the three where they wait for what computes.
+        self._streams = [device.side_stream(), device.side_stream(is_urgent=True), device.side_stream()]
         # Two, the one that is used next first, each with the event after which it may be written.
         self._buffers: list[tuple[Tensor, Event]] = []
         self._large: Tensor | None = None

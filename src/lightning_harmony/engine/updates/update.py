@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_harmony.engine.devices.stream import Event, HostEvent, HostStream, wait_for_one
+from lightning_harmony.engine.devices.stream import Event, HostEvent, HostStream, Urgency, wait_for_one
 from lightning_harmony.engine.measure.profile import Speed, UpdateSpeeds
 from lightning_harmony.engine.model.host_store import HostPool
 from lightning_harmony.engine.model.pack import SummedGradients
@@ -115,8 +115,7 @@ class Updater:
 
         Args:
             optimizer: the one to step just in time; None if gradients are only to be collected.
-            packs: the parameters of each pack that `deliver` will be called for, those first that a forward needs first:
-                of what has arrived, they are updated first.
+            packs: the parameters of each pack that `deliver` will be called for, those first that a forward needs first.
             clip: changes gradients before they are used just in time.
             with_norms: whether to compute the norm of each gradient as it is collected.
             hold_back: whether nothing may change before `finish`. Then each buffer goes as it is used: nobody needs them all
@@ -126,6 +125,8 @@ class Updater:
         """
         # A step that failed never came to its end: what it left must not run into this one.
         self.drain()
+        # What waits on a device keeps its memory: the oldest goes first. When all is there, the next forward says what does.
+        self._stream.goes_by_rank = False
         self._streamed.open()
         self._submitted, self._from_host, self._updated = [], [], {}
         self._held_back = [] if hold_back else None
@@ -203,19 +204,20 @@ class Updater:
         if self._held_back is not None:
             self._held_back.append((ready, parts, after))
             return None
-        rank = min(self._ranks[p] for p in ready)
-        event = self._stream.submit(self._work(ready, parts, rank), after, rank)
+        is_on_host = any(source.is_on_host for source in gradients)
+        urgency = Urgency(min(self._ranks[p] for p in ready), gives_way=is_on_host)
+        event = self._stream.submit(self._work(ready, parts, urgency), after, urgency)
         self._submitted.append(event)
-        if any(source.is_on_host for source in gradients):
+        if is_on_host:
             self._from_host.append(event)
         self._updated.update(dict.fromkeys(ready, event))
         return event
 
     def _work(
-        self, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]], rank: int | None = None
+        self, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]], urgency: Urgency | None = None
     ) -> Callable[[], None]:
         """What there is to do for some parameters, with the gradients that are there, as the optimizer is now."""
-        between = None if rank is None else partial(self._stream.run_more_urgent, rank)
+        between = None if urgency is None else partial(self._stream.run_more_urgent, urgency)
         return partial(self._take, self._step, self._share(parameters), parameters, parts, between)
 
     def _share(self, parameters: Sequence[nn.Parameter]) -> Share | None:
@@ -246,6 +248,7 @@ class Updater:
 
         What the first of those that it waits for raised is raised here.
         """
+        self._stream.goes_by_rank = True
         held_back, self._held_back = self._held_back or [], None
         self._submitted += [self._stream.submit(self._work(ready, parts), after) for ready, parts, after in held_back]
         held_back.clear()

@@ -4,8 +4,6 @@ from collections import deque
 from heapq import heappop, heappush
 from itertools import accumulate
 
-from lightning_harmony.plan.values.profile import MachineLimits
-
 # How many turns the host is ahead of the copies of what leaves a device, at most.
 LATE_TURNS = 3
 
@@ -16,7 +14,8 @@ class DeviceMemory:
     What leaves counts until a task needs its room, which then begins behind that. So in no order of times is more there.
 
     Args:
-        machine: how much there is, and how much of it is taken all the time.
+        capacity_bytes: how much there is; None for no limit.
+        occupied_bytes: how much of it is taken all the time.
 
     Attributes:
         most_bytes: the most in the order of tasks, what leaves counted in the turns after it, `LATE_TURNS` of them: the host
@@ -24,11 +23,11 @@ class DeviceMemory:
         bound_bytes: the same where copies are so slow that nothing has left before its room is needed.
     """
 
-    def __init__(self, machine: MachineLimits) -> None:
-        self._capacity_bytes = machine.capacity_bytes
-        self._num_bytes = machine.occupied_bytes
-        self._changes: list[tuple[float, int]] = [(0.0, machine.occupied_bytes)] if machine.occupied_bytes else []
-        self.most_bytes = self.bound_bytes = machine.occupied_bytes
+    def __init__(self, capacity_bytes: int | None, occupied_bytes: int = 0) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._num_bytes = occupied_bytes
+        self._changes: list[tuple[float, int]] = [(0.0, occupied_bytes)] if occupied_bytes else []
+        self.most_bytes = self.bound_bytes = occupied_bytes
         self._leaving: list[tuple[float, int]] = []
         self._leaving_bytes = 0
         # Since the last turn, and before each of the last ones.

@@ -102,6 +102,13 @@ class GradientRules:
         self._refuse_other_order(device, position, microbatch)
         return 0 if position in device.next_sum else footprint.gradient_bytes
 
+    def handed_over_bytes(self, device: Device, pack: int) -> int:
+        """What an update where the gradients are takes over of a pack's weights, once its last backward has run."""
+        cost = self._state.packs[pack]
+        if pack not in self._state.plan.device_updated or cost.master_bytes or not cost.gradient_bytes:
+            return 0
+        return 0 if self._left.get((pack, device.number)) else cost.weight_bytes
+
     def make(self, device: Device, position: int, microbatch: int, end: float) -> None:
         """A backward has made the gradients of a visit."""
         footprint = self._state.footprints[position]
@@ -136,7 +143,8 @@ class GradientRules:
         sum_bytes = 0 if position in device.next_sum else footprint.gradient_bytes
         come_bytes = 0 if source is device else footprint.gathered_bytes
         seconds = seconds_of(come_bytes, self._state.machine.transfer_bytes_per_second)
-        end = self._state.run(device, sum_bytes + come_bytes, max(made.ready, device.summed_at.get(pack, 0.0)), seconds)
+        after = max(made.ready, device.summed_at.get(pack, 0.0))
+        end = self._state.run(device, sum_bytes + come_bytes, after, seconds, lasting_bytes=sum_bytes)
         del self._made[pack, microbatch]
         # What came is added, and then gone on both devices.
         device.memory.give(come_bytes, end, lingers=True)
@@ -163,7 +171,7 @@ class GradientRules:
         end = self._state.run(device, num_bytes, after, seconds)
         # What came is added, and then gone on both devices.
         device.memory.give(num_bytes, end)
-        source.memory.give(source.sums.pop(pack), end)
+        source.give(source.sums.pop(pack), end)
         device.summed_at[pack] = end
         device.transferred_bytes += num_bytes
         reduced.append(other)
@@ -202,7 +210,7 @@ class GradientRules:
         num_bytes = device.sums.pop(pack)
         seconds = seconds_of(num_bytes, self._state.machine.swap_out_bytes_per_second)
         end = self._state.run(device, 0, device.summed_at[pack], seconds)
-        device.memory.give(num_bytes, end, lingers=True)
+        device.give(num_bytes, end, lingers=True)
         device.swapped_out["gradients"] += num_bytes
         return end
 
@@ -220,7 +228,7 @@ class GradientRules:
             raise BrokenRuleError(f"no gradients of pack {pack} are parked that microbatch {microbatch} adds to")
         num_bytes = self._state.footprints[lane.position].gradient_bytes
         seconds = seconds_of(num_bytes, self._state.machine.swap_in_bytes_per_second)
-        end = self._state.run(device, num_bytes, device.parked[lane.position], seconds)
+        end = self._state.run(device, num_bytes, device.parked[lane.position], seconds, lasting_bytes=num_bytes)
         del device.parked[lane.position]
         device.sums[pack] = device.sums.get(pack, 0) + num_bytes
         device.summed_at[pack] = max(device.summed_at[pack], end)
@@ -232,7 +240,8 @@ class GradientRules:
             raise BrokenRuleError(f"pack {pack} has been updated")
         if pack in self._state.plan.device_updated:
             self._refuse_unfinished_sums(device, pack)
-            staying = Staying(device.number, device.memory, device.sums.pop(pack))
+            num_bytes = device.sums.pop(pack) + device.masters.pop(pack, 0) + self.handed_over_bytes(device, pack)
+            staying = Staying(device.number, (device.memory, device.lasting), num_bytes)
             self._state.updates.add(pack, device.summed_at[pack], staying)
             return
         sent, after = self._sent.get(pack, {}), 0.0

@@ -61,8 +61,13 @@ class LaneRules:
         seconds = seconds_of(cost.copied_bytes, self._state.machine.swap_in_bytes_per_second)
         after = 0.0 if self._state.plan.lookahead else device.streams[COMPUTE]
         num_bytes = cost.weight_bytes + cost.staging_bytes
-        end = self._state.run(device, num_bytes, after, seconds)
-        device.memory.give(cost.staging_bytes, end, lingers=True)
+        if pack in self._state.plan.device_updated and pack in device.first_use and cost.master_bytes:
+            # It comes for its backward, and stays as it is on the host.
+            num_bytes = cost.weight_bytes + cost.master_bytes
+            device.masters[pack] = cost.master_bytes
+        end = self._state.run(device, num_bytes, after, seconds, lasting_bytes=num_bytes)
+        if pack not in device.masters:
+            device.give(cost.staging_bytes, end, lingers=True)
         device.weights[pack] = device.last_use[pack] = end
         device.swapped_in["weights"] += cost.copied_bytes
 
@@ -71,7 +76,8 @@ class LaneRules:
         if device.num_graphs[pack]:
             raise BrokenRuleError(f"graphs that need the weights of pack {pack} are kept")
         del device.weights[pack]
-        device.memory.give(self._state.packs[pack].weight_bytes, device.last_use[pack])
+        num_bytes = self._state.packs[pack].weight_bytes - self._gradients.handed_over_bytes(device, pack)
+        device.give(num_bytes, device.last_use[pack])
 
     # ---- phases ------------------------------------------------------------------------------------------------------
 
@@ -111,9 +117,10 @@ class LaneRules:
             raise BrokenRuleError("its stash is on the host")
         if position in device.parked:
             raise BrokenRuleError("its gradients are parked on the host")
-        num_bytes = footprint.backward_bytes + self._gradients.bytes_to_sum(device, position, microbatch)
+        sum_bytes = self._gradients.bytes_to_sum(device, position, microbatch)
+        num_bytes, seconds = footprint.backward_bytes + sum_bytes, footprint.backward_seconds
         after = max(lane.ready, device.weights[pack], 0.0 if stashed is None else stashed.ready)
-        end = self._state.run(device, num_bytes, after, footprint.backward_seconds)
+        end = self._state.run(device, num_bytes, after, seconds, lasting_bytes=sum_bytes)
         device.last_use[pack] = lane.ready = end
         gone = footprint.returning_bytes + footprint.graph_bytes
         if stashed is not None:

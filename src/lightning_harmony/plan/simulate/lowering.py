@@ -4,7 +4,7 @@ Packs come in the order of the visits, and what is needed last makes way; then t
 does as told here: what it finds on a device in the middle of a step depends on how fast copies are; what it swaps must not.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +16,8 @@ from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import Errand, Phase, Task
 
+# For so many stays, what an update on the device uses up counts as there.
+STAYS_OF_UPDATES = 2
 # What comes and goes before lanes run through a place in the order of a phase, in order: swap-ins and evictions.
 Moves = Mapping[tuple[Phase, int], Sequence[Task]]
 
@@ -35,6 +37,18 @@ def weight_moves(plan: Plan) -> tuple[Moves, ...]:
     return tuple(each.moves for each in _lowerings(plan, packs, plan.profile.machine.free_bytes))
 
 
+def lasting_limits(plan: Plan) -> tuple[int | None, ...]:
+    """What weights and sums of gradients may take on each device, so that what passes finds the memory that it had before.
+
+    Args:
+        plan: the plan. There is no limit where it doesn't know what its layers cost, or where memory is not kept apart.
+    """
+    if plan.profile is None or not plan.just_in_time or not plan.profile.machine.pools_apart:
+        return (None,) * plan.num_devices
+    packs = plan.profile.pack_costs(plan.packs)
+    return tuple(each.lasting_bytes for each in _lowerings(plan, packs, plan.profile.machine.free_bytes))
+
+
 def lower(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None, *, is_deferred: bool = False) -> Schedule:
     """The tasks of each device. They are not checked: whether they fit is for `replay` to say.
 
@@ -47,11 +61,12 @@ def lower(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None, *, is_d
     Raises:
         PlanError: if the plan doesn't know its number of microbatches.
     """
-    devices = [tuple(each.tasks) for each in _lowerings(plan, packs, capacity_bytes)]
+    lowered = _lowerings(plan, packs, capacity_bytes)
+    devices = [tuple(each.tasks) for each in lowered]
     if is_deferred:
         # Sorting keeps the order of all others.
         devices = [tuple(sorted(tasks, key=lambda task: task.kind is Errand.UPDATE)) for tasks in devices]
-    return Schedule(tuple(devices))
+    return Schedule(tuple(devices), tuple(each.lasting_bytes for each in lowered))
 
 
 def _lowerings(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None) -> "list[_Lowering]":
@@ -69,12 +84,15 @@ class _Held:
     num_bytes: int = 0
     most_bytes: int = 0
     leaving_bytes: int = 0
+    sum_bytes: int = 0
+    most_passing_bytes: int = 0
     sums: set[tuple[int, int]] = field(default_factory=set)
     outputs: dict[int, int] = field(default_factory=dict)
 
     def take(self, num_bytes: int, left_bytes: int) -> None:
         """Something takes bytes, and leaves some of them."""
         self.most_bytes = max(self.most_bytes, self.num_bytes + num_bytes)
+        self.most_passing_bytes = max(self.most_passing_bytes, self.num_bytes + num_bytes - self.sum_bytes)
         self.num_bytes += left_bytes
 
 
@@ -84,6 +102,7 @@ class _Lowering:
     Attributes:
         tasks: all of them, in order.
         moves: those that `weight_moves` tells, by the place before which they come.
+        most_passing_bytes: what all but weights and sums of gradients take at most.
     """
 
     def __init__(
@@ -107,11 +126,14 @@ class _Lowering:
         self._residences: list[Residence] = []
         self._held = _Held()
         self._parked: set[tuple[int, int]] = set()
+        # Until which stay, and how much, updates use up.
+        self._staying = deque[tuple[int, int]]()
         # Of the stay that is lowered: what comes behind its computing.
         self._behind: list[Task] = []
         self._now = 0
         self.tasks: list[Task] = []
         self.moves: dict[tuple[Phase, int], tuple[Task, ...]] = {}
+        self.most_passing_bytes = 0
         self._lower()
 
     def _here(self, runs: Sequence[Run]) -> tuple[Run, ...]:
@@ -134,16 +156,24 @@ class _Lowering:
         visits = self._plan.visits
         return sorted({visits[run.position] for run in stay.runs if run.phase is Phase.BACKWARD})
 
+    @property
+    def lasting_bytes(self) -> int | None:
+        """What weights and sums of gradients may take without taking the memory of what passes; None for no limit."""
+        return None if self._capacity_bytes is None else max(self._capacity_bytes - self.most_passing_bytes, 0)
+
     def _lower(self) -> None:
         """First on demand; then what is fetched ahead comes earlier."""
         computing, behind, needed = [], [], []
         for stay in self._stays:
+            self._end_updates()
             tasks, held = self._compute(stay)
             if self._plan.just_in_time:
                 self._drop(stay, held)
             else:
                 self._evict_all()
             self._bring(stay, held.most_bytes)
+            passing = held.most_passing_bytes + held.leaving_bytes + self._held.leaving_bytes
+            self.most_passing_bytes = max(self.most_passing_bytes, passing)
             computing.append(tasks)
             # Nothing waits for what leaves because of what is fetched ahead.
             needed.append(held.most_bytes + held.leaving_bytes + self._held.leaving_bytes)
@@ -188,7 +218,7 @@ class _Lowering:
         """The tasks of a stay besides those of weights, and what the device holds behind them."""
         tasks: list[Task] = []
         before = self._held
-        held = _Held(before.num_bytes, before.num_bytes, 0, set(before.sums), dict(before.outputs))
+        held = _Held(before.num_bytes, before.num_bytes, 0, before.sum_bytes, 0, set(before.sums), dict(before.outputs))
         # Else all of them compute here.
         has_spread = bool(self._plan.spread)
         for run in stay.runs:
@@ -256,6 +286,7 @@ class _Lowering:
         if key not in held.sums:
             held.sums.add(key)
             num_bytes = self._footprint[run.position].gradient_bytes
+            held.sum_bytes += num_bytes
             held.take(num_bytes, num_bytes)
 
     def _gather(self, run: Run, tasks: list[Task], held: _Held) -> None:
@@ -280,11 +311,12 @@ class _Lowering:
         """Swap in the packs of a stay, with room for its work."""
         wanted = self._wanted[self._now]
         missing = [pack for pack in wanted if pack not in self._resident]
-        missing_bytes = sum(self._packs[pack].weight_bytes for pack in missing)
-        missing_bytes += max((self._packs[pack].staging_bytes for pack in missing), default=0)
+        coming = [self._residence(pack, stay) for pack in missing]
+        missing_bytes = sum(each.num_bytes for each in coming)
+        missing_bytes += max((each.staging_bytes for each in coming), default=0)
         self._make_room(work_bytes + missing_bytes, stay, frozenset(wanted))
-        for pack in missing:
-            self._swap_in(pack)
+        for each in coming:
+            self._swap_in(each)
         for pack in wanted:
             self._resident[pack].last = self._now
 
@@ -322,12 +354,18 @@ class _Lowering:
             return first < stay.place
         return len(self._plan.visits) - 1 - first > stay.place
 
-    def _swap_in(self, pack: int) -> None:
+    def _residence(self, pack: int, stay: Stay) -> Residence:
+        """The weights of a pack from a stay on; for a backward before an update there, as they are on the host, too."""
         cost = self._packs[pack]
-        residence = Residence(pack, cost.weight_bytes, cost.staging_bytes, self._now, self._now, self._now)
+        num_bytes, staging_bytes = cost.weight_bytes, cost.staging_bytes
+        if stay.phase is Phase.BACKWARD and pack in self._plan.device_updated and cost.master_bytes:
+            num_bytes, staging_bytes = num_bytes + cost.master_bytes, 0
+        return Residence(pack, num_bytes, staging_bytes, self._now, self._now, self._now)
+
+    def _swap_in(self, residence: Residence) -> None:
         self._residences.append(residence)
-        self._resident[pack] = residence
-        self._resident_bytes += cost.weight_bytes
+        self._resident[residence.pack] = residence
+        self._resident_bytes += residence.num_bytes
 
     def _evict_all(self) -> None:
         for pack in list(self._resident):
@@ -337,7 +375,7 @@ class _Lowering:
         """Let a pack go before the stay at hand; or at once, behind what it computes."""
         residence = self._resident.pop(pack)
         residence.end, residence.goes_at_once = self._now + at_once, at_once
-        self._resident_bytes -= self._packs[pack].weight_bytes
+        self._resident_bytes -= residence.num_bytes
 
     def _send_gradients(self, pack: int, stay: Stay) -> None:
         """After the last backward: sums go to the device that has the pack's gradients, and from there to the host."""
@@ -354,10 +392,30 @@ class _Lowering:
             if others:
                 self._make_room(self._held.num_bytes + num_bytes * len(sums), stay, frozenset(), at_once=True)
             self._behind += [Task(pack, Errand.REDUCE, device) for device in others]
-            if pack not in self._plan.device_updated:
-                self._behind.append(Task(pack, Errand.SWAP_OUT))
-            self._behind.append(Task(pack, Errand.UPDATE))
+            if pack in self._plan.device_updated:
+                self._behind.append(Task(pack, Errand.UPDATE))
+                self._leave_to_update(pack)
+                return
+            self._behind += [Task(pack, Errand.SWAP_OUT), Task(pack, Errand.UPDATE)]
         self._let_go_of_sums(pack)
+
+    def _leave_to_update(self, pack: int) -> None:
+        """What was summed of a pack stays for its update, with the weights as they are on the host."""
+        cost = self._packs[pack]
+        self._held.sums = {key for key in self._held.sums if key[0] != pack}
+        if pack in self._resident:
+            self._evict(pack, at_once=True)
+        weight_bytes = cost.master_bytes or cost.weight_bytes
+        self._held.num_bytes += weight_bytes
+        self._held.sum_bytes += weight_bytes
+        self._staying.append((self._now + STAYS_OF_UPDATES, cost.gradient_bytes + weight_bytes))
+
+    def _end_updates(self) -> None:
+        """What updates have used up by a stay is gone."""
+        while self._staying and self._staying[0][0] < self._now:
+            _, num_bytes = self._staying.popleft()
+            self._held.num_bytes -= num_bytes
+            self._held.sum_bytes -= num_bytes
 
     def _let_go_of_sums(self, pack: int) -> set[tuple[int, int]]:
         """What was summed of a pack is on its way out."""
@@ -365,6 +423,7 @@ class _Lowering:
         num_bytes = self._packs[pack].gradient_bytes * len(sums)
         self._held.sums -= sums
         self._held.num_bytes -= num_bytes
+        self._held.sum_bytes -= num_bytes
         self._held.leaving_bytes += num_bytes
         return sums
 

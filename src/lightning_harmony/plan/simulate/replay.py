@@ -15,7 +15,8 @@ The rules, of which `lane_rules` keeps 2 to 5, `gradient_rules` 6 to 8, and `rep
    the order of the devices. The update follows, once. Where nothing is done just in time, each device sends its own, and no
    update begins before the whole backward has ended. Sums that are not final may make way: they are parked on the host, and
    come back before the next backward that adds to them.
-8. Or they stay on the device until the pack has been updated with them there.
+8. Or they stay on the device until the pack has been updated with them there, and with them the weights that came for the
+   backward, as they are on the host.
 9. What is on a device never exceeds the capacity.
 
 Times: each device has a stream of each kind, and the host one for updates, which may go on from step to step. A task begins
@@ -103,7 +104,7 @@ class _Replay:
         schedule: the tasks of each device.
         packs: what each pack costs.
         machine: what they run on.
-        left: the gradients that updates of the step before use up on devices: by device, their bytes, and until when.
+        left: what updates of the step before use up on devices: by device, its bytes, and until when.
     """
 
     def __init__(
@@ -115,16 +116,17 @@ class _Replay:
         left: Sequence[tuple[int, int, float]] = (),
     ) -> None:
         self._schedule = schedule
-        self._state = state = ReplayState(plan, schedule.devices, packs, machine)
+        self._state = state = ReplayState(plan, schedule, packs, machine)
         for number, num_bytes, end in left:
             state.devices[number].memory.take(num_bytes, 0.0)
-            state.devices[number].memory.give(num_bytes, end, lingers=True)
+            state.devices[number].lasting.take(num_bytes, 0.0)
+            state.devices[number].give(num_bytes, end, lingers=True)
         self._gradients = GradientRules(state)
         self._lanes = LaneRules(state, self._gradients)
         self._handlers = {**self._lanes.handlers, **self._gradients.handlers}
 
     def left_behind(self, seconds: float) -> list[tuple[int, int, float]]:
-        """The gradients that updates still use up when the next step begins, after so many seconds; as `left`."""
+        """What updates still use up when the next step begins, after so many seconds; as `left`."""
         return self._state.updates.left_behind(seconds)
 
     def run(self) -> Prediction:

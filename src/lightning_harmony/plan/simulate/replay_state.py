@@ -10,6 +10,7 @@ from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.simulate.device_memory import DeviceMemory
 from lightning_harmony.plan.simulate.footprint import Footprint, footprints
 from lightning_harmony.plan.simulate.order import owner
+from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.simulate.update_stream import UpdateStream
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.memory_size import format_bytes
@@ -59,12 +60,14 @@ class Device:
     number: int
     tasks: Sequence[Task]
     memory: DeviceMemory
+    lasting: DeviceMemory
     place: int = 0
     waits_for: str = ""
     streams: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STREAMS, 0.0))
     issued: float = 0.0
     spans: list[Span] = field(default_factory=list)
     weights: dict[int, float] = field(default_factory=dict)
+    masters: dict[int, int] = field(default_factory=dict)
     first_use: dict[int, float] = field(default_factory=dict)
     last_use: dict[int, float] = field(default_factory=dict)
     num_graphs: Counter[int] = field(default_factory=Counter)
@@ -77,6 +80,11 @@ class Device:
     swapped_in: Counter[str] = field(default_factory=Counter)
     swapped_out: Counter[str] = field(default_factory=Counter)
     transferred_bytes: int = 0
+
+    def give(self, num_bytes: int, end: float, *, lingers: bool = False) -> None:
+        """Weights or sums are gone from ``end`` on; what lingers is copied until then."""
+        self.memory.give(num_bytes, end, lingers=lingers)
+        self.lasting.give(num_bytes, end, lingers=lingers)
 
     def hold(self, seconds: float) -> None:
         """Nothing that comes behind is asked for before."""
@@ -107,7 +115,7 @@ class ReplayState:
 
     Args:
         plan: what the tasks are for.
-        tasks: of each device.
+        schedule: the tasks of each device.
         packs: what each pack costs.
         machine: what they run on.
 
@@ -118,18 +126,20 @@ class ReplayState:
         updates: of packs.
     """
 
-    def __init__(
-        self, plan: Plan, tasks: Sequence[Sequence[Task]], packs: Sequence[Cost], machine: MachineLimits
-    ) -> None:
-        if plan.num_microbatches is None or len(tasks) != plan.num_devices:
+    def __init__(self, plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: MachineLimits) -> None:
+        if plan.num_microbatches is None or len(schedule.devices) != plan.num_devices:
             raise PlanError(
                 f"the plan is for {plan.num_devices} devices and {plan.num_microbatches} microbatches, the schedule for "
-                f"{len(tasks)} devices"
+                f"{len(schedule.devices)} devices"
             )
         self.plan, self.packs, self.machine = plan, packs, machine
         self.footprints = footprints(plan, packs)
         self.lanes = [Lane() for _ in range(plan.num_microbatches)]
-        self.devices = [Device(number, own, DeviceMemory(machine)) for number, own in enumerate(tasks)]
+        limits = schedule.lasting_bytes if machine.pools_apart and schedule.lasting_bytes else [None] * plan.num_devices
+        self.devices = [
+            Device(number, own, DeviceMemory(machine.capacity_bytes, machine.occupied_bytes), DeviceMemory(limit))
+            for number, (own, limit) in enumerate(zip(schedule.devices, limits, strict=True))
+        ]
         ranks = {pack: rank for rank, pack in enumerate(dict.fromkeys(plan.visits))}
         self.updates = UpdateStream(
             ranks, [seconds_of(cost.gradient_bytes, machine.update_bytes_per_second) for cost in packs]
@@ -137,7 +147,7 @@ class ReplayState:
 
     # ---- when the next task runs ---------------------------------------------------------------------------------------
 
-    def run(self, device: Device, num_bytes: int, after: float, seconds: float) -> float:
+    def run(self, device: Device, num_bytes: int, after: float, seconds: float, *, lasting_bytes: int = 0) -> float:
         """Run the next task of a device as soon as it can.
 
         Args:
@@ -145,25 +155,27 @@ class ReplayState:
             num_bytes: what the task takes there.
             after: when what it needs is there.
             seconds: how long it takes.
+            lasting_bytes: what of the bytes is for weights or sums.
 
         Returns:
             Its end.
         """
         task = device.tasks[device.place]
         stream = STREAM_OF[task.kind]
-        room = self._room_at(device, num_bytes) if num_bytes else 0.0
+        room = self._room_at(device, num_bytes, lasting_bytes) if num_bytes else 0.0
         start = max(after, room, device.streams[stream], 0.0 if stream is COMPUTE else device.issued)
         end = start + seconds
         device.streams[stream] = end
         if stream is COMPUTE:
             device.issued = start
         device.memory.take(num_bytes, start)
+        device.lasting.take(lasting_bytes, start)
         if stream is COMPUTE:
             device.memory.note_turn()
         device.spans.append(Span(task, stream, start, end))
         return end
 
-    def _room_at(self, device: Device, num_bytes: int) -> float:
+    def _room_at(self, device: Device, num_bytes: int, lasting_bytes: int) -> float:
         """When a device has room."""
         self.updates.run_until(device.issued)
         while (room := device.memory.room_at(num_bytes)) is None:
@@ -172,7 +184,13 @@ class ReplayState:
                 problem = f"it takes {format_bytes(num_bytes)}, for which the capacity is {short} short"
                 # With several devices, another one may still fetch what is in the way.
                 raise BrokenRuleError(problem) if len(self.devices) == 1 else NotYetError(problem)
-        return room
+        if not lasting_bytes:
+            return room
+        while (apart := device.lasting.room_at(lasting_bytes)) is None:
+            if not self.updates.run_next():
+                # Nothing else makes way: it has the memory of what passes, too.
+                return room
+        return max(room, apart)
 
     # ---- whether it may ------------------------------------------------------------------------------------------------
 

@@ -19,9 +19,12 @@ class Schedule:
 
     Attributes:
         devices: the tasks of each.
+        lasting_bytes: what weights and sums of gradients may take together on each without taking the memory of what passes;
+            None for no limit.
     """
 
     devices: tuple[tuple[Task, ...], ...]
+    lasting_bytes: tuple[int | None, ...] = ()
 
     def __str__(self) -> str:
         return self.grid()

@@ -12,21 +12,23 @@ from lightning_harmony.plan.simulate.device_memory import DeviceMemory
 
 @dataclass(frozen=True)
 class Staying:
-    """Gradients that an update uses up where they were summed.
+    """What an update uses up where gradients were summed.
 
     Attributes:
         device: the number of the device.
-        memory: its memory.
-        num_bytes: what they take there.
+        memories: those of the device's that have it.
+        num_bytes: what it takes there.
     """
 
     device: int
-    memory: DeviceMemory
+    memories: Sequence[DeviceMemory]
     num_bytes: int
 
 
 class UpdateStream:
-    """One update at a time: of what has arrived, that first which the next forward needs first.
+    """One update at a time: in order of arrival, what is on the host behind what stays on devices.
+
+    When all have arrived, that comes first which the next forward needs first.
 
     Args:
         ranks: by pack, when the next forward needs it.
@@ -44,6 +46,7 @@ class UpdateStream:
         self._staying: dict[int, Staying] = {}
         self._coming: list[tuple[float, int, int]] = []
         self._waiting: list[tuple[int, int]] = []
+        self._goes_by_rank = False
         self._free = 0.0
 
     def __contains__(self, pack: int) -> bool:
@@ -65,7 +68,8 @@ class UpdateStream:
         return self._free
 
     def run_all(self) -> None:
-        """Update what has not been."""
+        """All have arrived: update what has not been."""
+        self._goes_by_rank = True
         while self.run_next():
             pass
 
@@ -85,15 +89,21 @@ class UpdateStream:
                 return False
             self._free = max(self._free, self._next_arrival)
         while self._coming and self._coming[0][0] <= self._free:
-            heappush(self._waiting, heappop(self._coming)[1:])
-        _, pack = heappop(self._waiting)
+            self._waiting.append(heappop(self._coming)[1:])
+        _, pack = chosen = min(self._waiting, key=self._order_of)
+        self._waiting.remove(chosen)
         start, self._free = self._free, self._free + self._seconds[pack]
         self._on_host.discard(pack)
         self.done.append((pack, start, self._free))
         if pack in self._staying:
             staying = self._staying[pack]
-            staying.memory.give(staying.num_bytes, self._free, lingers=True)
+            for memory in staying.memories:
+                memory.give(staying.num_bytes, self._free, lingers=True)
         return True
+
+    def _order_of(self, waiting: tuple[int, int]) -> int:
+        rank, pack = waiting
+        return rank if self._goes_by_rank else pack in self._on_host
 
     def left_behind(self, seconds: float) -> list[tuple[int, int, float]]:
         """The gradients that updates still use up on devices after so many seconds: where, their bytes, and until when."""

@@ -25,6 +25,7 @@ class Cost:
         stash_bytes: what is stashed for its backward, for one microbatch: its input, and what the code behind it keeps. An
             input that several take is stashed once.
         glue_stash_bytes: of a pack, what glue behind its last layer stashes of that.
+        master_bytes: what its weights take besides if they stay as they are on the host, where they are cast on their way.
         forward_seconds: of its forward, for one microbatch.
         backward_seconds: of its recompute and backward, for one microbatch.
         recompute_seconds: of the recompute alone, which ends with the last tensor that the backward needs.
@@ -49,6 +50,7 @@ class Cost:
     arriving_bytes: int = 0
     returning_bytes: int = 0
     glue_stash_bytes: int = 0
+    master_bytes: int = 0
 
     @property
     def seconds(self) -> dict[str, Any]:
@@ -100,4 +102,5 @@ def pack_cost(costs: Sequence[Cost]) -> Cost:
         costs[0].arriving_bytes,
         costs[-1].returning_bytes,
         max(costs[-1].stash_bytes - costs[-1].input_bytes, 0),
+        sum(cost.master_bytes for cost in costs),
     )

@@ -18,7 +18,7 @@ from lightning_harmony.plan.values.task import Phase
 from lightning_harmony.plan.values.values import decode, encode
 
 # A reader of one version refuses all others: plans are quickly made anew.
-_KIND = DocumentKind("lightning-harmony plan", 8, "plan", "plan", way_out=": plan anew")
+_KIND = DocumentKind("lightning-harmony plan", 9, "plan", "plan", way_out=": plan anew")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class Plan:
         kept: the packs before that keep their graphs from forward to backward.
         joined: the visits before that whose forward a microbatch runs in one turn with the visit before, without parking. So
             the forward goes by packs of its own: each is a run of those that are swapped, and that the backward goes by.
-        device_updated: the packs whose gradients stay on their device until it has updated them, and never go to the host.
+        device_updated: the packs whose gradients stay on their device until it has updated them, and never go to the host. So
+            do the weights that came for their backward.
         spread: the packs of a pipeline whose microbatches go round the devices, so that one that computes for long bounds no
             device. They begin with its home, the one that it would have alone: there their gradients are summed one by one.
         num_devices: how many devices share the work.

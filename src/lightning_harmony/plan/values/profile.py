@@ -24,6 +24,8 @@ class MachineLimits:
         updates_outlast: whether updates just in time may go on under the next step's forward. Where something may look at
             weights between steps, each step waits for its own.
         updates_in_place: whether packs may be updated with their gradients where these were summed.
+        pools_apart: whether what lasts on a device (weights, sums of gradients) and what passes (activations, work) have
+            memory of their own, of which what one has left is of no use to the other at once.
     """
 
     capacity_bytes: int | None = None
@@ -34,6 +36,7 @@ class MachineLimits:
     occupied_bytes: int = 0
     updates_outlast: bool = True
     updates_in_place: bool = False
+    pools_apart: bool = False
 
     @property
     def free_bytes(self) -> int | None:
