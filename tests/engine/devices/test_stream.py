@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_harmony.engine.devices.stream import CudaStream, Happened, HostStream, wait_for_one
+from lightning_harmony.engine.devices.stream import CudaStream, Happened, HostStream, Urgency, wait_for_one
 
 
 @pytest.fixture
@@ -44,11 +44,11 @@ def test_of_what_may_begin_the_most_urgent_begins_first(stream: HostStream, othe
     arrives = other.submit(partial(_wait, late))
     stream.submit(partial(_wait, go))
     for rank, name in ((3, "third"), (1, "first"), (2, "second")):
-        stream.submit(partial(done.append, name), [Happened()], rank)
+        stream.submit(partial(done.append, name), [Happened()], Urgency(rank))
     # More urgent, but it has to wait for something.
-    waits = stream.submit(partial(done.append, "late"), [arrives], 0)
+    waits = stream.submit(partial(done.append, "late"), [arrives], Urgency(0))
     in_order = stream.submit(partial(done.append, "in order"))
-    stream.submit(partial(done.append, "urgent, but after that"), [], 0)
+    stream.submit(partial(done.append, "urgent, but after that"), [], Urgency(0))
     go.set()
     while len(done) < 3:
         time.sleep(0.001)
@@ -67,17 +67,17 @@ def test_within_work_the_more_urgent_goes_first(stream: HostStream, other: HostS
 
     def work() -> None:
         go.wait(10)
-        stream.run_more_urgent(2)
+        stream.run_more_urgent(Urgency(2))
         done.append("the work")
 
-    first = stream.submit(work, rank=2)
-    stream.submit(partial(done.append, "less urgent"), rank=3)
-    stream.submit(partial(done.append, "as urgent"), rank=2)
-    urgent = stream.submit(partial(done.append, "urgent"), rank=1)
-    failing = stream.submit(_fail, rank=0)
-    waits = stream.submit(partial(done.append, "late"), [arrives], 0)
+    first = stream.submit(work, urgency=Urgency(2))
+    stream.submit(partial(done.append, "less urgent"), urgency=Urgency(3))
+    stream.submit(partial(done.append, "as urgent"), urgency=Urgency(2))
+    urgent = stream.submit(partial(done.append, "urgent"), urgency=Urgency(1))
+    failing = stream.submit(_fail, urgency=Urgency(0))
+    waits = stream.submit(partial(done.append, "late"), [arrives], Urgency(0))
     stream.submit(partial(done.append, "in order"))
-    stream.submit(partial(done.append, "urgent, but after that"), rank=0)
+    stream.submit(partial(done.append, "urgent, but after that"), urgency=Urgency(0))
     go.set()
     first.synchronize()
     assert done[:2] == ["urgent", "the work"]
@@ -90,6 +90,26 @@ def test_within_work_the_more_urgent_goes_first(stream: HostStream, other: HostS
     stream.submit(lambda: None).synchronize()
     assert sorted(done[2:5]) == ["as urgent", "late", "less urgent"]
     assert done[5:] == ["in order", "urgent, but after that"]
+
+
+def test_where_ranks_do_not_count_what_gives_way_comes_behind_all_else(stream: HostStream) -> None:
+    """What waits for an update on a device keeps its memory, so the oldest goes first, and before what is on the host."""
+    done: list[str] = []
+    go = threading.Event()
+    stream.goes_by_rank = False
+
+    def work() -> None:
+        go.wait(10)
+        stream.run_more_urgent(Urgency(9, gives_way=True))
+        done.append("the work")
+
+    stream.submit(work, urgency=Urgency(9, gives_way=True))
+    stream.submit(partial(done.append, "on the host"), urgency=Urgency(8, gives_way=True))
+    stream.submit(partial(done.append, "older"), urgency=Urgency(7))
+    stream.submit(partial(done.append, "newer"), urgency=Urgency(6))
+    go.set()
+    stream.submit(lambda: None).synchronize()
+    assert done == ["older", "newer", "the work", "on the host"]
 
 
 class TestBriefWork:

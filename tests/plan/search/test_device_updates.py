@@ -81,7 +81,7 @@ def test_a_backward_waits_for_an_update_that_has_its_room() -> None:
 
 
 def test_where_that_would_take_longer_fewer_are() -> None:
-    slow = replace(MACHINE, update_bytes_per_second=8 / 3, capacity_bytes=36)
+    slow = replace(MACHINE, update_bytes_per_second=8 / 3, capacity_bytes=28)
     plan = plan_of(machine=slow)
     chosen = with_device_updates(plan)
     assert 0 < len(chosen.device_updated) < 4
@@ -108,7 +108,7 @@ def test_else_gradients_go_to_the_host_first(machine: MachineLimits, more: dict[
 @pytest.mark.parametrize(
     ("before", "after", "problem"),
     [
-        ("0B0 0U", "0U 0B0", "1 backwards of pack 0 have not run"),
+        ("0B0 0EVICT 0U", "0U 0B0 0EVICT", "1 backwards of pack 0 have not run"),
         ("0U", "0SWAP_OUT 0U", "the plan has pack 0 updated where its gradients are"),
         ("0U", "0U 0U", "pack 0 has been updated"),
         (" 0U", "", "the gradients of pack 0 are never"),
