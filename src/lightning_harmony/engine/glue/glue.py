@@ -18,6 +18,7 @@ from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import Place, SwappedLayer, dtype_on_device, is_replaced, layer_of_caller
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import changes_first
+from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.engine.structures.tree import unwrapped
 from lightning_harmony.errors import UnsupportedModelError
@@ -237,7 +238,9 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
     def owned(tensor: Tensor) -> Tensor:
         """A view of the parameter would change under the user's hands when the parameter is swapped out."""
         held = unwrapped(tensor)
-        return tensor.clone() if any(lies_in(held, weight) for weight in real.values()) else tensor
+        parts = parts_of(held)
+        is_view = any(lies_in(part, place) for weight in real.values() for place in parts_of(weight) for part in parts)
+        return tensor.clone() if is_view else tensor
 
     return tree_map_only(Tensor, owned, result)
 

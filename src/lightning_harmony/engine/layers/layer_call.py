@@ -31,6 +31,7 @@ from lightning_harmony.engine.model.layer import (
 )
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import detached
+from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.engine.structures.tree import flatten, tensors_of
 from lightning_harmony.engine.updates.requested_gradients import requested_gradients
 from lightning_harmony.errors import UnsupportedModelError
@@ -110,14 +111,15 @@ class LayerCall:
         if with_graph:
             self._prepare_backward()
         recompute.begin(residency, with_graph=with_graph, is_certain=with_graph or watch is not None)
-        version, gathered = residency.weights._version, self._storages_of_gathered()
+        version, gathered, composed = residency.weights._version, self._storages_of_gathered(), self._storages_of_composed()
         self._is_running = True
         with self._saving() if with_graph else nullcontext():
             bound = self._weights() if with_graph else residency.leaves
             with layer.bound(bound, recompute.buffers) as left, watch or nullcontext():
                 result = self._run(*args, **kwargs)
         self._is_running = False
-        if gathered == self._storages_of_gathered() and residency.weights._version != version:
+        has_written = gathered == self._storages_of_gathered() and residency.weights._version != version
+        if has_written or composed != self._storages_of_composed():
             raise UnsupportedModelError(
                 f"layer {layer.name!r} modifies a parameter in place in its forward, or its data, which swapping would lose; "
                 "do that in a hook such as on_train_batch_start"
@@ -231,6 +233,12 @@ class LayerCall:
         """Where the weights are that cuDNN gathers: to do so counts as a change of them in inference mode."""
         leaves = self.residency.leaves
         return [leaves[parameter].untyped_storage()._cdata for parameter in self.layer.gathered]
+
+    def _storages_of_composed(self) -> list[int]:
+        """Where the parts are of weights that are composed of others: code may put others in their places."""
+        leaves = self.residency.leaves
+        weights = [leaves[parameter] for parameter in self.layer.composed]
+        return [part.untyped_storage()._cdata for weight in weights for part in parts_of(weight)]
 
     # ---- narrow weights ------------------------------------------------------------------------------------------------
 

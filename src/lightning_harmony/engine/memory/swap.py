@@ -26,6 +26,7 @@ from lightning_harmony.engine.model.pack import (
     SwappedPack,
     buffer_of,
 )
+from lightning_harmony.engine.structures.parts import num_bytes_of, parts_of
 from lightning_harmony.engine.updates.norms import norms_of
 from lightning_harmony.engine.updates.postponed import PostponedUpdate
 from lightning_harmony.plan.values.task import Errand
@@ -104,7 +105,7 @@ class Swapper:
             for parameter in layout.casts:
                 _cast(self._store.slot(parameter).flat(arena), layout.slots[parameter], weights, uncast)
             for parameter in elsewhere:
-                layout.slots[parameter].view(weights).copy_(parameter.detach())
+                _copy(layout.slots[parameter].view(weights), parameter)
             if staging is not None:
                 _copy(staging.on_device, staging.memory)
 
@@ -124,7 +125,7 @@ class Swapper:
                 event.synchronize()
             buffers = {key: slot.view(memory) for key, slot in slots.items()}
             for key, tensor in buffers.items():
-                tensor.copy_(buffer_of(key))
+                _copy(tensor, buffer_of(key), non_blocking=False)
         return Staging(memory, buffers, self._device.empty(num_bytes))
 
     def evict(self, pack: SwappedPack) -> None:
@@ -154,7 +155,7 @@ class Swapper:
         for layer in pack.layers:
             layer.refuse_changed_buffers()
         for tensor in changed.values():
-            self._traffic.count_out("weights", tensor.numel() * tensor.element_size())
+            self._traffic.count_out("weights", num_bytes_of(tensor))
         replaced = {key: changed.pop(key) for key in list(changed) if not _is_alike(changed[key], staging.buffers[key])}
         with torch.no_grad(), self._device.on_host():
             for key, tensor in replaced.items():
@@ -181,7 +182,7 @@ class Swapper:
             layer.refuse_changed_buffers()
         with torch.no_grad(), self._device.on_host():
             for key in leaving.changed:
-                buffer_of(key).copy_(leaving.staging.buffers[key])
+                _copy(buffer_of(key), leaving.staging.buffers[key], non_blocking=False)
         for layer in pack.layers:
             layer.note_written_buffers(leaving.changed)
         if pack.residency is None:
@@ -204,7 +205,8 @@ class Swapper:
             host = buffer_of(key)
             (slot,), num_bytes = lay_out([host])
             # Not in place: a graph that is kept may have saved the one from before.
-            residency.buffers[key] = slot.view(self._device.scratch(num_bytes)).copy_(host)
+            residency.buffers[key] = slot.view(self._device.scratch(num_bytes))
+            _copy(residency.buffers[key], host, non_blocking=False)
         self._traffic.count_in("weights", pack.buffer_bytes)
 
     def accumulate(
@@ -439,8 +441,10 @@ def _cast(source: Tensor, slot: Slot, weights: Tensor, staging: Tensor) -> None:
         destination[start : start + piece.numel()].copy_(staged)
 
 
-def _copy(destination: Tensor, source: Tensor) -> None:
-    destination.copy_(source, non_blocking=True)
+def _copy(destination: Tensor, source: Tensor, *, non_blocking: bool = True) -> None:
+    # Part by part: not every class that composes tensors can be copied to.
+    for part, given in zip(parts_of(destination), parts_of(source), strict=True):
+        part.copy_(given.detach(), non_blocking=non_blocking)
 
 
 def _is_alike(tensor: Tensor, other: Tensor) -> bool:

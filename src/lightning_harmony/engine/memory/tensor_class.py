@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.memory.opaque import with_tensors
+from lightning_harmony.engine.structures.parts import is_composed
 
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
@@ -55,13 +56,20 @@ def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
 
     Tensors among the attributes, also those within objects such as bitsandbytes' `quant_state`, are where the values are.
     """
-    if type(parameter) is nn.Parameter:
+    copy: Any
+    if is_composed(parameter):
+        # As the constructor makes one, which has the class's own code detach it, and that may be out of sight.
+        copy = values
+        copy._is_param = True
+    elif type(parameter) is nn.Parameter:
         copy = nn.Parameter(values, parameter.requires_grad)
     else:
         # Constructors of classes of their own may quantize, or take other arguments.
         copy = Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
-    vars(copy).update({name: _on_device(value, values.device) for name, value in vars(parameter).items()})
-    return copy
+    # What composes it is there already.
+    others = {name: value for name, value in vars(parameter).items() if name not in vars(copy)}
+    vars(copy).update({name: _on_device(value, values.device) for name, value in others.items()})
+    return copy  # type: ignore[no-any-return]
 
 
 def _on_device(value: Any, device: torch.device) -> Any:
