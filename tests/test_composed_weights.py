@@ -62,3 +62,241 @@ def stack(kind: type[Any]) -> nn.Module:
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_beside_a_composed_weight_train_with_equal_bits(kind: type[Any], device_memory: str | None) -> None:
     assert_same_training(Net(stack(kind)), SAMPLES, device_memory=room(device_memory))
+
+
+def test_parts_alone_are_swapped_in() -> None:
+    net = stack(Packed)
+    reports = assert_same_training(Net(net), SAMPLES, device_memory=room("80KiB"))
+    weights = sum(map(num_bytes_of, net.parameters()))
+    assert weights < 4 * (SIZE * SIZE / 2 + 2 * SIZE * 4 + SIZE * 4 + 2 * SIZE * 4 * 4 + 1)
+    # At most once for the forward and once for the backward; what lies between parts is copied along.
+    assert 0 < reports[-1].swapped_in_bytes["weights"] <= 2 * (weights + 4 * 6 * 512)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fit_leaves_the_users_weights_what_they_were(kind: type[Any]) -> None:
+    module = Net(stack(kind))
+    weights = {name: p for name, p in module.named_parameters() if isinstance(p, Composed)}
+    before = {name: [part.clone() for part in parts_of(weight)] for name, weight in weights.items()}
+    train_harmony(module, SAMPLES, HarmonyStrategy(num_microbatches=4), 8, with_gradients=False)
+    after = dict(module.named_parameters())
+    assert len(weights) == 4
+    for name, weight in weights.items():
+        assert after[name] is weight
+        assert type(weight) is kind
+        assert isinstance(weight, nn.Parameter)
+        for part, old in zip(parts_of(weight), before[name], strict=True):
+            assert part.device.type == "cpu"
+            assert torch.equal(part, old)
+
+
+class Saved(Net):
+    """Trains from a file on, as code does that loads a checkpoint before a fit."""
+
+    def __init__(self, net: nn.Module, path: Path) -> None:
+        super().__init__(net)
+        self.path = path
+
+    def on_fit_start(self) -> None:
+        with torch.serialization.safe_globals([*KINDS, torch.device]):
+            self.load_state_dict(torch.load(self.path, weights_only=False)["state_dict"])
+
+
+@pytest.mark.parametrize("kind", [Packed, Nested, Views])
+def test_checkpoints_hold_the_parts_and_load_into_plain_and_into_swapped_training(
+    kind: type[Any], tmp_path: Path
+) -> None:
+    for strategy in ("auto", HarmonyStrategy(num_microbatches=4)):
+        module = Net(stack(kind))
+        trainer = trainer_for(strategy, 2, [])
+        trainer.fit(module, DataLoader(SAMPLES, batch_size=8))
+        path = tmp_path / "a.ckpt"
+        trainer.save_checkpoint(path)
+        # A few bytes of Python objects, and no arena.
+        assert path.stat().st_size < 3 * sum(map(num_bytes_of, module.parameters())) + 64 * 1024
+        saved = torch.load(path, weights_only=False)["state_dict"]
+        for name, parameter in module.named_parameters():
+            assert type(saved[name]) is (kind if isinstance(parameter, kind) else Tensor)
+            for part, other in zip(parts_of(saved[name]), parts_of(parameter), strict=True):
+                assert torch.equal(part, other)
+        assert_same_training(Saved(stack(kind), path), SAMPLES)
+
+
+class Evaluating(Net):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("loss", self.net(batch))
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net.layers(batch)  # type: ignore[no-any-return, operator]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluations_are_those_of_plain_lightning(kind: type[Any], devices: int) -> None:
+    module = Evaluating(stack(kind))
+    results = []
+    for strategy, number in (("auto", 1), (HarmonyStrategy(num_microbatches=1), devices)):
+        trainer = trainer_for(strategy, 2, [], devices=number)
+        loader = DataLoader(SAMPLES, batch_size=8)
+        results.append((trainer.validate(module, loader, verbose=False), trainer.predict(module, loader)))
+    (metrics, outputs), (others, other_outputs) = results
+    assert metrics == others
+    assert all(torch.equal(one, other) for one, other in zip(outputs, other_outputs, strict=True))
+
+
+# ---- where such weights are ------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Two layers have one composed weight, which one of them uses transposed."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Adapted(base(kind)), Adapted(base(kind)), nn.Linear(SIZE, SIZE)
+        self.second.base.weight = self.first.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x))).pow(2).mean()  # type: ignore[no-any-return]
+
+
+class InGlue(nn.Module):
+    """The code between layers computes with a composed weight, also with a view of it, and looks at its parts."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(3))
+        self.between = frozen(kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) @ self.between.t() + nn.functional.linear(x, self.between) + self.between[:1]
+        return x.pow(2).mean()
+
+
+class Buffered(nn.Module):
+    """A layer whose buffer is composed, and which replaces it from time to time."""
+
+    def __init__(self, kind: type[Any], *, replaces: bool) -> None:
+        super().__init__()
+        self.register_buffer("table", kind.of(torch.randn(SIZE, SIZE) / 8))
+        self.out, self.kind, self.replaces = nn.Linear(SIZE, SIZE), kind, replaces
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.replaces and self.training:
+            with torch.no_grad():
+                self.table = self.kind.of(self.table * 0.5 + x.mean())
+        return torch.tanh(self.out(x @ self.table.clone()))  # type: ignore[operator]
+
+
+class Untrained(nn.Module):
+    """Layers without trained parameters between others."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.middle = nn.Sequential(*[base(kind) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(torch.tanh(self.first(x)))).pow(2).mean()  # type: ignore[no-any-return]
+
+
+class Embedding(nn.Module):
+    """A composed table, of which rows are taken; it has an attribute of its own, and is a head, too."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(SIZE, SIZE).requires_grad_(False)
+        self.embed.weight = frozen(kind)
+        self.embed.weight.gain = 0.5  # type: ignore[attr-defined]
+        self.blocks = nn.ModuleList(Adapted(base(kind)) for _ in range(2))
+        self.head = nn.Linear(SIZE, SIZE, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed((x.abs() * 8).long().clamp(max=SIZE - 1)).mean(1) * getattr(self.embed.weight, "gain", 1.0)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).pow(2).mean()  # type: ignore[no-any-return]
+
+
+NETS: dict[str, Callable[[type[Any]], nn.Module]] = {
+    "shared by two layers": Tied,
+    "used between layers": InGlue,
+    "a buffer": lambda kind: Stack(*[Buffered(kind, replaces=False) for _ in range(3)]),
+    "layers without trained parameters": Untrained,
+    "an embedding and a head": Embedding,
+}
+
+
+@pytest.mark.devices(1, 2)
+@pytest.mark.parametrize("kind", [Packed, Nested, Views])
+@pytest.mark.parametrize("place", NETS)
+def test_composed_weights_may_be_wherever_plain_ones_may(place: str, kind: type[Any]) -> None:
+    assert_same_training(Net(NETS[place](kind)), SAMPLES)
+
+
+@pytest.mark.devices(1, 2)
+@pytest.mark.parametrize("kind", [Packed, Nested])
+def test_layers_may_replace_composed_buffers(kind: type[Any]) -> None:
+    assert_same_training(Net(Stack(*[Buffered(kind, replaces=True) for _ in range(3)])), SAMPLES)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_composed_weights_train_in_other_precisions(precision: str) -> None:
+    assert_same_training(Net(stack(Packed)), SAMPLES, precision=precision)
+
+
+class Requantizing(Net):
+    """Changes weights between steps: in place, by other parts, and by another tensor in the same parameter's place."""
+
+    def __init__(self, net: nn.Module, kind: type[Any], how: str) -> None:
+        super().__init__(net)
+        self.kind, self.how = kind, how
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.trainer.accumulate_grad_batches:
+            return
+        with torch.no_grad():
+            for weight in [p for p in self.parameters() if isinstance(p, Composed)]:
+                other = self.kind.of(weight * 0.5 + 0.01)
+                if self.how == "in place":
+                    weight.copy_(other)
+                elif self.how == "parts":
+                    for name in weight.names:
+                        setattr(weight, name, getattr(other, name))
+                else:
+                    torch.utils.swap_tensors(weight, nn.Parameter(other, requires_grad=False))
+
+
+@pytest.mark.parametrize("how", ["in place", "parts", "swapped"])
+@pytest.mark.parametrize("kind", [Packed, Nested])
+def test_weights_that_hooks_change_are_followed(kind: type[Any], how: str) -> None:
+    assert_same_training(Requantizing(stack(kind), kind, how), torch.randn(24, SIZE))
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+class Replacing(Adapted):
+    """Changes what its weight is made of in its forward."""
+
+    def __init__(self, base: nn.Module, how: str) -> None:
+        super().__init__(base)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.base.weight
+        if self.how == "another part":
+            weight.scale = weight.scale * 2
+        elif self.how == "data of a part":
+            weight.scale.data = weight.scale * 2
+        else:
+            weight.scale.mul_(2)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["another part", "data of a part", "in place"])
+def test_a_layer_that_changes_what_its_weight_is_made_of_is_refused(how: str) -> None:
+    net = Stack(*[Replacing(base(Packed), how) for _ in range(3)])
+    with pytest.raises(UnsupportedModelError, match="modifies a parameter in place in its forward, or its data"):
+        train_harmony(Net(net), SAMPLES, HarmonyStrategy(num_microbatches=4), 8, with_gradients=False)

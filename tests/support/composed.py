@@ -52,8 +52,11 @@ class Composed(Tensor):
         kwargs = kwargs or {}
         if func in (aten.detach.default, aten.clone.default, aten.alias.default):
             return args[0].with_inner(lambda tensor: func(tensor, *args[1:], **kwargs))
-        if func is aten._to_copy.default and set(kwargs) <= {"device", "non_blocking"}:
-            return args[0].with_inner(lambda tensor: func(tensor, **kwargs))
+        if func is aten._to_copy.default:
+            # Another type is that of what the values are.
+            dtype = kwargs.pop("dtype", args[0].dtype)
+            inner = {name: func(getattr(args[0], name), **kwargs) for name in cls.names}
+            return cls(args[0].shape, dtype, **inner)
         if func is aten.copy_.default and type(args[1]) is type(args[0]):
             for name in cls.names:
                 getattr(args[0], name).copy_(getattr(args[1], name))
@@ -80,14 +83,14 @@ class Packed(Composed):
 
     def values_(self) -> Tensor:
         codes = torch.stack([self.codes >> 4, self.codes & 15], 2).reshape(self.shape)
-        return codes.to(self.dtype) * self.scale + self.zero
+        return codes.to(self.dtype) * self.scale.to(self.dtype) + self.zero.to(self.dtype)
 
 
 class Nested(Composed):
     """A packed tensor, and a plain one that is added to it."""
 
     names = ("packed", "offset")
-    packed: Tensor
+    packed: Packed
     offset: Tensor
 
     @classmethod
@@ -96,7 +99,7 @@ class Nested(Composed):
         return cls(values.shape, values.dtype, packed=Packed.of(values), offset=values.mean(0, keepdim=True))
 
     def values_(self) -> Tensor:
-        return self.packed + self.offset
+        return self.packed.values_().to(self.dtype) + self.offset.to(self.dtype)
 
 
 class Views(Composed):

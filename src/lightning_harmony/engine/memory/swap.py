@@ -26,7 +26,7 @@ from lightning_harmony.engine.model.pack import (
     SwappedPack,
     buffer_of,
 )
-from lightning_harmony.engine.structures.parts import num_bytes_of, parts_of
+from lightning_harmony.engine.structures.parts import data_of, num_bytes_of, parts_of
 from lightning_harmony.engine.updates.norms import norms_of
 from lightning_harmony.engine.updates.postponed import PostponedUpdate
 from lightning_harmony.plan.values.task import Errand
@@ -115,7 +115,7 @@ class Swapper:
         ready = device.start_copy(Errand.SWAP_IN, "weights", copied, copy, pack=pack.index)
         self._traffic.count_in("weights", copied)
         # As `data`, each counts its own changes.
-        buffers = {} if staging is None else {key: slot.view(staging.on_device).data for key, slot in slots.items()}
+        buffers = {} if staging is None else {key: data_of(slot.view(staging.on_device)) for key, slot in slots.items()}
         pack.residency = Residency(device, weights, ready, leaves, buffers, staging, as_of)
 
     def _stage(self, slots: Mapping[BufferKey, Slot], num_bytes: int) -> Staging:

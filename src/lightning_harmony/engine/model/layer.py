@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.model.attributes import AttributesOfLayer
 from lightning_harmony.engine.model.derived import derived_weights
-from lightning_harmony.engine.structures.parts import is_composed, num_bytes_of
+from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
 from lightning_harmony.errors import UnsupportedModelError
 
 BufferKey = tuple[nn.Module, str]
@@ -174,7 +174,7 @@ class SwappedLayer:
         self.num_compared_calls += 1
         for key, tensor in after.items():
             old = before.get(key)
-            if tensor is not None and old is not None and (tensor.shape != old.shape or not torch.equal(tensor, old)):
+            if tensor is not None and old is not None and not are_equal(tensor, old):
                 self.unversioned_buffers.add(key)
 
     def note_host_buffers(self, keys: Iterable[BufferKey]) -> None:

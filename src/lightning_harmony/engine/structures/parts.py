@@ -48,6 +48,19 @@ def storages_of(tensor: Tensor) -> tuple[Tensor, ...]:
     return ()
 
 
+def data_of(tensor: Tensor) -> Tensor:
+    """A tensor in the same memory that counts its own changes: its `data`, which composed ones do not have."""
+    return made_of(tensor, [part.data for part in parts_of(tensor)])
+
+
+def are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one class have the same shape and the same values."""
+    parts, others = parts_of(one), parts_of(other)
+    return len(parts) == len(others) and all(
+        part.shape == like.shape and torch.equal(part, like) for part, like in zip(parts, others, strict=True)
+    )
+
+
 def num_bytes_of(tensor: Tensor) -> int:
     """Bytes of a tensor's elements, as they lie in its parts."""
     return sum(part.numel() * part.element_size() for part in parts_of(tensor))
