@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from lightning_harmony.engine.structures.parts import num_bytes_of, parts_of
+from lightning_harmony.estimating.estimation import estimate
+from lightning_harmony.fit.lasting_bytes import LastingBytes
+from lightning_harmony.plan.values.machine import H200
 from support.composed import Composed, Lookup, Nested, Overlapping, Packed, Views
 from support.same_training import Net, assert_same_training, room, train_harmony, trainer_for
 
@@ -174,17 +177,23 @@ class InGlue(nn.Module):
 
 
 class Buffered(nn.Module):
-    """A layer whose buffer is composed, and which replaces it from time to time."""
+    """A layer whose buffer is composed, and which may change it in each call."""
 
-    def __init__(self, kind: type[Any], *, replaces: bool) -> None:
+    def __init__(self, kind: type[Any], change: str = "") -> None:
         super().__init__()
         self.register_buffer("table", kind.of(torch.randn(SIZE, SIZE) / 8))
-        self.out, self.kind, self.replaces = nn.Linear(SIZE, SIZE), kind, replaces
+        self.out, self.kind, self.change = nn.Linear(SIZE, SIZE), kind, change
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.replaces and self.training:
+        if self.change and self.training:
             with torch.no_grad():
-                self.table = self.kind.of(self.table * 0.5 + x.mean())
+                table = self.kind.of(self.table * 0.5 + x.mean())
+                if self.change == "replaced":
+                    self.table = table
+                elif self.change == "in place":
+                    self.table.copy_(table)
+                else:
+                    parts_of(self.table)[-1].mul_(0.5)
         return torch.tanh(self.out(x @ self.table.clone()))  # type: ignore[operator]
 
 
@@ -222,7 +231,7 @@ class Embedding(nn.Module):
 NETS: dict[str, Callable[[type[Any]], nn.Module]] = {
     "shared by two layers": Tied,
     "used between layers": InGlue,
-    "a buffer": lambda kind: Stack(*[Buffered(kind, replaces=False) for _ in range(3)]),
+    "a buffer": lambda kind: Stack(*[Buffered(kind) for _ in range(3)]),
     "layers without trained parameters": Untrained,
     "an embedding and a head": Embedding,
 }
@@ -236,9 +245,10 @@ def test_composed_weights_may_be_wherever_plain_ones_may(place: str, kind: type[
 
 
 @pytest.mark.devices(1, 2)
+@pytest.mark.parametrize("change", ["replaced", "in place", "in a part"])
 @pytest.mark.parametrize("kind", [Packed, Nested])
-def test_layers_may_replace_composed_buffers(kind: type[Any]) -> None:
-    assert_same_training(Net(Stack(*[Buffered(kind, replaces=True) for _ in range(3)])), SAMPLES)
+def test_layers_may_change_composed_buffers(kind: type[Any], change: str) -> None:
+    assert_same_training(Net(Stack(*[Buffered(kind, change) for _ in range(3)])), SAMPLES)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
@@ -300,3 +310,29 @@ def test_a_layer_that_changes_what_its_weight_is_made_of_is_refused(how: str) ->
     net = Stack(*[Replacing(base(Packed), how) for _ in range(3)])
     with pytest.raises(UnsupportedModelError, match="modifies a parameter in place in its forward, or its data"):
         train_harmony(Net(net), SAMPLES, HarmonyStrategy(num_microbatches=4), 8, with_gradients=False)
+
+
+# ---- predictions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cpu
+def test_estimates_count_the_parts() -> None:
+    module = Net(stack(Packed))
+    machine = replace(H200, host_bytes=2**40, device_bytes=None, library_bytes=0)
+    outlook = estimate(
+        module, torch.empty(8, SIZE, device="meta"), device_memory="80KiB", num_microbatches=4, machine=machine
+    ).outlook
+    strategy = HarmonyStrategy(device_memory="80KiB", num_microbatches=4)
+    reports = train_harmony(module, SAMPLES, strategy, 8, with_gradients=False).reports
+    assert outlook.plan.packs == strategy.plan.packs
+    # Each part is padded, and there are six to a layer.
+    weights = sum(map(num_bytes_of, module.parameters()))
+    assert weights <= outlook.host.weight_bytes <= weights + 4 * 6 * 512
+    for swapped_in in (outlook.swapped_in_bytes["weights"], reports[-1].swapped_in_bytes["weights"]):
+        assert weights <= swapped_in <= 2 * (weights + 4 * 6 * 512)
+
+
+@pytest.mark.cpu
+def test_a_model_fits_in_memory_by_its_parts() -> None:
+    net = stack(Packed)
+    assert LastingBytes.of(net, None).weights == sum(map(num_bytes_of, net.parameters()))

@@ -5,7 +5,6 @@ Where a package is not installed, its tests are skipped: `pip install bitsandbyt
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
-from support.same_training import Net, assert_same_training, compare, train_harmony, train_plain
+from support.same_training import Net, assert_same_training, train_harmony
 
 SIZE = 64
 SAMPLES = torch.randn(16, SIZE, generator=torch.Generator().manual_seed(1))

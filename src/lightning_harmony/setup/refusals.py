@@ -73,7 +73,7 @@ def refuse_sparse(module: nn.Module) -> None:
 
 
 def refuse_composed(module: nn.Module) -> None:
-    """Refuse trained parameters that hold their values in other tensors, where layers are swapped: gradients are summed as one.
+    """Refuse trained parameters that hold their values in other tensors, where layers are swapped: gradients are plain.
 
     Raises:
         UnsupportedModelError: naming the first.
@@ -82,7 +82,7 @@ def refuse_composed(module: nn.Module) -> None:
         if parameter.requires_grad and is_composed(parameter):
             raise UnsupportedModelError(
                 f"parameter {name!r} is a {type(parameter).__name__}, whose values are in tensors of its own "
-                "(__tensor_flatten__), and is trained, which only plain tensors can be where layers are swapped: freeze it with "
+                "(__tensor_flatten__): where layers are swapped, such a parameter is not trained. Freeze it with "
                 "requires_grad_(False) and train adapters beside it, or give the device enough memory to hold the model as a "
                 "whole with HarmonyStrategy(device_memory=...)"
             )

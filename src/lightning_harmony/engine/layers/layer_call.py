@@ -111,7 +111,11 @@ class LayerCall:
         if with_graph:
             self._prepare_backward()
         recompute.begin(residency, with_graph=with_graph, is_certain=with_graph or watch is not None)
-        version, gathered, composed = residency.weights._version, self._storages_of_gathered(), self._storages_of_composed()
+        version, gathered, composed = (
+            residency.weights._version,
+            self._storages_of_gathered(),
+            self._storages_of_composed(),
+        )
         self._is_running = True
         with self._saving() if with_graph else nullcontext():
             bound = self._weights() if with_graph else residency.leaves

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.layers.narrow import is_view
+from lightning_harmony.engine.structures.parts import have_composed
 from lightning_harmony.plan.outlook.work import Work
 
 _aten = torch.ops.aten

@@ -30,7 +30,8 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def made_of(tensor: Tensor, parts: Iterable[Tensor]) -> Tensor:
     """A tensor like another one, made of other parts, which are given as `parts_of` returns them."""
-    return _made_of(tensor, iter(parts))
+    made: Tensor = _made_of(tensor, iter(parts))
+    return made
 
 
 def storages_of(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -76,12 +77,13 @@ def _inner(tensor: Any) -> dict[str, Any]:
     return {name: getattr(tensor, name) for name in names}
 
 
-def _made_of(tensor: Any, parts: Iterator[Tensor]) -> Tensor:
+def _made_of(tensor: Any, parts: Iterator[Tensor]) -> Any:
     if not isinstance(tensor, Tensor):
         # An object that holds no values, such as a mesh of devices.
         return tensor
     if not is_composed(tensor):
         return next(parts)
+    composed: Any = tensor
+    _, context = composed.__tensor_flatten__()
     inner = {name: _made_of(each, parts) for name, each in _inner(tensor).items()}
-    _, context = tensor.__tensor_flatten__()
-    return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return type(composed).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
