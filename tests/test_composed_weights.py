@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from lightning_harmony.engine.structures.parts import num_bytes_of, parts_of
 from lightning_harmony.estimating.estimation import estimate
 from lightning_harmony.fit.lasting_bytes import LastingBytes
 from lightning_harmony.plan.values.machine import H200
-from support.composed import Composed, Lookup, Nested, Overlapping, Packed, Views
+from support.composed import Composed, Lookup, Nested, Overlapping, Packed, Scaled, Views
 from support.same_training import Net, assert_same_training, room, train_harmony, trainer_for
 
-KINDS: list[type[Any]] = [Packed, Nested, Views, Overlapping, Lookup]
+KINDS: list[type[Any]] = [Packed, Scaled, Nested, Views, Overlapping, Lookup]
 SIZE = 64
 SAMPLES = torch.randn(16, SIZE, generator=torch.Generator().manual_seed(1))
 
@@ -162,6 +163,54 @@ class Tied(nn.Module):
         return self.head(self.second(self.first(x))).pow(2).mean()  # type: ignore[no-any-return]
 
 
+class Product(torch.autograd.Function):
+    """A product that saves its weight, or keeps it on the context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, kept: bool) -> Tensor:
+        ctx.save_for_backward(x, *([] if kept else [weight]))
+        ctx.weight = weight if kept else None
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        weight = ctx.saved_tensors[1] if ctx.weight is None else ctx.weight
+        return gradient @ weight, None, None
+
+
+class SavingWhole(Adapted):
+    """Autograd saves the weight itself. The layer shows it to others."""
+
+    def __init__(self, base: nn.Module, *, kept: bool) -> None:
+        super().__init__(base)
+        self.kept = kept
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.seen = self.base.weight.detach()  # type: ignore[operator, union-attr]
+        x = self.up(torch.tanh(self.down(x))) + self.base.bias
+        return Product.apply(x, self.base.weight, self.kept), self.base.weight  # type: ignore[no-untyped-call, return-value]
+
+
+class Showing(nn.Module):
+    """What layers return of their weights and leave on themselves is used after others have taken their places."""
+
+    def __init__(self, kind: type[Any], *, kept: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SavingWhole(base(kind), kept=kept) for _ in range(4))
+        self.between, self.kept = frozen(kind), kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        shown: list[Any] = []
+        for layer in self.layers:
+            y, weight = layer(x)
+            x = x + Product.apply(y, self.between, self.kept)  # type: ignore[no-untyped-call]
+            shown += [weight, layer.seen]
+        for weight in shown:
+            x = x + torch.tanh(x) @ weight.t()
+        return x.pow(2).mean()
+
+
 class InGlue(nn.Module):
     """The code between layers computes with a composed weight, also with a view of it, and looks at its parts."""
 
@@ -231,6 +280,8 @@ class Embedding(nn.Module):
 NETS: dict[str, Callable[[type[Any]], nn.Module]] = {
     "shared by two layers": Tied,
     "used between layers": InGlue,
+    "saved by autograd": partial(Showing, kept=False),
+    "kept by a function": partial(Showing, kept=True),
     "a buffer": lambda kind: Stack(*[Buffered(kind) for _ in range(3)]),
     "layers without trained parameters": Untrained,
     "an embedding and a head": Embedding,
@@ -238,7 +289,7 @@ NETS: dict[str, Callable[[type[Any]], nn.Module]] = {
 
 
 @pytest.mark.devices(1, 2)
-@pytest.mark.parametrize("kind", [Packed, Nested, Views])
+@pytest.mark.parametrize("kind", [Packed, Scaled, Nested, Views])
 @pytest.mark.parametrize("place", NETS)
 def test_composed_weights_may_be_wherever_plain_ones_may(place: str, kind: type[Any]) -> None:
     assert_same_training(Net(NETS[place](kind)), SAMPLES)

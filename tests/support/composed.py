@@ -86,6 +86,31 @@ class Packed(Composed):
         return codes.to(self.dtype) * self.scale.to(self.dtype) + self.zero.to(self.dtype)
 
 
+class Scaled(Composed):
+    """Eight bits an element and a scale of each row. Its product is one of its codes, whose rows are then scaled."""
+
+    names = ("codes", "scale")
+    codes: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor) -> Any:
+        """Values, rounded to steps of a row."""
+        scale = values.abs().amax(1, keepdim=True) / 127
+        return cls(values.shape, values.dtype, codes=(values / scale).round().to(torch.int8), scale=scale)
+
+    def values_(self) -> Tensor:
+        return self.codes.to(self.dtype) * self.scale.to(self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear and isinstance(args[1], Scaled):
+            x, weight, bias = (*args, None)[:3]
+            product = (x @ weight.codes.to(x.dtype).t()) * weight.scale.t()
+            return product if bias is None else product + bias
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 class Nested(Composed):
     """A packed tensor, and a plain one that is added to it."""
 

@@ -238,8 +238,7 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
     def owned(tensor: Tensor) -> Tensor:
         """A view of the parameter would change under the user's hands when the parameter is swapped out."""
         held = unwrapped(tensor)
-        parts = parts_of(held)
-        is_view = any(lies_in(part, place) for weight in real.values() for place in parts_of(weight) for part in parts)
+        is_view = any(lies_in(held, part) for weight in real.values() for part in parts_of(weight))
         return tensor.clone() if is_view else tensor
 
     return tree_map_only(Tensor, owned, result)

@@ -139,7 +139,9 @@ class LayerCall:
         """Keep what a recompute needs."""
         layer, runtime = self.layer, self.runtime
         leaves = self.residency.leaves
-        self._storages = {leaves[parameter].untyped_storage()._cdata for parameter in layer.parameters}
+        # Of those composed of others, what is saved comes again with the rest.
+        plain = [leaves[parameter] for parameter in layer.parameters if parameter not in layer.composed]
+        self._storages = {leaf.untyped_storage()._cdata for leaf in plain}
         if parametrize._cache_enabled and layer.is_parametrized:
             raise UnsupportedModelError(
                 f"layer {layer.name!r} is called within torch.nn.utils.parametrize.cached(), which would keep its "

@@ -37,7 +37,9 @@ ALONE = num_users(torch.empty(1))
 
 
 def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
-    """Whether a tensor has the memory of a buffer."""
+    """Whether a tensor, or a part of it, has the memory of a buffer."""
+    if is_composed(tensor):
+        return any(lies_in(part, buffer) for part in parts_of(tensor))
     if tensor.layout is not torch.strided or tensor.device != buffer.device:
         return False
     # By identity: tensors without data have no address.

@@ -137,7 +137,7 @@ class SwappedLayer:
         self.module = module
         self.parameters = list(dict.fromkeys(parameters))
         self.gathered = _of_recurrent_modules(module) if module is not None else frozenset()
-        self.composed = list(filter(is_composed, self.parameters))
+        self.composed = frozenset(filter(is_composed, self.parameters))
         self.buffers = buffers_of(module) if module is not None else []
         self._own_buffers = frozenset(self.buffers)
         self.attributes = AttributesOfLayer(list(module.modules()) if module is not None else [])
