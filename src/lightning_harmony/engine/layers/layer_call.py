@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -111,19 +111,16 @@ class LayerCall:
         if with_graph:
             self._prepare_backward()
         recompute.begin(residency, with_graph=with_graph, is_certain=with_graph or watch is not None)
-        version, gathered, composed = (
-            residency.weights._version,
-            self._storages_of_gathered(),
-            self._storages_of_composed(),
-        )
+        version = residency.weights._version
+        gathered, composed = self._storages_of(layer.gathered), self._storages_of(layer.composed)
         self._is_running = True
         with self._saving() if with_graph else nullcontext():
             bound = self._weights() if with_graph else residency.leaves
             with layer.bound(bound, recompute.buffers) as left, watch or nullcontext():
                 result = self._run(*args, **kwargs)
         self._is_running = False
-        has_written = gathered == self._storages_of_gathered() and residency.weights._version != version
-        if has_written or composed != self._storages_of_composed():
+        has_written = gathered == self._storages_of(layer.gathered) and residency.weights._version != version
+        if has_written or composed != self._storages_of(layer.composed):
             raise UnsupportedModelError(
                 f"layer {layer.name!r} modifies a parameter in place in its forward, or its data, which swapping would lose; "
                 "do that in a hook such as on_train_batch_start"
@@ -235,16 +232,10 @@ class LayerCall:
             owned.attributes(left)
         return owned.value(result)
 
-    def _storages_of_gathered(self) -> list[int]:
-        """Where the weights are that cuDNN gathers: to do so counts as a change of them in inference mode."""
+    def _storages_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        """Where weights lie. That cuDNN gathers some counts as a change in inference mode; code may compose others anew."""
         leaves = self.residency.leaves
-        return [leaves[parameter].untyped_storage()._cdata for parameter in self.layer.gathered]
-
-    def _storages_of_composed(self) -> list[int]:
-        """Where the parts are of weights that are composed of others: code may put others in their places."""
-        leaves = self.residency.leaves
-        weights = [leaves[parameter] for parameter in self.layer.composed]
-        return [part.untyped_storage()._cdata for weight in weights for part in parts_of(weight)]
+        return [part.untyped_storage()._cdata for p in parameters for part in parts_of(leaves[p])]
 
     # ---- narrow weights ------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from lightning_harmony.engine.model.pack import (
     SwappedPack,
     buffer_of,
 )
-from lightning_harmony.engine.structures.parts import data_of, num_bytes_of, parts_of
+from lightning_harmony.engine.structures.parts import are_alike, data_of, made_of, num_bytes_of, parts_of
 from lightning_harmony.engine.updates.norms import norms_of
 from lightning_harmony.engine.updates.postponed import PostponedUpdate
 from lightning_harmony.plan.values.task import Errand
@@ -156,10 +156,11 @@ class Swapper:
             layer.refuse_changed_buffers()
         for tensor in changed.values():
             self._traffic.count_out("weights", num_bytes_of(tensor))
-        replaced = {key: changed.pop(key) for key in list(changed) if not _is_alike(changed[key], staging.buffers[key])}
+        replaced = {key: changed.pop(key) for key in list(changed) if not are_alike(changed[key], staging.buffers[key])}
         with torch.no_grad(), self._device.on_host():
             for key, tensor in replaced.items():
-                set_host_buffer(key, tensor.to(buffer_of(key).device, copy=True))
+                home = buffer_of(key).device
+                set_host_buffer(key, made_of(tensor, [part.to(home, copy=True) for part in parts_of(tensor)]))
         for layer in pack.layers:
             layer.note_written_buffers(replaced)
 
@@ -445,7 +446,3 @@ def _copy(destination: Tensor, source: Tensor, *, non_blocking: bool = True) -> 
     # Part by part: not every class that composes tensors can be copied to.
     for part, given in zip(parts_of(destination), parts_of(source), strict=True):
         part.copy_(given.detach(), non_blocking=non_blocking)
-
-
-def _is_alike(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.shape == other.shape and tensor.dtype == other.dtype

@@ -54,12 +54,14 @@ def data_of(tensor: Tensor) -> Tensor:
     return made_of(tensor, [part.data for part in parts_of(tensor)])
 
 
+def are_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape and type, and are composed in the same way."""
+    return bool(_structure_of(one) == _structure_of(other))
+
+
 def are_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one class have the same shape and the same values."""
-    parts, others = parts_of(one), parts_of(other)
-    return len(parts) == len(others) and all(
-        part.shape == like.shape and torch.equal(part, like) for part, like in zip(parts, others, strict=True)
-    )
+    """Whether two tensors are alike, and have the same values."""
+    return are_alike(one, other) and all(map(torch.equal, parts_of(one), parts_of(other)))
 
 
 def num_bytes_of(tensor: Tensor) -> int:
@@ -75,6 +77,17 @@ def _composes(kind: type) -> bool:
 def _inner(tensor: Any) -> dict[str, Any]:
     names, _ = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}
+
+
+def _structure_of(tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor):
+        return tensor
+    if not is_composed(tensor):
+        return tensor.shape, tensor.dtype
+    composed: Any = tensor
+    _, context = composed.__tensor_flatten__()
+    inner = {name: _structure_of(each) for name, each in _inner(tensor).items()}
+    return type(tensor), tensor.shape, context, inner
 
 
 def _made_of(tensor: Any, parts: Iterator[Tensor]) -> Any:
