@@ -18,10 +18,10 @@ from lightning_harmony.engine.structures.parts import num_bytes_of, parts_of
 from lightning_harmony.estimating.estimation import estimate
 from lightning_harmony.fit.lasting_bytes import LastingBytes
 from lightning_harmony.plan.values.machine import H200
-from support.composed import Composed, Lookup, Nested, Overlapping, Packed, Scaled, Views
+from support.composed import Composed, Lookup, Nested, Overlapping, Packed, Scaled, Unsteady, Views
 from support.same_training import Net, assert_same_training, room, train_harmony, trainer_for
 
-KINDS: list[type[Any]] = [Packed, Scaled, Nested, Views, Overlapping, Lookup]
+KINDS: list[type[Any]] = [Packed, Unsteady, Scaled, Nested, Views, Overlapping, Lookup]
 SIZE = 64
 SAMPLES = torch.randn(16, SIZE, generator=torch.Generator().manual_seed(1))
 
@@ -289,7 +289,7 @@ NETS: dict[str, Callable[[type[Any]], nn.Module]] = {
 
 
 @pytest.mark.devices(1, 2)
-@pytest.mark.parametrize("kind", [Packed, Scaled, Nested, Views])
+@pytest.mark.parametrize("kind", [Packed, Unsteady, Scaled, Nested, Views])
 @pytest.mark.parametrize("place", NETS)
 def test_composed_weights_may_be_wherever_plain_ones_may(place: str, kind: type[Any]) -> None:
     assert_same_training(Net(NETS[place](kind)), SAMPLES)

@@ -19,6 +19,8 @@ class Composed(Tensor):
     """
 
     names: tuple[str, ...]
+    # Whether a clone is made of its values, as that of NF4Tensor is, and has others where they are rounded.
+    clones_values = False
 
     @staticmethod
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, **inner: Tensor) -> Any:
@@ -50,6 +52,8 @@ class Composed(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is aten.clone.default and cls.clones_values:
+            return type(args[0]).of(args[0].values_())  # type: ignore[attr-defined]
         if func in (aten.detach.default, aten.clone.default, aten.alias.default):
             return args[0].with_inner(lambda tensor: func(tensor, *args[1:], **kwargs))
         if func is aten._to_copy.default:
@@ -125,6 +129,17 @@ class Nested(Composed):
 
     def values_(self) -> Tensor:
         return self.packed.values_().to(self.dtype) + self.offset.to(self.dtype)
+
+
+class Unsteady(Packed):
+    """Packed anew, and with a larger zero, whenever it is cloned."""
+
+    clones_values = True
+
+    @classmethod
+    def of(cls, values: Tensor) -> Any:
+        """Packed values, moved by a little."""
+        return super().of(values + 0.001)
 
 
 class Views(Composed):

@@ -54,6 +54,13 @@ def data_of(tensor: Tensor) -> Tensor:
     return made_of(tensor, [part.data for part in parts_of(tensor)])
 
 
+def cloned(tensor: Tensor) -> Tensor:
+    """What `clone` returns; of a composed one without a graph, copies of its parts: its class may quantize anew."""
+    if is_composed(tensor) and not tensor.requires_grad:
+        return made_of(tensor, [part.clone() for part in parts_of(tensor)])
+    return tensor.clone()
+
+
 def are_alike(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same shape and type, and are composed in the same way."""
     return bool(_structure_of(one) == _structure_of(other))
