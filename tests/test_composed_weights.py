@@ -178,18 +178,20 @@ class Product(torch.autograd.Function):
         return gradient @ weight, None, None
 
 
-class SavingWhole(Adapted):
-    """Autograd saves the weight itself. The layer shows it to others."""
+class SavingWhole(nn.Module):
+    """Autograd saves the weight itself, before which another one of its shape lies. The layer shows it to others."""
 
     def __init__(self, base: nn.Module, *, kept: bool) -> None:
-        super().__init__(base)
-        self.kept = kept
-        self.seen: Tensor | None = None
+        super().__init__()
+        self.before = nn.Linear(SIZE, SIZE, bias=False).requires_grad_(False)
+        self.base, self.out, self.kept = base, nn.Linear(SIZE, SIZE), kept
+        self.seen: Any = None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        self.seen = self.base.weight.detach()  # type: ignore[operator, union-attr]
-        x = self.up(torch.tanh(self.down(x))) + self.base.bias
-        return Product.apply(x, self.base.weight, self.kept), self.base.weight  # type: ignore[no-untyped-call, return-value]
+    def forward(self, x: Tensor) -> Any:
+        weight: Any = self.base.weight
+        self.seen = weight.detach()
+        x = self.out(torch.tanh(self.before(x)))
+        return Product.apply(x, weight, self.kept), weight  # type: ignore[no-untyped-call]
 
 
 class Showing(nn.Module):
@@ -239,6 +241,8 @@ class Buffered(nn.Module):
                 table = self.kind.of(self.table * 0.5 + x.mean())
                 if self.change == "replaced":
                     self.table = table
+                elif self.change == "of another class":
+                    self.table = (Scaled if isinstance(self.table, self.kind) else self.kind).of(table)
                 elif self.change == "in place":
                     self.table.copy_(table)
                 else:
@@ -296,10 +300,26 @@ def test_composed_weights_may_be_wherever_plain_ones_may(place: str, kind: type[
 
 
 @pytest.mark.devices(1, 2)
-@pytest.mark.parametrize("change", ["replaced", "in place", "in a part"])
+@pytest.mark.parametrize("change", ["replaced", "of another class", "in place", "in a part"])
 @pytest.mark.parametrize("kind", [Packed, Nested])
 def test_layers_may_change_composed_buffers(kind: type[Any], change: str) -> None:
     assert_same_training(Net(Stack(*[Buffered(kind, change) for _ in range(3)])), SAMPLES)
+
+
+class Pair(nn.Module):
+    """A layer with two weights whose tables are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Adapted(base(Lookup)), Adapted(base(Lookup))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.devices(1, 2)
+def test_weights_of_one_layer_may_have_a_part_in_common() -> None:
+    assert_same_training(Net(Stack(*[Pair() for _ in range(3)])), SAMPLES, layers=[Pair])
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
