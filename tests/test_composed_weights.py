@@ -307,14 +307,16 @@ def test_layers_may_change_composed_buffers(kind: type[Any], change: str) -> Non
 
 
 class Pair(nn.Module):
-    """A layer with two weights whose tables are one tensor."""
+    """A layer with two weights whose tables are one tensor. They come last."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = Adapted(base(Lookup)), Adapted(base(Lookup))
+        self.out = nn.Linear(SIZE, SIZE)
+        self.weights = nn.ParameterList([frozen(Lookup), frozen(Lookup)])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.other(self.one(x))  # type: ignore[no-any-return]
+        one, other = self.weights
+        return self.out(torch.tanh(x @ one)) @ other
 
 
 @pytest.mark.devices(1, 2)

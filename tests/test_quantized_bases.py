@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+from lightning_harmony.estimating.estimation import estimate
+from lightning_harmony.plan.outlook.outlook import Outlook
+from lightning_harmony.plan.values.machine import H200
 from support.same_training import Net, assert_same_training, train_harmony
 
 SIZE = 64
@@ -98,6 +102,20 @@ def test_quantized_weights_are_swapped_in_packed(base: Callable[[], nn.Module]) 
 
     plain = swapped_in_bytes(lambda: nn.Linear(SIZE, SIZE, bias=False).requires_grad_(False))
     assert swapped_in_bytes(base) < 0.6 * plain
+
+
+@pytest.mark.cpu
+@pytest.mark.filterwarnings("ignore")
+def test_estimates_count_quantized_weights_packed(base: Callable[[], nn.Module]) -> None:
+    def estimated(base: Callable[[], nn.Module]) -> Outlook:
+        machine = replace(H200, host_bytes=2**40, device_bytes=None, library_bytes=0)
+        batch = torch.empty(8, SIZE, device="meta")
+        return estimate(Net(Stack(base)), batch, device_memory="80KiB", num_microbatches=4, machine=machine).outlook
+
+    plain = estimated(lambda: nn.Linear(SIZE, SIZE, bias=False).requires_grad_(False))
+    quantized = estimated(base)
+    assert quantized.swapped_in_bytes["weights"] < 0.6 * plain.swapped_in_bytes["weights"]
+    assert quantized.host.weight_bytes < 0.6 * plain.host.weight_bytes
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -196,3 +196,6 @@ class Lookup(Composed):
 
     def values_(self) -> Tensor:
         return self.table[self.codes.int()].to(self.dtype)
+
+    def with_inner(self, function: Callable[[Tensor], Tensor]) -> Any:
+        return type(self)(self.shape, self.dtype, codes=function(self.codes), table=self.table)
