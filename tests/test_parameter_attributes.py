@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.estimating.estimation import estimate
+from lightning_harmony.plan.values.machine import H200
 from support.same_training import Net, assert_same_training
 
 
@@ -131,3 +134,14 @@ def test_packed_bytes_alone_are_swapped_in() -> None:
     reports = assert_same_training(Marked(net, trained), torch.randn(32, 64), device_memory="64KiB")
     # Three layers, at most once for the forward and once for the backward; arenas are padded to 512 bytes a weight.
     assert reports[-1].swapped_in_bytes["weights"] <= 2 * 3 * (64 * 32 + 2 * 64 * 2 * 4 + 3 * 512)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("kind", [Scaled, QLoRA, Offset])
+def test_estimates_find_the_class_and_the_attributes_of_weights(kind: type[nn.Module]) -> None:
+    net = Stack(*(kind(64) for _ in range(3)))  # type: ignore[call-arg]
+    machine = replace(H200, host_bytes=2**40, device_bytes=None, library_bytes=0)
+    batch = torch.empty(8, 64, device="meta")
+    outlook = estimate(Marked(net, trained), batch, device_memory="80KiB", num_microbatches=4, machine=machine).outlook
+    weights = sum(p.numel() * p.element_size() for p in net.parameters())
+    assert weights <= outlook.host.weight_bytes <= weights + 3 * 3 * 512

@@ -341,13 +341,16 @@ def test_lazy_parameters_are_refused_until_they_have_a_shape() -> None:
     assert_trains(module, lambda: fit(module))
 
 
-def test_parameters_made_of_other_tensors_are_refused_where_layers_are_swapped() -> None:
-    """As torchao's are: laid out as one tensor, they lost what they are made of in the first swap-in."""
+def test_trained_parameters_made_of_other_tensors_are_refused_where_layers_are_swapped() -> None:
     module = Net(nets.Language())
     weight = torch.randn(4, 4)
-    module.net.extra = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
-    with pytest.raises(UnsupportedModelError, match=r"'net\.extra' is a TwoTensor.*device_memory"):
+    module.net.extra = nn.Parameter(TwoTensor(weight, weight.clone()))
+    with pytest.raises(
+        UnsupportedModelError, match=r"'net\.extra' is a TwoTensor.*requires_grad_\(False\).*device_memory"
+    ):
         fit(module)
+    module.net.extra.requires_grad_(False)
+    assert_trains(module, lambda: fit(module))
 
 
 class OnlyParameters(pl.LightningModule):

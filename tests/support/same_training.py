@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
 from lightning_harmony.engine.lanes.rng import stream_seed
+from lightning_harmony.engine.structures.parts import is_composed, parts_of
 from lightning_harmony.plan.values.memory_size import parse_bytes
 from support.sampling import IS_WHOLE
 
@@ -168,8 +169,19 @@ def _fit(trainer: pl.Trainer, module: pl.LightningModule, loader: DataLoader[Any
 def _result(trainer: pl.Trainer, module: pl.LightningModule, gradients: list[dict[str, Tensor | None]]) -> Training:
     states = [state for optimizer in trainer.optimizers for state in optimizer.state_dict()["state"].values()]
     tensors = [value.cpu() for state in states for value in state.values() if isinstance(value, Tensor)]
-    state = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+    state = {name: value.detach().cpu().clone() for name, value in parts_by_name(module.state_dict()).items()}
     return Training([loss.cpu() for loss in module.losses], state, tensors, gradients)
+
+
+def parts_by_name(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by their names, and the parts of composed ones by theirs and their class: those classes may compare nothing."""
+    plain = {name: value for name, value in state.items() if not is_composed(value)}
+    composed = {name: value for name, value in state.items() if is_composed(value)}
+    return plain | {
+        f"{name}, part {number} of {type(value).__name__}": part
+        for name, value in composed.items()
+        for number, part in enumerate(parts_of(value))
+    }
 
 
 def assert_same_training(

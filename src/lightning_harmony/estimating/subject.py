@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torchmetrics import Metric
 
 from lightning_harmony.engine.batches.merge import loss_of
+from lightning_harmony.engine.memory.tensor_class import parameter_like
+from lightning_harmony.engine.structures.parts import made_of, parts_of
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.setup import compat
 from lightning_harmony.updating.optimizer_state import ASSUMED_STATE_COPIES, STATE_COPIES
@@ -204,11 +206,19 @@ def on_meta(module: nn.Module) -> nn.Module:
     if trainer is not None:
         memo[id(trainer)] = None
     for parameter in module.parameters():
-        empty = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = parameter_like(parameter, _without_data(parameter), _without_data)
     for buffer in module.buffers():
-        memo[id(buffer)] = buffer.to("meta")
+        memo[id(buffer)] = _without_data(buffer)
     return copy.deepcopy(module, memo)
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    def empty(part: Tensor) -> Tensor:
+        if part.layout is not torch.strided:
+            return part.detach().to("meta")
+        return torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device="meta")
+
+    return made_of(tensor, map(empty, parts_of(tensor)))
 
 
 def _prepare(module: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.structures.parts import parts_of
+
 
 class BuffersBefore:
     """Copies of all buffers, such as the statistics of batch normalization, on the host.
@@ -20,8 +22,9 @@ class BuffersBefore:
             buffers = dict(owner._buffers)
             self._buffers.append((owner, buffers))
             for buffer in buffers.values():
-                if buffer is not None and buffer not in self._copies:
-                    self._copies[buffer] = buffer.detach().to("cpu", copy=True)
+                for part in () if buffer is None else parts_of(buffer):
+                    if part not in self._copies:
+                        self._copies[part] = part.detach().to("cpu", copy=True)
 
     def restore(self) -> None:
         """Make them what they were."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.updating.optimizer_state import ASSUMED_STATE_COPIES, expected_state_bytes
 
 
@@ -35,7 +36,7 @@ class LastingBytes:
             module: the model.
             optimizers: those that train it; None where nothing is trained.
         """
-        tensors = [*module.parameters(), *module.buffers()]
+        tensors = [part for tensor in (*module.parameters(), *module.buffers()) for part in parts_of(tensor)]
         strided = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if _has_storage(t)}
         others = sum(t.numel() * t.element_size() for t in tensors if not _has_storage(t))
         weights = sum(strided.values()) + others

@@ -16,6 +16,7 @@ from lightning_harmony.engine.model.decompose import Layer, find_layers
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.step.assembly import assemble
 from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.engine.structures.parts import num_bytes_of
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.fit.evaluation import Evaluation
 from lightning_harmony.fit.first_step import BuffersBefore
@@ -161,7 +162,7 @@ class Swapped:
                 "network in a submodule, or train with Trainer(strategy='auto')"
             )
         moved = module.parameters() if store is None else ()
-        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in moved)
+        num_bytes = sum(map(num_bytes_of, moved))
         with store_progress(self._tree, self._trainer, num_bytes) as progress:
             return assemble(
                 module,

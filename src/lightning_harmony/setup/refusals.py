@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_harmony.engine.structures.parts import is_composed, parts_of
 from lightning_harmony.errors import UnsupportedModelError
 
 
@@ -73,18 +73,18 @@ def refuse_sparse(module: nn.Module) -> None:
 
 
 def refuse_composed(module: nn.Module) -> None:
-    """Refuse parameters that hold their values in other tensors, where layers are swapped: each is swapped as one.
+    """Refuse trained parameters that hold their values in other tensors, where layers are swapped: gradients are plain.
 
     Raises:
         UnsupportedModelError: naming the first.
     """
     for name, parameter in module.named_parameters():
-        if is_traceable_wrapper_subclass(parameter):
+        if parameter.requires_grad and is_composed(parameter):
             raise UnsupportedModelError(
                 f"parameter {name!r} is a {type(parameter).__name__}, whose values are in tensors of its own "
-                "(__tensor_flatten__), and cannot be swapped: give the device enough memory to hold the model as a whole with "
-                "HarmonyStrategy(device_memory=...), or quantize with modules whose weights are plain tensors, such as "
-                "bitsandbytes' Linear4bit"
+                "(__tensor_flatten__): where layers are swapped, such a parameter is not trained. Freeze it with "
+                "requires_grad_(False) and train adapters beside it, or give the device enough memory to hold the model as a "
+                "whole with HarmonyStrategy(device_memory=...)"
             )
 
 
@@ -96,8 +96,10 @@ def refuse_shared_memory(module: nn.Module) -> None:
     """
     parameters = [(name, each) for name, each in module.named_parameters() if each.layout is torch.strided]
     tensors: list[tuple[str, Tensor]] = [*parameters, *module.named_buffers()]
-    spans = sorted((*_span(tensor), name, tensor) for name, tensor in tensors if tensor.numel() and not tensor.is_meta)
-    for (_, end, first, one), (start, _, second, other) in pairwise(spans):
+    parts = [(name, part) for name, tensor in tensors for part in parts_of(tensor) if part.numel() and not part.is_meta]
+    spans = sorted((*_span(part), name, number) for number, (name, part) in enumerate(parts))
+    for (_, end, first, number), (start, _, second, following) in pairwise(spans):
+        one, other = parts[number][1], parts[following][1]
         trains = one.requires_grad or other.requires_grad
         # Columns of one matrix take turns in memory.
         if start < end and trains and (one.is_contiguous() or other.is_contiguous()):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.devices.stream import Event, Happened, HostStream
 from lightning_harmony.engine.devices.virtual_device import DeviceOutOfMemoryError, VirtualDevice
 from lightning_harmony.plan.values.task import Errand
+from support.composed import Packed
 
 
 @pytest.fixture
@@ -336,3 +337,15 @@ def test_gradients_that_an_update_uses_up_are_waited_for_as_what_leaves_and_do_n
     del lasting
     updates.close()
     device.close()
+
+
+def test_what_a_composed_tensors_own_code_allocates_counts(device: VirtualDevice) -> None:
+    weight = Packed.of(torch.randn(64, 64))
+    with device.computing():
+        peak = device.watch_peak()
+        result = torch.ones(1, 64) @ weight
+    assert peak() >= 64 * 64 * 4
+    assert device.owns(result)
+    with device.computing():
+        copied = weight.clone()
+    assert device.owns(copied)

@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_harmony.engine.layers.structure import structure_of
 from lightning_harmony.engine.model.layer import SwappedLayer
+from support.composed import Nested, Packed, Scaled
 
 
 class Block(nn.Module):
@@ -41,4 +42,13 @@ def test_what_is_frozen_or_tied_or_narrow_tells_layers_apart() -> None:
     tied.norm.bias = tied.up.bias
     narrow.narrow = {narrow.parameters[0]: torch.bfloat16}
     structures = [structure_of(each) for each in (layer(frozen), layer(tied), narrow, usual)]
+    assert len(set(structures)) == len(structures)
+
+
+def test_what_composes_weights_tells_layers_apart() -> None:
+    blocks = [Block() for _ in range(4)]
+    for block, kind in zip(blocks[1:], (Packed, Scaled, Nested), strict=True):
+        block.up.weight = nn.Parameter(kind.of(torch.randn(4, 4)), requires_grad=False)
+    blocks[0].up.weight.requires_grad_(False)
+    structures = [structure_of(layer(block)) for block in blocks]
     assert len(set(structures)) == len(structures)

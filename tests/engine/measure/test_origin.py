@@ -11,6 +11,7 @@ from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.measure.origin import kind_of, origin_of
 from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.plan.values.record import Origin
+from support.composed import Packed, Scaled
 
 
 class Doubled(nn.Linear):
@@ -62,3 +63,10 @@ def test_layers_are_alike_whatever_their_number_and_weights() -> None:
 
 def test_versions_are_told() -> None:
     assert torch.__version__ in origin(net()).versions
+
+
+def test_what_composes_weights_matters() -> None:
+    layers = [nn.Linear(4, 4).requires_grad_(False) for _ in range(3)]
+    for layer, kind in zip(layers[1:], (Packed, Scaled), strict=True):
+        layer.weight = nn.Parameter(kind.of(torch.randn(4, 4)), requires_grad=False)
+    assert len({kind_of(layer) for layer in layers}) == len(layers)

@@ -18,6 +18,7 @@ from lightning_harmony.engine.memory import stash as stash_module
 from lightning_harmony.engine.memory.stash import Alias, LaneStash, Stash, Stashed
 from lightning_harmony.engine.model.host_store import HostPool
 from lightning_harmony.errors import UnsupportedModelError
+from support.composed import Packed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64]
 
@@ -340,3 +341,8 @@ class TestAlias:
         with torch.inference_mode():
             tensor = torch.ones(3)
         assert Alias(tensor).load() is not None
+
+
+def test_a_composed_tensor_is_kept_where_it_is(device: VirtualDevice, stash: Stash) -> None:
+    with device.computing():
+        assert stash.put(Packed.of(torch.randn(64, 64))) is None

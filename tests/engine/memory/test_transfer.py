@@ -12,6 +12,8 @@ from torch import nn
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers
+from lightning_harmony.engine.structures.parts import are_equal, num_bytes_of, parts_of
+from support.composed import Nested
 
 
 @pytest.fixture
@@ -43,3 +45,15 @@ def test_what_is_moved_needs_gradients_as_what_it_is_a_copy_of(
         assert lane.moved(weight, 0) is weight
         # One copy serves all.
         assert lane.moved(weight, 1).untyped_storage()._cdata == moved.untyped_storage()._cdata
+
+
+def test_a_composed_tensor_is_copied_part_by_part(devices: list[VirtualDevice]) -> None:
+    with devices[0].computing():
+        weight = Nested.of(torch.randn(8, 8))
+    traffic = Traffic()
+    transfers = Transfers(devices, traffic, lambda to, num_bytes: None, lambda *of_a_copy: nullcontext())
+    assert transfers.home(weight) == 0
+    copied = transfers.copy(weight, 1)
+    assert are_equal(copied, weight)
+    assert [transfers.home(part) for part in parts_of(copied)] == [1, 1, 1, 1]
+    assert traffic.transferred == num_bytes_of(weight)

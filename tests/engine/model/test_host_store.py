@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.stream import Happened
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
-from lightning_harmony.engine.model.host_store import ALIGNMENT, KEPT_STEPS, HostPool, HostStore, lay_out
+from lightning_harmony.engine.model.host_store import ALIGNMENT, KEPT_STEPS, HostPool, HostStore, lay_out, lies_in
+from lightning_harmony.engine.structures.parts import are_alike, are_equal, cloned, parts_of
 from lightning_harmony.errors import CapacityError
+from support.composed import Lookup, Nested
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 
@@ -430,3 +432,45 @@ class TestHostPool:
         for _ in range(KEPT_STEPS + 1):
             pool.trim()
         assert held_up == [False]
+
+
+def test_a_part_of_several_tensors_lies_in_the_arena_once() -> None:
+    weights = [Lookup.of(torch.randn(8, 8)) for _ in range(3)]
+    slots, num_bytes = lay_out([torch.empty(4), *weights])
+    assert {slot.parts[1].offset for slot in slots[1:]} == {2 * ALIGNMENT}
+    # A tensor, a table and three times codes.
+    assert num_bytes == ALIGNMENT + 4 * 256 + 3 * ALIGNMENT
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+    views = [slot.view(buffer) for slot in slots[1:]]
+    for view, weight in zip(views, weights, strict=True):
+        assert are_alike(view, weight)
+        for part, value in zip(parts_of(view), parts_of(weight), strict=True):
+            part.copy_(value)
+    assert all(map(are_equal, views, weights))
+    assert all(lies_in(view, buffer) for view in views)
+    assert not any(lies_in(weight, buffer) for weight in weights)
+
+
+def test_the_store_has_composed_weights_as_views_of_its_arena(device: VirtualDevice) -> None:
+    values = [Nested.of(torch.randn(8, 8)), Lookup.of(torch.randn(8, 8)), Lookup.of(torch.randn(8, 8))]
+    weights = [nn.Parameter(value, requires_grad=False) for value in values]
+    before = [cloned(weight) for weight in weights]
+    store = HostStore(weights, device)
+    for weight, value in zip(weights, before, strict=True):
+        assert are_equal(weight, value)
+        assert are_equal(store.slot(weight).view(store.arena), value)
+    parts = [part.data_ptr() for weight in weights for part in parts_of(weight)]
+    assert store.follow(weights) == []
+    assert [part.data_ptr() for weight in weights for part in parts_of(weight)] == parts
+    assert not store.elsewhere
+    weights[1].codes = codes = torch.zeros(8, 8, dtype=torch.uint8)  # type: ignore[attr-defined]
+    kept = codes.view(-1)
+    assert store.follow(weights) == []
+    assert store.elsewhere == {weights[1]}
+    assert kept.data_ptr() == codes.data_ptr()
+    del kept
+    assert store.follow(weights) == []
+    assert not store.elsewhere
+    assert codes.data_ptr() == parts[4]
+    weights[1].codes = torch.zeros(8, 7, dtype=torch.uint8)  # type: ignore[attr-defined]
+    assert [id(weight) for weight in store.follow(weights)] == [id(weights[1])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from lightning_harmony.engine.devices.stream import (
     current_cuda_stream,
 )
 from lightning_harmony.engine.devices.touched_memory import touched_buffer
+from lightning_harmony.engine.structures.parts import parts_of
 
 
 class CudaDevice(Device):
@@ -205,9 +207,9 @@ class CudaDevice(Device):
         """Tell the allocator that the lane's stream uses them, too."""
         if self._is_one_of_several:
             stream = current_cuda_stream(self._index)
-            for tensor in tensors:
-                if tensor.device == self.torch_device:
-                    tensor.record_stream(stream)
+            for part in chain.from_iterable(map(parts_of, tensors)):
+                if part.device == self.torch_device:
+                    part.record_stream(stream)
 
     def begin_lanes(self) -> None:
         """Record what lanes begin after."""

@@ -25,7 +25,7 @@ from lightning_harmony.engine.devices.stream import (
     Stream,
 )
 from lightning_harmony.engine.structures.operations import run_as_without_mode
-from lightning_harmony.engine.structures.strides import parts_of
+from lightning_harmony.engine.structures.parts import have_composed, is_composed, storages_of
 
 
 class DeviceOutOfMemoryError(torch.OutOfMemoryError):
@@ -79,8 +79,8 @@ class VirtualDevice(Device):
         Raises:
             DeviceOutOfMemoryError: if it doesn't fit.
         """
-        if tensor.layout is not torch.strided:
-            for part in parts_of(tensor):
+        if tensor.layout is not torch.strided or is_composed(tensor):
+            for part in storages_of(tensor):
                 self.count(part)
         elif tensor.device == self.torch_device:
             self._count_storage(tensor.untyped_storage())
@@ -141,9 +141,7 @@ class VirtualDevice(Device):
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether its storage is counted here."""
-        if tensor.layout is torch.strided:
-            return _owners.get(tensor.untyped_storage()._cdata) is self
-        return any(_owners.get(part.untyped_storage()._cdata) is self for part in parts_of(tensor))
+        return any(_owners.get(part.untyped_storage()._cdata) is self for part in storages_of(tensor))
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -235,6 +233,9 @@ class _Meter(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if have_composed(types):
+            # Its own code allocates.
+            return NotImplemented
         # On a GPU nothing calls this: modes of torch functions see nothing of it, such as the one of glue on several devices.
         with torch._C.DisableTorchFunction():
             result = run_as_without_mode(func, args, kwargs or {})
@@ -253,6 +254,9 @@ for _counting in (
     VirtualDevice._forget,
     VirtualDevice.room_for,
     VirtualDevice.allocated_bytes,
+    have_composed,
+    is_composed,
+    storages_of,
 ):
     skip_code(_counting.__code__)
 # On which virtual device each storage is counted.

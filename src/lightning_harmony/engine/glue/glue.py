@@ -18,6 +18,7 @@ from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import Place, SwappedLayer, dtype_on_device, is_replaced, layer_of_caller
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import changes_first
+from lightning_harmony.engine.structures.parts import cloned, is_composed, parts_of
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.engine.structures.tree import unwrapped
 from lightning_harmony.errors import UnsupportedModelError
@@ -119,7 +120,8 @@ class StandIn(Tensor):
 
     def use(self) -> Tensor:
         """The parameter on the device, differentiable where it needs gradients. Its memory belongs to the caller."""
-        result: Tensor = with_parameters(Tensor.clone, (self,), {})
+        clone = cloned if is_composed(self._parameter) else Tensor.clone
+        result: Tensor = with_parameters(clone, (self,), {})
         return result
 
     def give(self) -> None:
@@ -237,7 +239,8 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
     def owned(tensor: Tensor) -> Tensor:
         """A view of the parameter would change under the user's hands when the parameter is swapped out."""
         held = unwrapped(tensor)
-        return tensor.clone() if any(lies_in(held, weight) for weight in real.values()) else tensor
+        is_view = any(lies_in(held, part) for weight in real.values() for part in parts_of(weight))
+        return cloned(tensor) if is_view else tensor
 
     return tree_map_only(Tensor, owned, result)
 
@@ -264,7 +267,7 @@ def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
         # Kernels ask whether a weight needs gradients, with or without a graph, and sum in another order if it does.
         with runtime.visit(layer, Phase.FORWARD) as residency, torch.inference_mode(False), torch.no_grad():
             tensor = residency.leaves[parameter].detach()
-            return (tensor.clone() if copy else tensor).requires_grad_(stand_in.requires_grad)
+            return (cloned(tensor) if copy else tensor).requires_grad_(stand_in.requires_grad)
     tokens = runtime.tokens()
     token = tokens.get(parameter)
     if token is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from lightning_harmony.engine.model.layer import (
 )
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import detached
+from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.engine.structures.tree import flatten, tensors_of
 from lightning_harmony.engine.updates.requested_gradients import requested_gradients
 from lightning_harmony.errors import UnsupportedModelError
@@ -110,14 +111,16 @@ class LayerCall:
         if with_graph:
             self._prepare_backward()
         recompute.begin(residency, with_graph=with_graph, is_certain=with_graph or watch is not None)
-        version, gathered = residency.weights._version, self._storages_of_gathered()
+        version = residency.weights._version
+        gathered, composed = self._storages_of(layer.gathered), self._storages_of(layer.composed)
         self._is_running = True
         with self._saving() if with_graph else nullcontext():
             bound = self._weights() if with_graph else residency.leaves
             with layer.bound(bound, recompute.buffers) as left, watch or nullcontext():
                 result = self._run(*args, **kwargs)
         self._is_running = False
-        if gathered == self._storages_of_gathered() and residency.weights._version != version:
+        has_written = gathered == self._storages_of(layer.gathered) and residency.weights._version != version
+        if has_written or composed != self._storages_of(layer.composed):
             raise UnsupportedModelError(
                 f"layer {layer.name!r} modifies a parameter in place in its forward, or its data, which swapping would lose; "
                 "do that in a hook such as on_train_batch_start"
@@ -133,7 +136,9 @@ class LayerCall:
         """Keep what a recompute needs."""
         layer, runtime = self.layer, self.runtime
         leaves = self.residency.leaves
-        self._storages = {leaves[parameter].untyped_storage()._cdata for parameter in layer.parameters}
+        # Of those composed of others, what is saved comes again with the rest.
+        plain = [leaves[parameter] for parameter in layer.parameters if parameter not in layer.composed]
+        self._storages = {leaf.untyped_storage()._cdata for leaf in plain}
         if parametrize._cache_enabled and layer.is_parametrized:
             raise UnsupportedModelError(
                 f"layer {layer.name!r} is called within torch.nn.utils.parametrize.cached(), which would keep its "
@@ -227,10 +232,10 @@ class LayerCall:
             owned.attributes(left)
         return owned.value(result)
 
-    def _storages_of_gathered(self) -> list[int]:
-        """Where the weights are that cuDNN gathers: to do so counts as a change of them in inference mode."""
+    def _storages_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        """Where weights lie. That cuDNN gathers some counts as a change in inference mode; code may compose others anew."""
         leaves = self.residency.leaves
-        return [leaves[parameter].untyped_storage()._cdata for parameter in self.layer.gathered]
+        return [part.untyped_storage()._cdata for p in parameters for part in parts_of(leaves[p])]
 
     # ---- narrow weights ------------------------------------------------------------------------------------------------
 

@@ -12,11 +12,18 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import run_as_without_mode
+from lightning_harmony.engine.structures.parts import have_composed, is_composed
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What autocast casts to in this thread; None where it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def may_be_narrow(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a weight could come in a narrower type."""
+    is_wider = weight.is_floating_point() and weight.element_size() > dtype.itemsize and weight.numel() > 0
+    return is_wider and not is_composed(weight)
 
 
 class CastWatch(TorchDispatchMode):
@@ -40,7 +47,7 @@ class CastWatch(TorchDispatchMode):
         self._ranges = [
             (leaf.data_ptr(), leaf.data_ptr() + leaf.numel() * leaf.element_size(), parameter)
             for parameter, leaf in residency.leaves.items()
-            if leaf.is_floating_point() and leaf.element_size() > dtype.itemsize and leaf.numel() > 0
+            if may_be_narrow(leaf, dtype)
         ]
         self._num_casts: Counter[nn.Parameter] = Counter()
         self._used: set[nn.Parameter] = set()
@@ -53,6 +60,9 @@ class CastWatch(TorchDispatchMode):
         return {parameter for parameter, times in self._num_casts.items() if times == 1} - self._used
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if have_composed(types):
+            # It comes again, with the parts.
+            return NotImplemented
         kwargs = kwargs or {}
         result = run_as_without_mode(func, args, kwargs)
         for leaf in tree_leaves((args, kwargs)):

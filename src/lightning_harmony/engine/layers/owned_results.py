@@ -11,6 +11,7 @@ from lightning_harmony.engine.memory.tensor_class import TensorClass
 from lightning_harmony.engine.model.attributes import Attributes
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.structures.parts import cloned, is_composed
 from lightning_harmony.engine.structures.tree import flatten
 
 
@@ -50,7 +51,7 @@ class OwnedResults:
             return tensor
         # Not in the lane's own work: what takes the weights' place waits for what the last lane did, and for what computed.
         with self._residency.device.computing():
-            return Tensor.clone(tensor)
+            return cloned(tensor) if is_composed(tensor) else Tensor.clone(tensor)
 
     def _object(self, value: Any) -> Any:
         return with_tensors(value, self._tensor)

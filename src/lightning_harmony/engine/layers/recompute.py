@@ -21,6 +21,7 @@ from lightning_harmony.engine.model.attributes import Attributes
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import detached
+from lightning_harmony.engine.structures.parts import cloned
 from lightning_harmony.errors import UnsupportedModelError
 
 
@@ -119,7 +120,7 @@ class Recompute:
             note_use(inputs, residency)
             if self._layer.changes_inputs:
                 # Leaves may not be changed in place, nor what is in the stash.
-                inputs = [tensor.clone() for tensor in inputs]
+                inputs = list(map(cloned, inputs))
             leaves = [leaf.load() if isinstance(leaf, StashedObject) else leaf for leaf in self._objects]
         args, kwargs = self._arguments.again(inputs, leaves)
         del inputs, leaves

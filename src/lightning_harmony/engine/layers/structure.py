@@ -10,21 +10,24 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.memory.opaque import PLAIN
 from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.structures.parts import is_composed, parts_of
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A tensor without its elements."""
+    """A tensor without its elements; of one that is composed of others, with their shapes."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    parts: tuple[Shape, ...] = ()
 
     @classmethod
     def of(cls, tensor: Tensor) -> Shape:
         """That of a tensor."""
-        return cls(tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+        parts = tuple(map(cls.of, parts_of(tensor))) if is_composed(tensor) else ()
+        return cls(tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad, parts)
 
     def empty(self) -> Tensor:
         """A tensor of this shape on the CPU."""
@@ -46,7 +49,7 @@ def structure_of(layer: SwappedLayer) -> Any:
         plain = [(n, v) for n, v in vars(module).items() if isinstance(v, PLAIN) and not n.endswith(_NUMBERING)]
         return (
             type(module),
-            tuple((name, numbers[p], Shape.of(p), layer.narrow.get(p)) for name, p in parameters),
+            tuple((name, numbers[p], type(p), Shape.of(p), layer.narrow.get(p)) for name, p in parameters),
             tuple((name, Shape.of(b)) for name, b in buffers),
             tuple(plain),
         )

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.model.decompose import Layer
+from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.plan.values.record import Origin
 
 
@@ -38,8 +39,9 @@ def origin_of(module: nn.Module, layers: Sequence[Layer], devices: Sequence[Devi
 def kind_of(module: nn.Module) -> str:
     """The same for modules that have the same code, and parameters and buffers of the same shapes and types."""
     tensors = [
-        [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
+        [name, list(part.shape), str(part.dtype), tensor.requires_grad]
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+        for part in parts_of(tensor)
     ]
     classes: list[Any] = [type(child) for child in module.modules()]
     return _digest([tensors, [_code_of(each) for each in classes]])

@@ -17,6 +17,7 @@ from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.host_store import HostPool
 from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.structures.operations import detached
+from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.engine.structures.strides import compact, copied, restore
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Errand
@@ -135,8 +136,8 @@ class Stash:
 
     def put(self, tensor: Tensor) -> HostCopy | None:
         """Start to swap a tensor out; None for one that is better kept where it is."""
-        # A sparse or jagged one has no strides that a copy could bring back.
-        is_kept = is_small(tensor) or tensor.layout is not torch.strided
+        # A sparse or jagged one has no strides that a copy could bring back, and a composed one no memory of its own.
+        is_kept = is_small(tensor) or tensor.layout is not torch.strided or is_composed(tensor)
         if is_kept or tensor.device != self.device.torch_device:
             return None
         return HostCopy(self, Tensor.detach(tensor))

@@ -27,6 +27,7 @@ from lightning_harmony.engine.model.pack import (
     SwappedPack,
     buffer_of,
 )
+from lightning_harmony.engine.structures.parts import are_alike, data_of, made_of, num_bytes_of, parts_of
 from lightning_harmony.engine.updates.norms import norms_of
 from lightning_harmony.engine.updates.postponed import PostponedUpdate
 from lightning_harmony.plan.values.task import Errand
@@ -111,7 +112,7 @@ class Swapper:
                 space = layout.masters[parameter].flat(uncast) if keeps_masters else uncast.view(parameter.dtype)
                 _cast(self._store.slot(parameter).flat(arena), layout.slots[parameter].flat(weights), space)
             for parameter in elsewhere:
-                layout.slots[parameter].view(weights).copy_(parameter.detach())
+                _copy(layout.slots[parameter].view(weights), parameter)
             if staging is not None:
                 _copy(staging.on_device, staging.memory)
 
@@ -121,7 +122,7 @@ class Swapper:
         ready = device.start_copy(Errand.SWAP_IN, "weights", copied, copy, pack=pack.index)
         self._traffic.count_in("weights", copied)
         # As `data`, each counts its own changes.
-        buffers = {} if staging is None else {key: slot.view(staging.on_device).data for key, slot in slots.items()}
+        buffers = {} if staging is None else {key: data_of(slot.view(staging.on_device)) for key, slot in slots.items()}
         masters = None
         if not layout.casts:
             masters = Masters.of(weights, layout.slots)
@@ -138,7 +139,7 @@ class Swapper:
                 event.synchronize()
             buffers = {key: slot.view(memory) for key, slot in slots.items()}
             for key, tensor in buffers.items():
-                tensor.copy_(buffer_of(key))
+                _copy(tensor, buffer_of(key), non_blocking=False)
         return Staging(memory, buffers, self._device.empty(num_bytes))
 
     def evict(self, pack: SwappedPack) -> None:
@@ -171,11 +172,12 @@ class Swapper:
         for layer in pack.layers:
             layer.refuse_changed_buffers()
         for tensor in changed.values():
-            self._traffic.count_out("weights", tensor.numel() * tensor.element_size())
-        replaced = {key: changed.pop(key) for key in list(changed) if not _is_alike(changed[key], staging.buffers[key])}
+            self._traffic.count_out("weights", num_bytes_of(tensor))
+        replaced = {key: changed.pop(key) for key in list(changed) if not are_alike(changed[key], staging.buffers[key])}
         with torch.no_grad(), self._device.on_host():
             for key, tensor in replaced.items():
-                set_host_buffer(key, tensor.to(buffer_of(key).device, copy=True))
+                home = buffer_of(key).device
+                set_host_buffer(key, made_of(tensor, [part.to(home, copy=True) for part in parts_of(tensor)]))
         for layer in pack.layers:
             layer.note_written_buffers(replaced)
 
@@ -198,7 +200,7 @@ class Swapper:
             layer.refuse_changed_buffers()
         with torch.no_grad(), self._device.on_host():
             for key in leaving.changed:
-                buffer_of(key).copy_(leaving.staging.buffers[key])
+                _copy(buffer_of(key), leaving.staging.buffers[key], non_blocking=False)
         for layer in pack.layers:
             layer.note_written_buffers(leaving.changed)
         if pack.residency is None:
@@ -221,7 +223,8 @@ class Swapper:
             host = buffer_of(key)
             (slot,), num_bytes = lay_out([host])
             # Not in place: a graph that is kept may have saved the one from before.
-            residency.buffers[key] = slot.view(flat_buffer(num_bytes, self._device.torch_device)).copy_(host)
+            residency.buffers[key] = slot.view(flat_buffer(num_bytes, self._device.torch_device))
+            _copy(residency.buffers[key], host, non_blocking=False)
         self._traffic.count_in("weights", pack.buffer_bytes)
 
     def accumulate(
@@ -468,9 +471,7 @@ def _cast(source: Tensor, destination: Tensor, space: Tensor) -> None:
         destination[start : start + piece.numel()].copy_(staged)
 
 
-def _copy(destination: Tensor, source: Tensor) -> None:
-    destination.copy_(source, non_blocking=True)
-
-
-def _is_alike(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.shape == other.shape and tensor.dtype == other.dtype
+def _copy(destination: Tensor, source: Tensor, *, non_blocking: bool = True) -> None:
+    # Part by part: not every class that composes tensors can be copied to.
+    for part, given in zip(parts_of(destination), parts_of(source), strict=True):
+        part.copy_(given.detach(), non_blocking=non_blocking)

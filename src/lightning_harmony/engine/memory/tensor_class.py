@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import new_class
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.memory.opaque import with_tensors
+from lightning_harmony.engine.structures.parts import is_composed
 
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
@@ -50,25 +53,46 @@ def in_place_of(tensor: Tensor, original: Tensor) -> Tensor:
     return tensor
 
 
-def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+def parameter_like(
+    parameter: nn.Parameter, values: Tensor, exchange: Callable[[Tensor], Tensor] | None = None
+) -> nn.Parameter:
     """A parameter with other values, which has the class of another parameter and what was set on that one.
 
-    Tensors among the attributes, also those within objects such as bitsandbytes' `quant_state`, are where the values are.
+    Args:
+        parameter: the other one.
+        values: what it holds.
+        exchange: gives what takes the place of a tensor among the attributes, also of those within objects such as
+            bitsandbytes' `quant_state`; None for one that is where the values are.
     """
-    if type(parameter) is nn.Parameter:
+    exchange = exchange or (lambda tensor: tensor.to(values.device))
+    copy: Any
+    if is_composed(parameter):
+        # As the constructor makes one, which has the class's own code detach it, and that may be out of sight.
+        copy = values
+        copy._is_param = True
+    elif type(parameter) is nn.Parameter:
         copy = nn.Parameter(values, parameter.requires_grad)
+    elif type(values) is not Tensor:
+        # Fake ones stay so.
+        copy = nn.Parameter(values, parameter.requires_grad)
+        copy.__class__ = _of_both(type(parameter), type(values))
     else:
         # Constructors of classes of their own may quantize, or take other arguments.
         copy = Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
-    vars(copy).update({name: _on_device(value, values.device) for name, value in vars(parameter).items()})
-    return copy
+    # What composes it is there already.
+    others = {name: value for name, value in vars(parameter).items() if name not in vars(copy)}
+    vars(copy).update({name: _with_others(value, exchange) for name, value in others.items()})
+    return copy  # type: ignore[no-any-return]
 
 
-def _on_device(value: Any, device: torch.device) -> Any:
-    """A value that was set on a tensor, with its tensors on a device; the value itself if they are there."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return with_tensors(value, lambda tensor: tensor.to(device))
+@cache
+def _of_both(kind: type[Tensor], other: type[Tensor]) -> type[Tensor]:
+    return new_class(kind.__name__, (kind, other))
+
+
+def _with_others(value: Any, exchange: Callable[[Tensor], Tensor]) -> Any:
+    """A value that was set on a tensor, with others in the places of its tensors; the value itself if they are the same."""
+    return exchange(value) if isinstance(value, Tensor) else with_tensors(value, exchange)
 
 
 def _attributes_of(tensor: Tensor) -> dict[str, Any] | None:

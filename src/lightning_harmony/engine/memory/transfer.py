@@ -14,7 +14,8 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.shared import SharedTensors
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.layer import version_of
-from lightning_harmony.engine.structures.strides import compact, parts_of, restore
+from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of, storages_of
+from lightning_harmony.engine.structures.strides import compact, restore
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Task
 
@@ -66,6 +67,8 @@ class Transfers:
 
     def copy_from(self, home: int, tensor: Tensor, to: int, task: Task | None = None) -> Tensor:
         """A copy on another device of a tensor that is on one."""
+        if is_composed(tensor):
+            return made_of(tensor, [self.copy_from(home, part, to, task) for part in parts_of(tensor)])
         came_from, target = self.devices[home], self.devices[to]
         # A weight is no tensor of inference mode, nor is its copy: views of the latter would not tell that it needs gradients.
         is_inference = torch.is_inference_mode_enabled() and tensor.is_inference()
@@ -73,7 +76,7 @@ class Transfers:
         with torch._C.DisableTorchFunction(), target.selected(), torch.inference_mode(is_inference), torch.no_grad():
             has_strides = tensor.layout is torch.strided
             source = compact(tensor.detach()) if has_strides else tensor.detach()
-            num_bytes = sum(part.nbytes for part in parts_of(source))
+            num_bytes = sum(part.nbytes for part in storages_of(source))
             self._admit(to, num_bytes)
             if has_strides:
                 copied = torch.empty_strided(

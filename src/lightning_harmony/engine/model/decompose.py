@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torchmetrics import Metric, MetricCollection
 
+from lightning_harmony.engine.structures.parts import num_bytes_of
+
 LayerChoice: TypeAlias = Collection[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
 
@@ -133,7 +135,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _parameter_bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    return sum(map(num_bytes_of, module.parameters()))
 
 
 def _chosen(root: nn.Module, layers: LayerChoice | None) -> frozenset[int]:

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from lightning_harmony.engine.devices.cores import run_anywhere
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.devices.touched_memory import SharedMemory
+from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of
 from lightning_harmony.engine.structures.strides import is_dense
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.values.memory_size import format_bytes
@@ -36,7 +37,9 @@ ALONE = num_users(torch.empty(1))
 
 
 def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
-    """Whether a tensor has the memory of a buffer."""
+    """Whether a tensor, or a part of it, has the memory of a buffer."""
+    if is_composed(tensor):
+        return any(lies_in(part, buffer) for part in parts_of(tensor))
     if tensor.layout is not torch.strided or tensor.device != buffer.device:
         return False
     # By identity: tensors without data have no address.
@@ -51,21 +54,39 @@ def begins_in(tensor: Tensor, whole: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies in a flat buffer."""
+    """Where a tensor lies in a flat buffer.
+
+    Attributes:
+        offset: of its first byte.
+        shape: its shape.
+        stride: its strides.
+        dtype: its type.
+        tensor: one that is composed of others; None for one that lies here itself.
+        slots_of_parts: where those others lie.
+    """
 
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    tensor: Tensor | None = field(default=None, compare=False)
+    slots_of_parts: tuple[Slot, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Slot, ...]:
+        """Where its parts lie: its own slot, if it is not composed of others."""
+        return (self,) if self.tensor is None else self.slots_of_parts
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return self.shape.numel() * self.dtype.itemsize
+        """Bytes of its elements, or of those of its parts."""
+        return sum(part.shape.numel() * part.dtype.itemsize for part in self.parts)
 
     def view(self, buffer: Tensor) -> Tensor:
         """The tensor in a flat uint8 buffer."""
-        return self.flat(buffer).as_strided(self.shape, self.stride)
+        if self.tensor is None:
+            return self.flat(buffer).as_strided(self.shape, self.stride)
+        return made_of(self.tensor, [part.view(buffer) for part in self.slots_of_parts])
 
     def flat(self, buffer: Tensor) -> Tensor:
         """Its elements in the order in which they lie in the buffer."""
@@ -79,12 +100,26 @@ def lay_out(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = No
         tensors: what is laid out.
         dtypes: the types in which they are, where those aren't their own.
     """
-    slots, offset = [], 0
-    for tensor, dtype in zip(tensors, dtypes or [tensor.dtype for tensor in tensors], strict=True):
+    slots: list[Slot] = []
+    offset = 0
+    # Several tensors may be composed of the same one.
+    of_parts: dict[Tensor, Slot] = {}
+
+    def place(tensor: Tensor, dtype: torch.dtype) -> Slot:
+        nonlocal offset
         stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
         slot = Slot(offset, tensor.shape, stride, dtype)
-        slots.append(slot)
         offset += -(-slot.num_bytes // ALIGNMENT) * ALIGNMENT
+        return slot
+
+    for tensor, dtype in zip(tensors, dtypes or [tensor.dtype for tensor in tensors], strict=True):
+        if not is_composed(tensor):
+            slots.append(place(tensor, dtype))
+            continue
+        begin, parts = offset, parts_of(tensor)
+        of_parts.update({part: place(part, part.dtype) for part in parts if part not in of_parts})
+        places = tuple(of_parts[part] for part in parts)
+        slots.append(Slot(begin, tensor.shape, tensor.stride(), tensor.dtype, tensor, places))
     return slots, offset
 
 
@@ -107,8 +142,8 @@ class HostStore:
         self, parameters: Sequence[nn.Parameter], device: Device, progress: Callable[[int], None] = lambda done: None
     ) -> None:
         self._slots: dict[nn.Parameter, Slot] = {}
-        # Of the memory that each parameter has here, who uses it.
-        self._storages: dict[nn.Parameter, weakref.ref[torch.UntypedStorage]] = {}
+        # Of the memory of each slot, by its offset: who uses it.
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.elsewhere: set[nn.Parameter] = set()
         slots, self.num_bytes = lay_out(parameters)
         memory = SharedMemory(self.num_bytes)
@@ -120,9 +155,11 @@ class HostStore:
             freed: Future[None] | None = None
             for parameter, slot in zip(parameters, slots, strict=True):
                 self._slots[parameter] = slot
-                memory.reach(slot.offset + slot.num_bytes)
-                before = [parameter.data]
-                self._adopt(parameter)
+                parts = list(zip(parts_of(parameter), slot.parts, strict=True))
+                before = [part.data for part, _ in parts]
+                for part, place in parts:
+                    memory.reach(place.offset + place.num_bytes)
+                    self._adopt(part, place)
                 if freed is not None:
                     # No second copy of the model comes to be.
                     freed.result()
@@ -132,17 +169,16 @@ class HostStore:
                 progress(done)
         self._unregister = device.register_host(self.arena)
 
-    def _adopt(self, parameter: nn.Parameter) -> None:
-        slot = self._slots[parameter]
+    def _adopt(self, part: Tensor, slot: Slot) -> None:
         if slot.num_bytes == 0:
             return
         # Parameters outlive an evaluation in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             flat = torch.frombuffer(self._map, dtype=slot.dtype, count=slot.shape.numel(), offset=slot.offset)
             view = flat.as_strided(slot.shape, slot.stride)
-            view.copy_(parameter)
-            parameter.data = view
-        self._storages[parameter] = weakref.ref(view.untyped_storage())
+            view.copy_(part)
+            part.data = view
+        self._storages[slot.offset] = weakref.ref(view.untyped_storage())
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """See where parameters are now: code that averages or restores weights assigns to their ``data``.
@@ -158,22 +194,24 @@ class HostStore:
         """
         misfits = []
         for parameter in parameters:
-            slot = self._slots[parameter]
-            if parameter.dtype is not slot.dtype or parameter.shape != slot.shape:
+            parts, places = parts_of(parameter), self._slots[parameter].parts
+            if list(map(_kind_of, parts)) != list(map(_kind_of, places)):
                 misfits.append(parameter)
-            elif self._lies_in_slot(parameter, slot):
-                self.elsewhere.discard(parameter)
-            elif self._storages[parameter]() is None and num_users(parameter) <= ALONE:
-                self._adopt(parameter)
+            elif all(map(self._brings_home, parts, places)):
                 self.elsewhere.discard(parameter)
             else:
                 self.elsewhere.add(parameter)
         return misfits
 
-    def _lies_in_slot(self, parameter: nn.Parameter, slot: Slot) -> bool:
-        return slot.num_bytes == 0 or (
-            parameter.data_ptr() == self._address + slot.offset and parameter.stride() == slot.stride
-        )
+    def _brings_home(self, part: Tensor, slot: Slot) -> bool:
+        """Whether a tensor lies in its slot, into which it is brought if nobody keeps it elsewhere."""
+        is_there = part.data_ptr() == self._address + slot.offset and part.stride() == slot.stride
+        if slot.num_bytes == 0 or is_there:
+            return True
+        is_free = self._storages[slot.offset]() is None and num_users(part) <= ALONE
+        if is_free:
+            self._adopt(part, slot)
+        return is_free
 
     def slot(self, parameter: nn.Parameter) -> Slot:
         """Where a parameter lies in the arena."""
@@ -190,6 +228,10 @@ class HostStore:
     def close(self) -> None:
         """Unregister the arena. Parameters stay views of it, ordinary host tensors."""
         self._unregister()
+
+
+def _kind_of(tensor: Tensor | Slot) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
 
 
 # A buffer that no training step took for so long is given back: another plan has packs of other sizes. Of a size that had to

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.model.attributes import AttributesOfLayer
 from lightning_harmony.engine.model.derived import derived_weights
+from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
 from lightning_harmony.errors import UnsupportedModelError
 
 BufferKey = tuple[nn.Module, str]
@@ -37,7 +38,12 @@ class DataAssignedError(Exception):
 
 
 def make_resident(weight: nn.Parameter) -> nn.Parameter:
-    """Let what is done to the data of a weight on a device count as a change of it, which swapping would lose."""
+    """Let what is done to the data of a weight on a device count as a change of it, which swapping would lose.
+
+    Classes of composed ones may know no subclasses: where their parts are, `LayerCall` looks itself.
+    """
+    if is_composed(weight):
+        return weight
     weight.__class__ = _resident(type(weight))
     return weight
 
@@ -89,7 +95,7 @@ def set_host_buffer(key: BufferKey, tensor: Tensor) -> None:
 def bytes_of(keys: Iterable[BufferKey]) -> int:
     """Bytes of buffers."""
     buffers = [owner._buffers[name] for owner, name in keys]
-    return sum(buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None)
+    return sum(num_bytes_of(buffer) for buffer in buffers if buffer is not None)
 
 
 class SwappedLayer:
@@ -112,6 +118,7 @@ class SwappedLayer:
         changes_inputs: whether its code changes inputs in place; None before the first call.
         unversioned_buffers: those that its code changes through `.data`, of which no version tells.
         gathered: parameters of recurrent modules, which cuDNN copies to one memory and leaves there.
+        composed: the parameters whose values are in tensors of their own.
         is_parametrized: whether modules of it compute weights with `torch.nn.utils.parametrize`.
         narrow: the parameters that are narrower on the device: with a compute type all that it narrows, else those that
             the layer reads through a cast alone. And to which type.
@@ -130,6 +137,7 @@ class SwappedLayer:
         self.module = module
         self.parameters = list(dict.fromkeys(parameters))
         self.gathered = _of_recurrent_modules(module) if module is not None else frozenset()
+        self.composed = frozenset(filter(is_composed, self.parameters))
         self.buffers = buffers_of(module) if module is not None else []
         self._own_buffers = frozenset(self.buffers)
         self.attributes = AttributesOfLayer(list(module.modules()) if module is not None else [])
@@ -166,7 +174,7 @@ class SwappedLayer:
         self.num_compared_calls += 1
         for key, tensor in after.items():
             old = before.get(key)
-            if tensor is not None and old is not None and (tensor.shape != old.shape or not torch.equal(tensor, old)):
+            if tensor is not None and old is not None and not are_equal(tensor, old):
                 self.unversioned_buffers.add(key)
 
     def note_host_buffers(self, keys: Iterable[BufferKey]) -> None:
@@ -287,7 +295,9 @@ def version_of(tensor: Tensor) -> int:
 
 def dtype_on_device(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> torch.dtype:
     """The type of a parameter where it is computed with: the one to compute in, if that is narrower than its own."""
-    if compute_dtype is None or not parameter.is_floating_point() or parameter.element_size() <= compute_dtype.itemsize:
+    if compute_dtype is None or not parameter.is_floating_point() or is_composed(parameter):
+        return parameter.dtype
+    if parameter.element_size() <= compute_dtype.itemsize:
         return parameter.dtype
     return compute_dtype
 

@@ -318,10 +318,15 @@ def _layout(parameters: Iterable[nn.Parameter], narrow: Mapping[nn.Parameter, to
     ordered = sorted(parameters, key=lambda parameter: store.slot(parameter).offset)
     placed, num_bytes = lay_out(ordered, [narrow.get(parameter, parameter.dtype) for parameter in ordered])
     runs: list[Run] = []
-    for parameter, slot in zip(ordered, placed, strict=True):
-        if parameter in narrow:
-            continue
-        offset, size = store.slot(parameter).offset, slot.num_bytes
+    # Several weights may be composed of the same tensor.
+    as_they_are = dict.fromkeys(
+        pair
+        for parameter, slot in zip(ordered, placed, strict=True)
+        if parameter not in narrow
+        for pair in zip(store.slot(parameter).parts, slot.parts, strict=True)
+    )
+    for source, slot in as_they_are:
+        offset, size = source.offset, slot.num_bytes
         last = runs[-1] if runs else None
         if last is not None and offset - last.arena_offset == slot.offset - last.device_offset:
             runs[-1] = Run(last.arena_offset, last.device_offset, slot.offset + size - last.device_offset)

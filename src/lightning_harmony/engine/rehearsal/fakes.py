@@ -13,13 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_harmony.engine.devices.stream import Event, Happened, HostMoment
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
-from lightning_harmony.engine.layers.narrow import CastWatch
+from lightning_harmony.engine.layers.narrow import CastWatch, may_be_narrow
 from lightning_harmony.engine.model.host_store import HostStore, Slot, lay_out
 from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of
 
 
 def fake(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A fake tensor on the CPU of the shape of another; within a fake mode."""
+    if is_composed(tensor):
+        return made_of(tensor, map(fake, parts_of(tensor)))
     if tensor.layout is not torch.strided:
         return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="cpu")
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
@@ -100,7 +103,7 @@ class FakeWatch(CastWatch):
         self._owners = {
             leaf.untyped_storage()._cdata: parameter
             for parameter, leaf in residency.leaves.items()
-            if leaf.is_floating_point() and leaf.element_size() > dtype.itemsize and leaf.numel() > 0
+            if may_be_narrow(leaf, dtype)
         }
         self._num_casts = Counter()
         self._used = set()

@@ -26,6 +26,7 @@ from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.opaque import without_caches
 from lightning_harmony.engine.memory.residents import HasGraph
 from lightning_harmony.engine.memory.stash import Alias, LaneStash, Stash, Stashed, is_small
+from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.model.host_store import HostPool, lies_in
 from lightning_harmony.engine.model.layer import COMPARED_CALLS, BufferKey, SwappedLayer, buffers_of, places_of
@@ -200,9 +201,7 @@ class _Rehearsal:
 
     def _make_fakes(self, layer: SwappedLayer) -> tuple[list[nn.Parameter], list[Tensor]]:
         before = self.device.allocated_bytes()
-        parameters = [
-            nn.Parameter(fake(p, layer.narrow.get(p, p.dtype)), requires_grad=p.requires_grad) for p in layer.parameters
-        ]
+        parameters = [parameter_like(p, fake(p, layer.narrow.get(p, p.dtype)), fake) for p in layer.parameters]
         buffers = [fake(owner.get_buffer(name)) for owner, name in layer.buffers]
         for tensor in (*parameters, *buffers):
             self._count(tensor)

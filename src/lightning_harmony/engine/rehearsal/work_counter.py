@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.layers.narrow import is_view
+from lightning_harmony.engine.structures.parts import have_composed
 from lightning_harmony.plan.outlook.work import Work
 
 _aten = torch.ops.aten
@@ -51,6 +52,9 @@ class WorkCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
+        if have_composed(types):
+            # Its own code does the work.
+            return NotImplemented
         if func is _aten.equal.default:
             return True
         try:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.structures.parts import num_bytes_of
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.search.given import refuse_unfit
 from lightning_harmony.plan.search.rules import smallest
@@ -57,7 +58,7 @@ def _refuse_other_devices(plan: Plan, number: int, parallel: Parallel) -> None:
 def _known_cost(layer: SwappedLayer) -> Cost:
     """What is known of a layer before it runs: its state."""
     weights, gradients = (
-        sum(p.numel() * p.element_size() for p in parameters)
+        sum(map(num_bytes_of, parameters))
         for parameters in (layer.parameters, [p for p in layer.parameters if p.requires_grad])
     )
     return Cost(layer.name, weights, gradients)

@@ -26,6 +26,7 @@ from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.pack_preparation import PackPreparation
 from lightning_harmony.engine.step.step import Step
 from lightning_harmony.engine.step.swapped_model import SwappedModel
+from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
 
@@ -275,7 +276,7 @@ class Runtime:
                 # All weights of a pack are views of one buffer.
                 if pack.residency is not None and lies_in(tensor, pack.residency.weights):
                     leaf = pack.residency.leaves[parameter]
-                    if begins_in(tensor, leaf):
+                    if not (is_composed(leaf) or is_composed(tensor)) and begins_in(tensor, leaf):
                         return layer, leaf
         return None
 

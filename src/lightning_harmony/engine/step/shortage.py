@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.step.step import Grant
+from lightning_harmony.engine.structures.parts import num_bytes_of
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.task import Phase
@@ -20,7 +21,9 @@ def refuse_too_large(layers: Sequence[SwappedLayer], devices: Sequence[Device]) 
     """
     capacity = min((d.capacity_bytes for d in devices if d.capacity_bytes is not None), default=None)
     for layer in layers if capacity is not None else []:
-        weights = sum(p.numel() * layer.narrow.get(p, p.dtype).itemsize for p in layer.parameters)
+        weights = sum(
+            p.numel() * layer.narrow[p].itemsize if p in layer.narrow else num_bytes_of(p) for p in layer.parameters
+        )
         gradients = sum(p.numel() * p.element_size() for p in layer.parameters if p.requires_grad)
         buffers = layer.buffer_bytes
         short = weights + gradients + buffers - (capacity or 0)

@@ -5,18 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The strided tensors that a tensor consists of, as far as they can be had."""
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return ()
+from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -46,6 +35,8 @@ def restore(compact: Tensor, size: torch.Size, stride: tuple[int, ...]) -> Tenso
 
 def copied(tensor: Tensor) -> Tensor:
     """A copy with the same strides. `Tensor.clone` makes one of its own of what is not dense; a subclass may do anything."""
+    if is_composed(tensor):
+        return made_of(tensor, map(copied, parts_of(tensor)))
     if tensor.layout is not torch.strided:
         return Tensor.clone(tensor)
     return restore(Tensor.clone(compact(tensor)), tensor.size(), tensor.stride())
