@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
-from support import same_training
+from support import cores, same_training
 from support.postponing import postponed  # noqa: F401  (a fixture of several modules)
 from support.sampling import IS_WHOLE
 
@@ -31,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Until all tests are collected: each collection would look at all that the libraries make, and nothing of that ends.
     gc.disable()
+    cores.keep_to_one()
     # About the way in which LightningCLI calls it. A filter of warnings by its class would have every test need the package.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     same_training.accelerator = config.getoption("--accelerator")
