@@ -3,16 +3,19 @@
 import gc
 import os
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import hypothesis
 import pytest
 import torch
+from lightning.fabric.utilities import registry
 from torch import Tensor
 
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
-from support import same_training
+from support import cores, same_training
 from support.postponing import postponed  # noqa: F401  (a fixture of several modules)
 from support.sampling import IS_WHOLE
 
@@ -28,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Until all tests are collected: each collection would look at all that the libraries make, and nothing of that ends.
     gc.disable()
+    cores.keep_to_one()
     # About the way in which LightningCLI calls it. A filter of warnings by its class would have every test need the package.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     same_training.accelerator = config.getoption("--accelerator")
@@ -55,6 +59,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def installed_once() -> Iterator[None]:
+    """Each Trainer reads what every package offers that is installed, which takes as long as a step of a small network."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", cache(registry.entry_points))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +113,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if is_left_out(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+    if not IS_WHOLE:
+        _update_in_turns(items)
+
+
+_UPDATES = pytest.StashKey[tuple[same_training.Update, ...]]()
+
+
+def _update_in_turns(items: list[pytest.Item]) -> None:
+    """Of a test with many cases, two are updated after the backward, and two just in time, and so on.
+
+    Two, since capacities or devices may come in turns of one.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    ways = get_args(same_training.Update)
+    for cases in tests.values():
+        for number, item in enumerate(cases if len(cases) >= 2 * len(ways) else []):
+            item.stash[_UPDATES] = (ways[number // 2 % len(ways)],)
+
+
+@pytest.fixture(autouse=True)
+def default_updates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When harmony updates where a test doesn't say."""
+    monkeypatch.setattr(
+        same_training, "default_updates", request.node.stash.get(_UPDATES, get_args(same_training.Update))
+    )
 
 
 @pytest.fixture(autouse=True)

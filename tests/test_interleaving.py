@@ -664,7 +664,14 @@ def test_a_buffer_that_a_later_call_finds_changed_is_each_microbatchs_own(
     torch.manual_seed(0)
     with caplog.at_level("INFO"):
         # Gradients of a layer that is called twice are summed call by call, which rounds otherwise.
-        assert_same_training(Net(make()), samples(40), device_memory=room("16KiB"), batch_size=8, tolerance=1e-5)
+        assert_same_training(
+            Net(make()),
+            samples(40),
+            device_memory=room("16KiB"),
+            batch_size=8,
+            tolerance=1e-5,
+            updates=get_args(Update),
+        )
     lines = [each for each in caplog.messages if ONE_AFTER_THE_OTHER in each]
     assert len(lines) == 2
     assert all("is changed in one call, and found so in a later one" in line for line in lines)

@@ -138,8 +138,7 @@ lightning_harmony.autoload.install()
     assert "harmony" in said
 
 
-@pytest.mark.parametrize("broken", ["raise RuntimeError('half of it is missing')", "import nowhere", "def ("])
-def test_a_package_that_cannot_be_imported_breaks_no_import_of_torch(broken, tmp_path):
+def install_broken(tmp_path, broken):
     """An installation whose entry point is this project's, and whose package is broken: the first on the path counts."""
     group = (ROOT / "pyproject.toml").read_text().partition('"torch.backends"]\n')[2]
     module, function = re.match(r'\w+ = "(\w+):(\w+)"', group).groups()
@@ -150,9 +149,18 @@ def test_a_package_that_cannot_be_imported_breaks_no_import_of_torch(broken, tmp
     (tmp_path / "lightning_harmony").mkdir()
     (tmp_path / "lightning_harmony/__init__.py").write_text(broken)
     shutil.copy(ROOT / f"src/{module}.py", tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["raise RuntimeError('half of it is missing')", "import nowhere", "def ("])
+def test_a_package_that_cannot_be_imported_breaks_no_import_of_torch(broken, tmp_path):
+    install_broken(tmp_path, broken)
     said = run("import torch; torch.ones(1)", path=tmp_path)
     assert 'Trainer(strategy="harmony") is not available' in said
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in said
+
+
+def test_nothing_is_said_of_a_broken_package_where_autoload_is_off(tmp_path):
+    install_broken(tmp_path, "import nowhere")
     assert run("import torch; torch.ones(1)", autoload=False, path=tmp_path) == ""
 
 

@@ -26,6 +26,8 @@ Update = Literal["after the backward", "just in time"]
 # Where harmony trains, and on how many devices, where a test doesn't say: `pytest --accelerator=gpu --devices=2`.
 accelerator = "cpu"
 default_devices = 1
+# When harmony updates, where a test doesn't say.
+default_updates: tuple[Update, ...] = get_args(Update)
 
 
 def root() -> torch.device:
@@ -195,7 +197,7 @@ def assert_same_training(
     tolerance: float = 0.0,
     devices: int | None = None,
     parallel: Any = "pipeline",
-    updates: Sequence[Update] = get_args(Update),
+    updates: Sequence[Update] | None = None,
     **options: Any,
 ) -> list[StepReport]:
     """Train copies of a module by plain Lightning and by harmony, and compare all that training leaves behind.
@@ -210,7 +212,8 @@ def assert_same_training(
         tolerance: 0 asks for equal bits; else the largest difference relative to the largest element of a tensor.
         devices: how many harmony has.
         parallel: as for HarmonyStrategy.
-        updates: when harmony updates; it trains once in each way. Gradients are compared, too, where all are there.
+        updates: when harmony updates; it trains once in each way. Gradients are compared, too, where all are there. None: in
+            both, and where a test has many cases in one of them, in turns.
         options: of both Trainers.
 
     Returns:
@@ -218,7 +221,7 @@ def assert_same_training(
     """
     plain = train_plain(copy.deepcopy(module), samples, num_microbatches, batch_size, **options)
     reports: list[StepReport] = []
-    for update in updates:
+    for update in default_updates if updates is None else updates:
         strategy = HarmonyStrategy(
             device_memory=device_memory, num_microbatches=num_microbatches, layers=layers, parallel=parallel
         )

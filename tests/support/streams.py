@@ -57,7 +57,19 @@ class Race(NamedTuple):
 
 
 class Clock(dict[str, int]):
-    """Up to which of its operations each stream's work is over."""
+    """Up to which of its operations each stream's work is over.
+
+    Attributes:
+        version: another one after each change.
+    """
+
+    version = 0
+
+    def advance(self, name: str) -> int:
+        """One more operation of a stream: how many there are now."""
+        self[name] = tick = self.get(name, 0) + 1
+        self.version += 1
+        return tick
 
     def join(self, other: Clock) -> None:
         """Both have happened."""
@@ -65,6 +77,7 @@ class Clock(dict[str, int]):
         for name, tick in other.items():
             if tick > known(name, 0):
                 self[name] = tick
+                self.version += 1
 
     def copy(self) -> Clock:
         """As it is now."""
@@ -76,13 +89,13 @@ class Access(NamedTuple):
 
     stream: str
     tick: int
-    what: str
+    name: str
     where: tuple[tuple[CodeType, int], ...]
 
     @property
     def label(self) -> str:
         """What is said of it."""
-        return f"{self.what} in {_text(self.where)}"
+        return f"{self.name} on {self.stream} in {_text(self.where)}"
 
 
 @dataclass
@@ -111,14 +124,20 @@ class FakeStream:
         self.device_index = self.device
         self.name = f"{name}{next(self._numbers)}@{self.device.number}"
         self.clock = Clock()
+        # The clock of the thread that the last operation came from, and which version of it.
+        self._joined: Clock | None = None
+        self._joined_version = 0
         # Tensors that are gone, whose memory the next one that is allocated on this stream may get.
         self.freed: list[dict[str, Access]] = []
 
     def tick(self) -> int:
         """Another operation is launched here."""
-        self.clock.join(self.detector.here.clock)
-        self.clock[self.name] = self.clock.get(self.name, 0) + 1
-        return self.clock[self.name]
+        here = self.detector.here.clock
+        # Most operations come from a thread that knows nothing new.
+        if here is not self._joined or here.version != self._joined_version:
+            self._joined, self._joined_version = here, here.version
+            self.clock.join(here)
+        return self.clock.advance(self.name)
 
     def wait_stream(self, other: FakeStream) -> None:
         """What comes after is ordered after what the other stream has."""
@@ -488,12 +507,11 @@ class Detector:
     @property
     def here(self) -> Here:
         """Of the calling thread. Lanes and who drives them have one order, and so one clock."""
-        if not hasattr(self._local, "here"):
-            is_worker = threading.current_thread().name.startswith("harmony-") and not (
-                threading.current_thread().name.startswith("harmony-lane")
-            )
-            self._local.here = Here(self, Clock() if is_worker else self._baton, self.places)
-        here: Here = self._local.here
+        here: Here | None = getattr(self._local, "here", None)
+        if here is None:
+            name = threading.current_thread().name
+            is_worker = name.startswith("harmony-") and not name.startswith("harmony-lane")
+            here = self._local.here = Here(self, Clock() if is_worker else self._baton, self.places)
         return here
 
     def default_stream(self, number: int) -> FakeStream:
@@ -542,11 +560,12 @@ class Detector:
         storage = tensor.untyped_storage()
         key = storage._cdata
         block = Block(pool=stream, num_bytes=storage.nbytes())
-        clock = stream.clock.copy()
-        clock.join(self.here.clock)
-        stream.freed = [late for uses in stream.freed if (late := _later(uses, clock))]
-        for uses in stream.freed:
-            block.before.update(uses)
+        if stream.freed:
+            clock = stream.clock.copy()
+            clock.join(self.here.clock)
+            stream.freed = [late for uses in stream.freed if (late := _later(uses, clock))]
+            for uses in stream.freed:
+                block.before.update(uses)
         with self._lock:
             self._blocks[key] = block
             self._allocated[stream.device.number] += block.num_bytes
@@ -558,13 +577,16 @@ class Detector:
             self._allocated[block.pool.device.number] -= block.num_bytes
         # The allocator waits for the streams that it was told of, and what a thread has waited for is over: whoever drops the
         # last reference to a tensor does so behind those who have waited for its uses, and have dropped theirs.
+        uses = {**block.before, **block.uses}
+        uses.pop(block.pool.name, None)
+        if not uses:
+            return
         with self._lock:
             known = self._over.copy()
         known.join(self.here.clock)
         for each in block.recorded:
             known.join(each.clock)
-        uses = {**block.before, **block.uses}
-        if late := _later({name: use for name, use in uses.items() if name != block.pool.name}, known):
+        if late := _later(uses, known):
             block.pool.freed.append(late)
 
     def pin(self, buffer: Tensor) -> None:
@@ -587,7 +609,10 @@ class Detector:
         if tensor.layout is not torch.strided or tensor.numel() == 0:
             return []
         start = tensor.data_ptr()
-        if not any(begin <= start < end for begin, end in self._registered):
+        for begin, end in self._registered:
+            if begin <= start < end:
+                break
+        else:
             return []
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         last = start + extent * tensor.element_size() - 1
@@ -601,10 +626,13 @@ class Detector:
         operation = _operation(func)
         name = operation.name
         read, written = _operands(operation, args, kwargs)
-        blocks = [block for tensor in [*read, *written] if (block := self.block(tensor)) is not None]
-        devices = {block.pool.device.number for block in blocks}
-        results = [leaf for leaf in _tensors_of(result) if leaf.layout is torch.strided]
-        fresh = [leaf for leaf in results if self.block(leaf) is None and not _is_any(leaf, [*read, *written])]
+        operands = [*read, *written]
+        devices = {block.pool.device.number for tensor in operands if (block := self.block(tensor)) is not None}
+        fresh = [
+            leaf
+            for leaf in _tensors_of(result)
+            if leaf.layout is torch.strided and self.block(leaf) is None and not _is_any(leaf, operands)
+        ]
         here = self.here
         if name.startswith("aten.copy_") and len(devices) == 2:
             self._copy_between(written[0], read[-1], name)
@@ -617,9 +645,9 @@ class Detector:
         number = min(devices, default=here.current_device().number)
         if (
             here.backward is not None
-            and _is_of_engine(sys._getframe(1))
-            and name.startswith("aten.add")
             and len(read) == 2
+            and name.startswith("aten.add")
+            and _is_of_engine(sys._getframe(1))
         ):
             here.backward.adding(*read)
         stream = here.current_stream(self.places[number])
@@ -647,14 +675,11 @@ class Detector:
         other.clock.join(runs.clock)
 
     def _access(self, stream: FakeStream, name: str, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
-        access = Access(stream.name, stream.tick(), f"{name} on {stream.name}", _where())
-        written = list(written)
-        self._touch(access, stream.clock, read, written)
+        self._touch(Access(stream.name, stream.tick(), name, _where()), stream.clock, read, written)
 
     def _access_host(self, name: str, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         clock, thread = self.here.clock, "host" if self.here.clock is self._baton else threading.current_thread().name
-        clock[thread] = clock.get(thread, 0) + 1
-        self._touch(Access(thread, clock[thread], f"{name} on the host", _where()), clock, read, written)
+        self._touch(Access(thread, clock.advance(thread), name, _where()), clock, read, written)
 
     def _touch(self, access: Access, clock: Clock, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         for is_write, tensors in ((False, read), (True, written)):
@@ -666,15 +691,20 @@ class Detector:
                     self._touch_memory(memory, access, clock, is_write=is_write)
 
     def _touch_memory(self, memory: Memory, access: Access, clock: Clock, *, is_write: bool) -> None:
+        known = clock.get
         earlier = [memory.write] if memory.write is not None else []
         if is_write:
             earlier += [*memory.reads.values(), *memory.before.values()]
         for other in earlier:
-            if clock.get(other.stream, 0) < other.tick and other.stream != access.stream:
+            if known(other.stream, 0) < other.tick and other.stream != access.stream:
                 of = "memory that is used again" if other in memory.before.values() else "memory"
                 self._report(of, other.label, access.label)
         if is_write:
-            memory.write, memory.reads, memory.before = access, {}, {}
+            memory.write = access
+            if memory.reads:
+                memory.reads = {}
+            if memory.before:
+                memory.before = {}
         else:
             memory.reads[access.stream] = access
         if isinstance(memory, Block):
@@ -720,10 +750,10 @@ class Mode(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             result = func(*args, **kwargs)
             if torch.is_grad_enabled():
-                operands = [
-                    leaf for leaf in _tensors_of([*args, *kwargs.values()]) if leaf.requires_grad and leaf.is_leaf
-                ]
-                self._detector.here.note_leaves(operands)
+                operands = _tensors_of([*args, *kwargs.values()] if kwargs else args)
+                leaves = [leaf for leaf in operands if leaf.requires_grad and leaf.is_leaf]
+                if leaves:
+                    self._detector.here.note_leaves(leaves)
             if not func.is_view:
                 self._detector.note(func, args, kwargs, result)
         return result
@@ -790,9 +820,14 @@ def _tensors_of(value: Any) -> list[Tensor]:
     """The tensors of an operand or a result: what torch shows to modes has them in lists and tuples only."""
     if isinstance(value, Tensor):
         return [value]
+    found: list[Tensor] = []
     if isinstance(value, list | tuple):
-        return [tensor for each in value for tensor in _tensors_of(each)]
-    return []
+        for each in value:
+            if isinstance(each, Tensor):
+                found.append(each)
+            elif isinstance(each, list | tuple):
+                found += _tensors_of(each)
+    return found
 
 
 def _is_any(tensor: Tensor, others: Iterable[Tensor]) -> bool:
@@ -829,15 +864,19 @@ def _text(where: Iterable[tuple[CodeType, int]]) -> str:
 # ---- what stands for torch.cuda ------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _with_device(chosen: Any) -> Iterator[None]:
-    here = Detector.active().here
-    device = here.device
-    here.set(chosen if isinstance(chosen, Place) else device, here.streams)
-    try:
-        yield
-    finally:
-        here.set(device, here.streams)
+class OnDevice:
+    """What `torch.cuda.device` is."""
+
+    def __init__(self, chosen: Any) -> None:
+        self._chosen = chosen
+
+    def __enter__(self) -> None:
+        self._here = here = Detector.active().here
+        self._before = here.device
+        here.set(self._chosen if isinstance(self._chosen, Place) else here.device, here.streams)
+
+    def __exit__(self, *error: object) -> None:
+        self._here.set(self._before, self._here.streams)
 
 
 class FakeCuda:
@@ -845,7 +884,7 @@ class FakeCuda:
 
     Stream = FakeStream
     Event = FakeEvent
-    device = staticmethod(_with_device)
+    device = OnDevice
 
     @staticmethod
     def current_stream(device: Any = None) -> FakeStream:
@@ -986,7 +1025,7 @@ def on_root(batch: Any) -> Any:
             detector.allocate(copy, detector.here.current_stream())
         return copy.copy_(tensor)
 
-    with _with_device(detector.places[0]):
+    with OnDevice(detector.places[0]):
         return tree_map_only(Tensor, copied, batch)
 
 
@@ -1074,7 +1113,7 @@ def detecting(
         # What the engine does is to be seen, too.
         monkeypatch.setattr(module, "no_dispatch", nullcontext)
     monkeypatch.setattr(operations, "_Guard", object)
-    monkeypatch.setattr(stream_module, "out_of_sight", torch.no_grad)
+    monkeypatch.setattr(stream_module, "OutOfSight", torch.no_grad)
     engine = torch.autograd.Variable._execution_engine
     monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", Engine(detector, engine))
     try:

@@ -184,8 +184,9 @@ class CarriedState:
             before = self._begun.get(id(held.content), (held, {} if isinstance(begun, dict) else []))[1]
             if isinstance(begun, dict):
                 for name, value in begun.items():
-                    is_new = not _is_same(value, before.get(name, MISSING)) and not _keeps_nothing(value)
-                    if id(value) in changed or is_new:
+                    then = before.get(name, MISSING)
+                    is_new = value is not then and not _is_same(value, then) and not _keeps_nothing(value)
+                    if is_new or (changed and id(value) in changed):
                         yield _found(held, name)
             elif any(id(value) in changed for value in begun) or not _are_same(list(begun), list(before)):
                 yield _found(held, ALL)

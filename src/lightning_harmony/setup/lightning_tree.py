@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -19,7 +20,9 @@ class LightningTree:
 
     def part(self, name: str) -> Any:
         """A module of the tree."""
-        return import_module(f"{self.name}.{name}")
+        whole = f"{self.name}.{name}"
+        # What Python looks at to import a module again takes longer than what most ask for it.
+        return sys.modules.get(whole) or import_module(whole)
 
     def overrides(self, owner: Any, hook: str) -> bool:
         """Whether a LightningModule, a data module or a callback has a hook of its own.

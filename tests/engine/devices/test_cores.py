@@ -13,16 +13,16 @@ from lightning_harmony.engine.devices import touched_memory
 from lightning_harmony.engine.devices.cores import core_of_caller, siblings_of
 from lightning_harmony.engine.devices.stream import HostStream
 from lightning_harmony.engine.lanes.lane import NUM_FIRST_JOBS, LanePool
+from support.cores import all_cores
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads can't choose their cores here")
 
 
 @pytest.fixture
 def cores() -> Iterator[set[int]]:
-    """Those of this process, which it has again afterwards."""
-    cores = os.sched_getaffinity(0)
-    yield cores
-    os.sched_setaffinity(0, cores)
+    """All there are; those of this process again afterwards."""
+    with all_cores() as cores:
+        yield cores
 
 
 def in_lane(pool: LanePool, job: Callable[[], Any]) -> Any:

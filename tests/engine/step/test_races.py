@@ -38,6 +38,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*"),
 ]
 
+# One that comes first, one that comes last, and one between them.
+NUM_MICROBATCHES = 3
+BATCH_SIZE = 2 * NUM_MICROBATCHES
+
 # All but those whose layers' hooks the detector would see on the streams of the engine's caller.
 ALL: Mapping[str, Callable[[], nn.Module]] = {
     **{name: net for name, net in {**NETS, **SUMMED_IN_ANOTHER_ORDER}.items() if name != "hooked"},
@@ -248,14 +252,14 @@ def find_races(
     """Train a network for some steps; what was found."""
     torch.manual_seed(0)
     module = OnGpu({**ALL, **OF_OTHER_DEVICES, **OF_THE_BACKWARD, **THAT_FIND_TENSORS}[net]())
-    samples: Any = pairs() * 2 if net in OF_OTHER_DEVICES else nets.tokens(8 * steps)
+    samples: Any = pairs() * 2 if net in OF_OTHER_DEVICES else nets.tokens(BATCH_SIZE * steps)
     # So small that the stash takes what these networks pass on.
     monkeypatch.setattr("lightning_harmony.engine.memory.stash.SMALLEST_BYTES", 512)
-    strategy = HarmonyStrategy(**{"num_microbatches": 4, **options})
+    strategy = HarmonyStrategy(**{"num_microbatches": NUM_MICROBATCHES, **options})
     with detecting(monkeypatch, devices, left_out=left_out) as detector:
         torch.manual_seed(SEED)
         run = trainer_for(strategy, steps, list(callbacks), devices=devices, **(trainer or {}))
-        loader = DataLoader(samples, batch_size=8)
+        loader = DataLoader(samples, batch_size=BATCH_SIZE)
         run.fit(module, loader, loader if validates else None)
         assert run.global_step == steps
     assert detector.num_operations > 100
@@ -390,7 +394,7 @@ def test_nothing_races_where_a_turn_of_the_forward_takes_several_packs(
     monkeypatch: pytest.MonkeyPatch, device_memory: str | None
 ) -> None:
     packs = (("net.embed",), *((f"net.blocks.{number}",) for number in range(4)), ("net.head",))
-    shape = {"num_devices": 2, "parallel": "data", "num_microbatches": 4}
+    shape = {"num_devices": 2, "parallel": "data", "num_microbatches": NUM_MICROBATCHES}
     plan = Plan(packs, tuple(range(6)), 5, joined=frozenset({1, 2, 4}), **shape)  # type: ignore[arg-type]
     options = {"parallel": "data", "plan": plan, "device_memory": device_memory}
     assert find_races(monkeypatch, "dropout", **options) == []
@@ -411,7 +415,9 @@ def test_nothing_races_in_updates_on_devices(
     # The module brings batches to the fake devices in a hook between steps, which looks at no weights.
     monkeypatch.setattr("lightning_harmony.updating.update_policy.onlooker", lambda *_: None)
     packs = (("net.embed",), *((f"net.blocks.{number}",) for number in range(4)), ("net.head",))
-    plan = Plan(packs, tuple(range(6)), 5, device_updated=frozenset(range(6)), num_devices=2, num_microbatches=4)
+    plan = Plan(
+        packs, tuple(range(6)), 5, device_updated=frozenset(range(6)), num_devices=2, num_microbatches=NUM_MICROBATCHES
+    )
     options = {"plan": plan, "device_memory": device_memory, "trainer": {"precision": precision}, "steps": 6}
     assert find_races(monkeypatch, "dropout", **options) == []  # type: ignore[arg-type]
     assert set(left) == set(range(6))

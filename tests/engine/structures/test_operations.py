@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_harmony.engine.structures.operations import Unseen, detached
+from lightning_harmony.engine.structures.operations import Unseen, detached, viewed
 
 
 class Seen(TorchDispatchMode):
@@ -42,6 +42,35 @@ class TestUnseen:
             product = weight * 2
         assert product.requires_grad is enabled
         assert seen.operations == [torch.ops.aten.mul.Tensor]
+
+
+class TestViewed:
+    def test_shares_memory_and_no_mode_sees_it(self) -> None:
+        whole = torch.zeros(6)
+        with Seen() as seen:
+            view = viewed(whole, Tensor.as_strided, (2,), (3,), 1)
+        assert not seen.operations
+        view.fill_(1)
+        assert whole.tolist() == [0, 1, 0, 0, 1, 0]
+
+    def test_is_in_the_graph_of_what_is_viewed(self) -> None:
+        weight = torch.ones(4, requires_grad=True)
+        with Seen():
+            viewed(weight, Tensor.view, 2, 2).sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [1, 1, 1, 1]
+
+    def test_modes_see_operations_again_after_an_error(self) -> None:
+        with Seen() as seen:
+            with pytest.raises(RuntimeError):
+                viewed(torch.ones(4), Tensor.view, 3)
+            torch.ones(1)
+        assert torch.ops.aten.ones.default in seen.operations
+
+    def test_a_class_that_has_its_values_elsewhere_views_them_itself(self) -> None:
+        view = viewed(TwoTensor(torch.ones(4), torch.zeros(4)), Tensor.view, 2, 2)
+        assert isinstance(view, TwoTensor)
+        assert view.b.tolist() == [[0, 0], [0, 0]]
 
 
 class TestDetached:

@@ -57,13 +57,15 @@ def _limits(root: Path) -> Iterator[HostMemory]:
         group = root / mounted / path.lstrip("/")
         while group.is_relative_to(root / mounted):
             try:
-                most, now = (group / limit).read_text().strip(), int((group / usage).read_text())
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                most = (group / limit).read_text().strip()
+                # Most groups have no limit, and what a group uses takes the system long to tell.
+                if most != "max":
+                    now = int((group / usage).read_text())
+                    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                    # Cached files count as used, and go when the memory is wanted.
+                    cached = int(stat.get(f"{prefix}active_file", 0)) + int(stat.get(f"{prefix}inactive_file", 0))
+                    yield HostMemory(int(most), int(most) - now + cached)
             except (OSError, ValueError):
                 # The root has no limit, and a container does not see the groups above its own.
-                most = "max"
-            if most != "max":
-                # Cached files count as used, and go when the memory is wanted.
-                cached = int(stat.get(f"{prefix}active_file", 0)) + int(stat.get(f"{prefix}inactive_file", 0))
-                yield HostMemory(int(most), int(most) - now + cached)
+                pass
             group = group.parent

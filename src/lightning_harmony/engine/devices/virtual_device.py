@@ -98,7 +98,7 @@ class VirtualDevice(Device):
         if before == num_bytes and end is not None:
             return
         # Without the lock: what makes way may end in another thread.
-        while not self.room_for(num_bytes - before) and self.relieve():
+        while self.capacity_bytes is not None and not self.room_for(num_bytes - before) and self.relieve():
             pass
         with self._lock:
             self._live[key] = num_bytes, end or weakref.ref(storage, lambda _: self._forget(key))
@@ -207,12 +207,6 @@ class VirtualDevice(Device):
     def count_results(self, result: Any) -> None:
         """Count the tensors that an operation returned."""
         if isinstance(result, Tensor):
-            # Most are aliases of what is counted here already.
-            if type(result) is Tensor and result.layout is torch.strided:
-                storage = result.untyped_storage()
-                counted = self._live.get(storage._cdata)
-                if counted is not None and counted[0] == storage.nbytes():
-                    return
             self.count(result)
         elif result is not None:
             for leaf in tree_leaves(result):
@@ -239,8 +233,16 @@ class _Meter(TorchDispatchMode):
         # On a GPU nothing calls this: modes of torch functions see nothing of it, such as the one of glue on several devices.
         with torch._C.DisableTorchFunction():
             result = run_as_without_mode(func, args, kwargs or {})
-            if self.device is not None:
-                self.device.count_results(result)
+            device = self.device
+            if device is None or result is None:
+                return result
+            # Most are aliases of what is counted here already.
+            if type(result) is Tensor and result.layout is torch.strided:
+                storage = result.untyped_storage()
+                counted = device._live.get(storage._cdata)
+                if counted is not None and counted[0] == storage.nbytes():
+                    return result
+            device.count_results(result)
         return result
 
 

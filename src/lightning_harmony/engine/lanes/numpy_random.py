@@ -38,8 +38,9 @@ class NumpyState(NamedTuple):
         module = sys.modules.get("numpy.random")
         if module is None or not hasattr(module, "get_state"):
             return None
-        state = module.get_state(legacy=False)
-        fresh = getattr(module, state["bit_generator"])(seed)
+        # To ask for all of its state takes as long as to make another.
+        state = {} if _memory.of(module) is not None else module.get_state(legacy=False)
+        fresh = getattr(module, state.get("bit_generator", "MT19937"))(seed)
         return _state_of({**state, **fresh.state, "has_gauss": 0})
 
     def restore(self, now: NumpyState | None = None) -> None:

@@ -30,7 +30,7 @@ from lightning_harmony.engine.model.layer import (
     own_code_of,
 )
 from lightning_harmony.engine.model.pack import Residency
-from lightning_harmony.engine.structures.operations import detached
+from lightning_harmony.engine.structures.operations import detached, viewed
 from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.engine.structures.tree import flatten, tensors_of
 from lightning_harmony.engine.updates.requested_gradients import requested_gradients
@@ -354,8 +354,8 @@ class SavedWeight:
         """The same view of the weight, swapped in again."""
         self._call.open()
         # It may have come in another type since.
-        leaf = self._call.residency.leaves[self._parameter].detach().to(self._dtype)
-        return leaf.as_strided(self._size, self._stride, leaf.storage_offset() + self._offset)
+        leaf = detached(self._call.residency.leaves[self._parameter]).to(self._dtype)
+        return viewed(leaf, Tensor.as_strided, self._size, self._stride, leaf.storage_offset() + self._offset)
 
 
 class WeightGradients:

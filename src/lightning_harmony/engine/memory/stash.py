@@ -16,7 +16,7 @@ from lightning_harmony.engine.devices.stream import Event, current_cuda_stream
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.host_store import HostPool
 from lightning_harmony.engine.model.layer import version_of
-from lightning_harmony.engine.structures.operations import detached
+from lightning_harmony.engine.structures.operations import detached, viewed
 from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.engine.structures.strides import compact, copied, restore
 from lightning_harmony.errors import UnsupportedModelError
@@ -86,7 +86,7 @@ class HostCopy(Stashed):
         device = stash.device
         with device.on_host():
             self._buffer, free = stash.pool.take(num_bytes)
-            host = self._buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
+            host = self._compact_view(self._buffer)
         store, after = partial(_copy, host, compacted), [device.record(), *free]
         self._stored = device.start_copy(Errand.STASH_OUT, "stash", num_bytes, store, after)
         stash.traffic.count_out("stash", num_bytes)
@@ -105,8 +105,10 @@ class HostCopy(Stashed):
             with device.waiting():
                 self._loaded.wait()
             _keep_until_computed(buffer, device)
-            compacted = buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
-            return restore(compacted, self._size, self._stride)
+            return restore(self._compact_view(buffer), self._size, self._stride)
+
+    def _compact_view(self, buffer: Tensor) -> Tensor:
+        return viewed(buffer, lambda each: each.view(self._dtype).as_strided(self._compact_size, self._compact_stride))
 
     def settle(self) -> None:
         """Wait until it is in the host buffer."""
@@ -140,7 +142,7 @@ class Stash:
         is_kept = is_small(tensor) or tensor.layout is not torch.strided or is_composed(tensor)
         if is_kept or tensor.device != self.device.torch_device:
             return None
-        return HostCopy(self, Tensor.detach(tensor))
+        return HostCopy(self, detached(tensor))
 
     def retire(self, *, wait: bool = False) -> bool:
         """Let go of the device copies whose swap-out is done; with ``wait``, of the oldest in any case.

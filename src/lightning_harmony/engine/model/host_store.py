@@ -17,6 +17,7 @@ from lightning_harmony.engine.devices.cores import run_anywhere
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.devices.touched_memory import SharedMemory
+from lightning_harmony.engine.structures.operations import viewed
 from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of
 from lightning_harmony.engine.structures.strides import is_dense
 from lightning_harmony.errors import CapacityError
@@ -85,11 +86,17 @@ class Slot:
     def view(self, buffer: Tensor) -> Tensor:
         """The tensor in a flat uint8 buffer."""
         if self.tensor is None:
-            return self.flat(buffer).as_strided(self.shape, self.stride)
+            return viewed(buffer, self._view)
         return made_of(self.tensor, [part.view(buffer) for part in self.slots_of_parts])
 
     def flat(self, buffer: Tensor) -> Tensor:
         """Its elements in the order in which they lie in the buffer."""
+        return viewed(buffer, self._flat)
+
+    def _view(self, buffer: Tensor) -> Tensor:
+        return self._flat(buffer).as_strided(self.shape, self.stride)
+
+    def _flat(self, buffer: Tensor) -> Tensor:
         return buffer[self.offset : self.offset + self.num_bytes].view(self.dtype)
 
 

@@ -10,6 +10,8 @@ def have_same_content(one: Any, other: Any) -> bool:
     """Whether two lists, dicts, sets or deques hold the same objects."""
     if len(one) != len(other):
         return False
+    if not one:
+        return True
     if isinstance(one, dict):
         return all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
     return bool(one == other) if isinstance(one, set) else all(map(is_, one, other))

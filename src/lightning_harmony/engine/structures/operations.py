@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -57,10 +58,21 @@ class Unseen:
 
 def detached(tensor: Tensor) -> Tensor:
     """A tensor without its graph. It takes no memory, and no dispatch mode sees it."""
+    return viewed(tensor, Tensor.detach)
+
+
+def viewed(tensor: Tensor, view: Callable[..., Tensor], *how: Any) -> Tensor:
+    """A view of a tensor. It takes no memory, and no dispatch mode sees it.
+
+    Args:
+        tensor: what is viewed.
+        view: makes the view of the tensor.
+        how: further arguments of that.
+    """
     if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
-        return Tensor.detach(tensor)
+        return view(tensor, *how)
     guard = _Guard()
     try:
-        return Tensor.detach(tensor)
+        return view(tensor, *how)
     finally:
         del guard
