@@ -609,7 +609,7 @@ def test_no_turn_but_the_first_waits_for_a_host_buffer(monkeypatch: pytest.Monke
     def noting(pool: HostPool, num_bytes: int) -> Any:
         lane = current_lane()
         # Sums that make way for a layer that is measured are no part of its turn.
-        parks = "park_gradients" in {frame.name for frame in extract_stack()}
+        parks = any(frame.name == "park" and frame.filename.endswith("sums.py") for frame in extract_stack())
         if lane is not None and not parks and not pool._free[num_bytes]:
             missed[lane.microbatch] += 1
         return take(pool, num_bytes)

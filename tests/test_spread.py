@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.memory.residents import Residents
-from lightning_harmony.engine.memory.swap import Swapper
+from lightning_harmony.engine.memory.sums import Sums
 from lightning_harmony.plan.values.plan import Plan
 from support import nets
 from support.cases import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
@@ -130,7 +130,7 @@ def test_a_spread_head_changes_no_bit(name: str, devices: int) -> None:
 @pytest.mark.cpu
 def test_room_is_made_for_sums_and_what_comes_before_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs the allocator asks nobody for room."""
-    admit, gather = Residents.admit, Swapper.gather
+    admit, gather = Residents.admit, Sums.gather
     admitted: dict[Device, int] = {}
     taken: list[int] = []
 
@@ -138,15 +138,15 @@ def test_room_is_made_for_sums_and_what_comes_before_they_are_there(monkeypatch:
         admitted[residents.device] = num_bytes
         admit(residents, num_bytes)
 
-    def gather_noted(swapper: Swapper, *args: Any, **named: Any) -> None:
-        device = swapper._device
+    def gather_noted(sums: Sums, *args: Any, **named: Any) -> None:
+        device = sums._device
         before, most = device.allocated_bytes(), device.watch_peak()
-        gather(swapper, *args, **named)
+        gather(sums, *args, **named)
         taken.append(most() - before)
         assert taken[-1] <= admitted.pop(device)
 
     monkeypatch.setattr(Residents, "admit", admit_noted)
-    monkeypatch.setattr(Swapper, "gather", gather_noted)
+    monkeypatch.setattr(Sums, "gather", gather_noted)
     train(build(), 3, plan_for(3))
     assert set(taken) == {0, HEAD_BYTES}
 
@@ -173,15 +173,15 @@ def test_the_bytes_that_a_spread_head_takes_are_reported(devices: int) -> None:
 def test_gradients_cross_over_as_they_are(precision: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As narrow as the weights, and are added to sums in float32."""
     crossed: list[torch.dtype] = []
-    gather = Swapper.gather
+    gather = Sums.gather
 
-    def noting(home: Swapper, pack: Any, layer: Any, use: int, gradients: Any, source: Any, **options: Any) -> None:
+    def noting(home: Sums, pack: Any, layer: Any, use: int, gradients: Any, source: Any, **options: Any) -> None:
         gather(home, pack, layer, use, gradients, source, **options)
         if source is not home._device:
             crossed.extend(gradient.dtype for _, gradient in gradients)
             assert {total.dtype for total in pack.accumulators[use].sums.values()} == {torch.float32}
 
-    monkeypatch.setattr(Swapper, "gather", noting)
+    monkeypatch.setattr(Sums, "gather", noting)
     train(build(), 2, plan_for(2), precision=precision)
     # In the first step, which is measured, no pack is spread yet, or weights are still wide.
     assert set(crossed) == {dtype}

@@ -11,6 +11,7 @@ from lightning_harmony.engine.devices.stream import HostStream
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.measure.report import Traffic
+from lightning_harmony.engine.memory.sums import Sums
 from lightning_harmony.engine.memory.swap import Swapper
 from lightning_harmony.engine.model.host_store import HostPool, HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
@@ -46,7 +47,7 @@ def packed(module: Module, dtype: torch.dtype | None = None) -> tuple[SwappedPac
     layer = SwappedLayer(0, "layer", module, list(module.parameters()), dtype)
     store = HostStore(list(module.parameters()), device)
     update = PostponedUpdate(HostStream("update"), StreamedUpdate([device]), Overlap())
-    swapper = Swapper(device, store, HostPool(device.host_buffer), Traffic(), lambda parameter: False, update)
+    swapper = Swapper(device, store, HostPool(device.host_buffer), Traffic(), update)
     return SwappedPack(0, [layer], store), swapper, device
 
 
@@ -113,11 +114,10 @@ def test_with_a_type_to_compute_in_all_floating_weights_are_narrow_at_all_times(
         assert leaf.dtype is (torch.bfloat16 if narrowed else parameter.dtype)
         assert torch.equal(leaf, parameter.to(leaf.dtype))
     # Gradients arrive narrow, and are summed in the type of the master.
-    swapper.accumulate(pack, pack.layers[0], 0, [(module.weight, torch.ones(4, 4).bfloat16())], add_to_earlier=False)
-    swapper.accumulate(
-        pack, pack.layers[0], 0, [(module.weight, torch.full((4, 4), 2**-10).bfloat16())], add_to_earlier=False
-    )
-    (gradients,) = swapper.swap_out_gradients(pack)
+    sums = Sums(device, HostPool(device.host_buffer), Traffic(), lambda parameter: False)
+    for gradient in (torch.ones(4, 4), torch.full((4, 4), 2**-10)):
+        sums.accumulate(pack, pack.layers[0], 0, [(module.weight, gradient.bfloat16())], add_to_earlier=False)
+    (gradients,) = sums.swap_out(pack)
     gradients.event.synchronize()
     assert torch.equal(gradients.sums[pack.layers[0], module.weight], torch.full((4, 4), 1 + 2**-10))
     device.close()

@@ -9,6 +9,7 @@ from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.memory.stash import Stash
+from lightning_harmony.engine.memory.sums import Sums
 from lightning_harmony.engine.memory.swap import Swapper
 from lightning_harmony.engine.model.host_store import HostPool, HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
@@ -29,8 +30,16 @@ def placement_of(layers: list[SwappedLayer], num_devices: int) -> Placement:
     residents = []
     for number, device in enumerate(devices):
         pool = HostPool(device.host_buffer)
-        swapper = Swapper(device, store, pool, Traffic(), lambda parameter: False, update)
-        residents.append(Residents(device, swapper, Stash(device, pool, Traffic()), number))
+        swapper = Swapper(device, store, pool, Traffic(), update)
+        residents.append(
+            Residents(
+                device,
+                swapper,
+                Sums(device, pool, Traffic(), lambda parameter: False),
+                Stash(device, pool, Traffic()),
+                number,
+            )
+        )
     return Placement(store, residents)
 
 

@@ -15,6 +15,7 @@ from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.residents import Place, Residents
 from lightning_harmony.engine.memory.stash import Stash
+from lightning_harmony.engine.memory.sums import Sums
 from lightning_harmony.engine.memory.swap import Swapper
 from lightning_harmony.engine.model.host_store import HostPool, HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
@@ -62,8 +63,13 @@ class Model:
         pool = HostPool(self.device.host_buffer)
         self.stream = HostStream("update")
         self.update = PostponedUpdate(self.stream, StreamedUpdate([self.device]), Overlap())
-        swapper = Swapper(self.device, store, pool, Traffic(), lambda parameter: False, self.update)
-        self.residents = Residents(self.device, swapper, Stash(self.device, pool, Traffic()))
+        swapper = Swapper(self.device, store, pool, Traffic(), self.update)
+        self.residents = Residents(
+            self.device,
+            swapper,
+            Sums(self.device, pool, Traffic(), lambda parameter: False),
+            Stash(self.device, pool, Traffic()),
+        )
         self.residents.packs = [SwappedPack(index, [layer], store) for index, layer in enumerate(layers)]
         order = tuple(range(NUM_PACKS))
         self.residents.plan = Plan(tuple((str(index),) for index in order), order, NUM_PACKS - 1)
@@ -315,7 +321,7 @@ class TestLessReuse:
             model.residents.enter(first, 0, alone=False)
             layer = first.pack.layers[0]
             gradients = [(layer.parameters[0], torch.ones_like(layer.parameters[0]))]
-            model.residents.swapper.accumulate(first.pack, layer, 0, gradients, add_to_earlier=False)
+            model.residents.sums.accumulate(first.pack, layer, 0, gradients, add_to_earlier=False)
         residency = first.pack.residency
         model.residents.enter(model.backward(3), 0, alone=False)
         assert residency is not None
@@ -335,8 +341,8 @@ class TestLessReuse:
             assert not place.pack.accumulators
             assert len(place.pack.parked) == min(number, 1)
             gradients = [(layer.parameters[0], torch.ones_like(layer.parameters[0]))]
-            model.residents.swapper.accumulate(place.pack, layer, 0, gradients, add_to_earlier=False)
-        (gradients,) = model.residents.swapper.swap_out_gradients(place.pack)
+            model.residents.sums.accumulate(place.pack, layer, 0, gradients, add_to_earlier=False)
+        (gradients,) = model.residents.sums.swap_out(place.pack)
         gradients.event.synchronize()
         assert all(bool((total == 3).all()) for total in gradients.sums.values())
 

@@ -15,6 +15,7 @@ from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.memory.stash import Stash
+from lightning_harmony.engine.memory.sums import Sums
 from lightning_harmony.engine.memory.swap import Swapper
 from lightning_harmony.engine.model.host_store import HostPool, HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
@@ -36,9 +37,14 @@ class Norm:
         self.pool = HostPool(self.device.host_buffer)
         self.updates = HostStream("update")
         update = PostponedUpdate(self.updates, StreamedUpdate([self.device]), Overlap())
-        self.swapper = Swapper(self.device, store, self.pool, Traffic(), lambda parameter: False, update)
+        self.swapper = Swapper(self.device, store, self.pool, Traffic(), update)
         self.pack = SwappedPack(0, [self.layer], store)
-        self.residents = Residents(self.device, self.swapper, Stash(self.device, self.pool, Traffic()))
+        self.residents = Residents(
+            self.device,
+            self.swapper,
+            Sums(self.device, self.pool, Traffic(), lambda parameter: False),
+            Stash(self.device, self.pool, Traffic()),
+        )
         self.residents.packs = [self.pack]
 
     def swap_in(self) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.memory import transfer
-from lightning_harmony.engine.memory.swap import Swapper
+from lightning_harmony.engine.memory.sums import Sums
 from lightning_harmony.engine.step.pack_preparation import PackPreparation
 from lightning_harmony.engine.step.runtime import Runtime
 from lightning_harmony.engine.updates.streamed_update import _Stage
@@ -405,13 +405,13 @@ def test_nothing_races_in_updates_on_devices(
     monkeypatch: pytest.MonkeyPatch, device_memory: str | None, precision: str
 ) -> None:
     left: list[int] = []
-    leave = Swapper.leave_gradients
+    leave = Sums.leave
 
-    def watched(self: Swapper, pack: Any) -> Any:
+    def watched(self: Sums, pack: Any) -> Any:
         left.append(pack.index)
         return leave(self, pack)
 
-    monkeypatch.setattr(Swapper, "leave_gradients", watched)
+    monkeypatch.setattr(Sums, "leave", watched)
     # The module brings batches to the fake devices in a hook between steps, which looks at no weights.
     monkeypatch.setattr("lightning_harmony.updating.update_policy.onlooker", lambda *_: None)
     packs = (("net.embed",), *((f"net.blocks.{number}",) for number in range(4)), ("net.head",))
@@ -500,7 +500,7 @@ def test_gradients_cross_over_beside_all_that_computes(monkeypatch: pytest.Monke
     assert not any(on_compute)
 
 
-@pytest.mark.parametrize("function", ["gather", "swap_out_gradients"])
+@pytest.mark.parametrize("function", ["gather", "swap_out"])
 def test_gradients_that_are_not_waited_for_are_found(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     spread_packs(monkeypatch, "last")
     races = find_races(monkeypatch, "plain", 3, left_out=(function,))
@@ -527,7 +527,7 @@ SENSITIVE: Sequence[tuple[str, Mapping[str, Any]]] = [
         "bring",
         "free",
         "hand_out",
-        "swap_out_gradients",
+        "swap_out",
         "join_lanes",
         # What the nodes of a layer saved may be in memory of the lane's own, or of the stash: both tell the allocator.
         "note_use _keep_until_computed",

@@ -105,6 +105,10 @@ class CudaDevice(Device):
             buffer = flat_buffer(num_bytes, self.torch_device)
         return self._count_lasting(buffer) if stream is None else buffer
 
+    def scratch(self, num_bytes: int) -> Tensor:
+        """Allocate in the pool of the compute stream."""
+        return flat_buffer(num_bytes, self.torch_device)
+
     def sums(self, num_bytes: int) -> Tensor:
         """Allocate in the pool of the swap-in stream, and let what computes here wait for what that memory was used for."""
         buffer = self.empty(num_bytes)

@@ -79,6 +79,10 @@ class Device(ABC):
         """A flat uint8 buffer, to be filled by a stream, `swap_in` if none is given."""
 
     @abstractmethod
+    def scratch(self, num_bytes: int) -> Tensor:
+        """A flat uint8 buffer, to be filled by compute."""
+
+    @abstractmethod
     def sums(self, num_bytes: int) -> Tensor:
         """A flat uint8 buffer, to be filled by compute, of the memory that `swap_in` fills, too.
 

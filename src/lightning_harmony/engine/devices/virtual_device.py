@@ -61,9 +61,11 @@ class VirtualDevice(Device):
         self.count(buffer)
         return buffer
 
-    def sums(self, num_bytes: int) -> Tensor:
+    def scratch(self, num_bytes: int) -> Tensor:
         """Allocate and count."""
         return self.empty(num_bytes)
+
+    sums = scratch
 
     def side_stream(self, *, is_urgent: bool = False) -> Stream:
         """The thread that updates."""

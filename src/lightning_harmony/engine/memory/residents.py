@@ -14,6 +14,7 @@ import torch
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.memory.stash import Stash
+from lightning_harmony.engine.memory.sums import Sums
 from lightning_harmony.engine.memory.swap import Swapper
 from lightning_harmony.engine.model.pack import SwappedPack
 from lightning_harmony.errors import CapacityError
@@ -61,6 +62,7 @@ class Residents:
     Args:
         device: where they reside.
         swapper: makes the copies.
+        sums: of their gradients.
         stash: has tensors on their way out, whose memory can be had by waiting.
 
         number: of the device in the plan.
@@ -75,7 +77,7 @@ class Residents:
         follows_moves: whether a step visits packs as moves were made for: not if microbatches run one after the other.
     """
 
-    def __init__(self, device: Device, swapper: Swapper, stash: Stash, number: int = 0) -> None:
+    def __init__(self, device: Device, swapper: Swapper, sums: Sums, stash: Stash, number: int = 0) -> None:
         self.plan = Plan((), (), 0)
         self.moves: Moves = {}
         self.packs: list[SwappedPack] = []
@@ -85,6 +87,7 @@ class Residents:
         self.follows_moves = True
         self.device = device
         self.swapper = swapper
+        self.sums = sums
         self.stash = stash
         self._number = number
         self._graphs: dict[int, weakref.WeakSet[HasGraph]] = {}
@@ -174,10 +177,10 @@ class Residents:
         self._due.clear()
         # The host may be far ahead of the copies that were asked for. What comes next is user's code, which may write weights.
         self.swapper.finish_reading()
-        self.swapper.finish_gathering()
+        self.sums.finish_gathering()
         self.stash.drain()
         for pack in self.packs:
-            self.swapper.drop_gradients(pack)
+            self.sums.drop(pack)
             self.evict(pack)
             pack.is_narrow = False
         self.drain()
@@ -223,7 +226,7 @@ class Residents:
             return True
         summing = [pack for pack in self.packs if pack.accumulators and pack is not place.pack]
         for pack in summing:
-            self.swapper.park_gradients(pack)
+            self.sums.park(pack)
         return bool(summing) or self._forget_graphs(place.pack)
 
     def _make_room_at_once(self, place: Place) -> bool:
@@ -339,7 +342,7 @@ class Residents:
             if other is not pack:
                 self.evict(other)
                 if other.accumulators:
-                    self.swapper.park_gradients(other)
+                    self.sums.park(other)
         self.await_leaving()
 
     def _take_away(self) -> None:
@@ -348,7 +351,7 @@ class Residents:
             if pack.residency is not None:
                 self.evict(pack)
             if pack.accumulators:
-                self.swapper.park_gradients(pack)
+                self.sums.park(pack)
 
     def drain(self) -> None:
         """Wait until nothing is on its way out."""

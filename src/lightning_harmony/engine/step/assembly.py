@@ -21,6 +21,7 @@ from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.memory.stash import Stash
+from lightning_harmony.engine.memory.sums import Sums
 from lightning_harmony.engine.memory.swap import Swapper
 from lightning_harmony.engine.memory.transfer import Transfers
 from lightning_harmony.engine.model.decompose import Layer
@@ -105,10 +106,15 @@ def assemble(
         on_update=recorder.note_update,
     )
     swapped = SwappedModel(model, swapped_layers, store, updater.postponed, root.torch_device, compute_dtype)
-    swappers = [Swapper(each, store, pool, traffic, swapped.is_shared, updater.postponed) for each in devices]
     residents = [
-        Residents(device, swapper, Stash(device, pool, traffic), number)
-        for number, (device, swapper) in enumerate(zip(devices, swappers, strict=True))
+        Residents(
+            device,
+            Swapper(device, store, pool, traffic, updater.postponed),
+            Sums(device, pool, traffic, swapped.is_shared),
+            Stash(device, pool, traffic),
+            number,
+        )
+        for number, device in enumerate(devices)
     ]
     step, placement, profiler = Step(), Placement(store, residents), Profiler(traffic)
     observer = Observer(step, placement, traffic, profiler, pool)

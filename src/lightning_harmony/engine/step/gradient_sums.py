@@ -106,7 +106,7 @@ class GradientSums:
                 self._gather(layer, use, gradients, residents)
                 return
             # Before the backward proper, which a fused pack runs ahead of, Lightning has not zeroed gradients yet.
-            residents.swapper.accumulate(
+            residents.sums.accumulate(
                 residents.packs[index], layer, use, gradients, add_to_earlier=self._step.in_backward
             )
 
@@ -121,7 +121,7 @@ class GradientSums:
         if home is not source:
             num_bytes += lay_out([gradient for _, gradient in gradients])[1]
         home.admit(num_bytes)
-        home.swapper.gather(pack, layer, use, gradients, source.device, add_to_earlier=self._step.in_backward)
+        home.sums.gather(pack, layer, use, gradients, source.device, add_to_earlier=self._step.in_backward)
 
     def _after_hooks(self, parameter: nn.Parameter, gradient: Tensor, use: int) -> Tensor:
         """What the user's hooks of a parameter make of the gradient of one microbatch."""
@@ -193,7 +193,7 @@ class GradientSums:
                 pack = residents.packs[index]
                 with residents.device.scheduling():
                     if self._factor != 1.0:
-                        residents.swapper.scale_gradients(pack, self._factor)
+                        residents.sums.scale(pack, self._factor)
                     gradients += self._swap_out(residents, pack)
             self._updater.deliver(placement.packs[index].parameters, gradients)
 
@@ -205,10 +205,10 @@ class GradientSums:
             return False
         residents = self._placement.residents[summing[0]]
         pack = residents.packs[index]
-        if not residents.swapper.may_leave_gradients(pack):
+        if not residents.sums.may_stay(pack):
             return False
         with residents.device.scheduling():
-            gradients = residents.swapper.leave_gradients(pack)
+            gradients = residents.sums.leave(pack)
         num_bytes = sum(each.num_bytes for each in gradients)
         updated = self._updater.deliver(pack.parameters, gradients)
         if updated is not None:
@@ -223,11 +223,11 @@ class GradientSums:
     def _swap_out(self, residents: Residents, pack: SwappedPack) -> list[SummedGradients]:
         with_norms = self._updater.wants_norms
         if not self._observer.is_profiling:
-            return residents.swapper.swap_out_gradients(pack, with_norms=with_norms)
+            return residents.sums.swap_out(pack, with_norms=with_norms)
         # To register a buffer takes longer than the copy, and is done once.
-        residents.swapper.provide_buffers(pack)
+        residents.sums.provide_buffers(pack)
         with self._profiler.swapping_out(residents.device):
-            gradients = residents.swapper.swap_out_gradients(pack, with_norms=with_norms)
+            gradients = residents.sums.swap_out(pack, with_norms=with_norms)
             for copy in gradients:
                 copy.event.synchronize()
         return gradients
@@ -253,14 +253,14 @@ class GradientSums:
             for use, accumulator in accumulators.items():
                 with source.device.scheduling(), residents.device.scheduling():
                     buffer = self._transfers.copy(accumulator.buffer, target, Task(index, Errand.REDUCE, number))
-                    residents.swapper.add(residents.packs[index], use, accumulator, buffer)
-                    source.swapper.free_sums(accumulator)
+                    residents.sums.add(residents.packs[index], use, accumulator, buffer)
+                    source.sums.free(accumulator)
 
     def flush(self) -> None:
         """Bring gradients that calls outside of a step left on the device into the parameters' ``grad``."""
         packs = self._placement.packs
         self._updater.begin(None, [pack.parameters for pack in packs])
         for pack in packs:
-            self._updater.deliver(pack.parameters, self._placement.residents[0].swapper.swap_out_gradients(pack))
+            self._updater.deliver(pack.parameters, self._placement.residents[0].sums.swap_out(pack))
         self._updater.finish()
         self._updater.buffers.reclaim()

@@ -73,7 +73,7 @@ class LoneCalls:
         finally:
             self._recorder.leave()
             residents.swapper.finish_reading()
-            residents.swapper.park_gradients(pack)
+            residents.sums.park(pack)
             residents.evict(pack)
             residents.drain()
 

@@ -175,7 +175,7 @@ class PackPreparation:
             residents.swapper.read_again(place.pack)
         if self._observer.is_measuring and place.phase is Phase.BACKWARD:
             # They count as gradients, and not as what the turn allocates.
-            residents.swapper.unpark_gradients(place.pack)
+            residents.sums.unpark(place.pack)
 
     def enter_loss(self, progress: LaneProgress) -> None:
         """A lane comes to the backward of its loss, which counts to the last layer's: make room for it.
