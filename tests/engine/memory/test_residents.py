@@ -359,3 +359,37 @@ def test_sums_stay_until_nothing_is_added_to_them_any_more(model: Model) -> None
     threading.Timer(0.05, release.set).start()
     model.residents.reset()
     assert added == [True]
+
+
+@pytest.mark.parametrize(("limit", "resident"), [(3, {0, 1, 2}), (2, {1, 2})])
+def test_what_lasts_leaves_what_passes_its_memory(
+    model: Model, limit: int, resident: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody needs any more makes way before anything waits for an update, or is not fetched ahead."""
+    monkeypatch.setattr(
+        model.device, "has_lasting_room", lambda size: len(model.resident()) * PACK_BYTES + size <= limit * PACK_BYTES
+    )
+    for pack in (3, 2):
+        model.residents.enter(model.backward(pack), 0, alone=False)
+    assert model.resident() == resident
+
+
+def test_weights_wait_for_an_update_before_they_take_the_memory_of_what_passes(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates: list[str] = ["the third pack's", "the second pack's"]
+
+    def retire(*, wait: bool = False) -> bool:
+        return wait and bool(updates) and bool(updates.pop())
+
+    monkeypatch.setattr(model.device, "retire", retire)
+    monkeypatch.setattr(model.device, "has_lasting_room", lambda size: len(updates) < 2)
+    place = model.backward(1)
+    model.residents.enter(place, 0, alone=False)
+    assert updates == ["the third pack's"]
+    assert place.pack.residency is not None
+    # Nothing makes way any more: it has that memory, too.
+    monkeypatch.setattr(model.device, "has_lasting_room", lambda size: False)
+    model.residents.enter(model.backward(0), 0, alone=False)
+    assert model.residents.packs[0].residency is not None
+    assert updates == []

@@ -163,3 +163,43 @@ def test_each_counts_its_own_changes(norm: Norm) -> None:
     versions = {name: tensor._version for name, tensor in buffers.items()}
     buffers["running_mean"].add_(1)
     assert {name for name, tensor in buffers.items() if tensor._version != versions[name]} == {"running_mean"}
+
+
+def test_an_update_takes_over_weights_as_they_are_on_the_host(norm: Norm, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[Tensor] = []
+    monkeypatch.setattr(VirtualDevice, "free", lambda self, buffer, *args, **options: freed.append(buffer))
+    norm.swap_in()
+    residency = norm.pack.residency
+    assert residency is not None
+    masters = residency.hand_over()
+    assert masters is not None
+    norm.swapper.evict(norm.pack)
+    assert not any(buffer is residency.weights for buffer in freed)
+    weight = norm.module.weight
+    found = masters.find(weight)
+    assert found is not None
+    assert torch.equal(found, weight.detach())
+    with torch.no_grad():
+        weight.add_(1)
+    # What is on the device is not what the host has any more.
+    assert masters.find(weight) is None
+    bias = norm.module.bias
+    assert masters.find(bias) is not None
+    # A hook of its own may change it by way of its `data`, which leaves no trace.
+    handle = bias.register_hook(lambda gradient: None)
+    assert masters.find(bias) is None
+    handle.remove()
+
+
+def test_weights_that_somebody_keeps_are_not_taken_over(norm: Norm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An autograd function may have them beside what autograd saves: their memory is not the update's to let go."""
+    kept: list[bool] = []
+    monkeypatch.setattr(VirtualDevice, "free", lambda self, buffer, uses, is_kept=False: kept.append(is_kept))
+    norm.swap_in()
+    residency = norm.pack.residency
+    assert residency is not None
+    view = residency.leaves[norm.module.weight].detach()
+    assert residency.hand_over() is None
+    norm.swapper.evict(norm.pack)
+    assert kept[0]
+    del view

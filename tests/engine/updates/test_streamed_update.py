@@ -120,6 +120,31 @@ def test_gradients_that_are_on_a_device_stay_there(name: str) -> None:
             assert traffic.swapped_in["optimizer"] == pytest.approx(changed + come, abs=64)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "momentum", "foreach"])
+def test_parameters_that_are_on_a_device_do_not_come(name: str) -> None:
+    """Weights that a backward had there, as they are on the host, are twice what a narrow copy would take of the bus."""
+    members, expected = parameters(), parameters()
+    optimizer, plain = OPTIMIZERS[name](members), OPTIMIZERS[name](expected)
+    device, traffic = VirtualDevice(None), Traffic()
+    streamed = StreamedUpdate([device], traffic=traffic)
+    for step in range(3):
+        for each in (members, expected):
+            set_gradients(each, step)
+        plain.step()
+        share = share_of(optimizer)
+        share.masters.update({parameter: _on(device, parameter.detach()) for parameter in share.gradients})
+        kept = {parameter: master.clone() for parameter, master in share.masters.items()}
+        traffic.reset()
+        streamed.update(share)
+        assert same(plain, optimizer)
+        # Whoever else looks at the weights there finds what the backward had.
+        assert all(torch.equal(share.masters[parameter], master) for parameter, master in kept.items())
+        parameter_bytes = sum(parameter.nbytes for parameter in share.gradients)
+        if step > 0:
+            come = traffic.swapped_out["optimizer"] - parameter_bytes + sum(g.nbytes for g in share.gradients.values())
+            assert traffic.swapped_in["optimizer"] == pytest.approx(come, abs=64)
+
+
 def _on(device: VirtualDevice, gradient: Tensor) -> Tensor:
     (slot,), num_bytes = lay_out([gradient])
     return slot.view(device.sums(num_bytes)).copy_(gradient)

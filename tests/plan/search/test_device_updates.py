@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.search.deciding import decide
 from lightning_harmony.plan.search.device_updates import with_device_updates
-from lightning_harmony.plan.simulate.lowering import lower
+from lightning_harmony.plan.simulate.lowering import lasting_limits, lower
 from lightning_harmony.plan.simulate.replay import predict, replay
 from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.cost import Cost
@@ -78,6 +80,94 @@ def test_a_backward_waits_for_an_update_that_has_its_room() -> None:
     updates = {end for _, _, end in spans_of(plan, "update")}
     assert updates & set(backwards)
     assert predict(plan).devices[0].peak_bytes <= 40
+
+
+# As it is on the host, a pack takes twice what it does to compute with.
+CAST = replace(PACK, weight_bytes=4, master_bytes=8, staging_bytes=2)
+
+
+def cast_plan(machine: MachineLimits = MACHINE, **more: object) -> Plan:
+    plan = plan_of(machine=machine, **more)
+    layers = tuple(replace(CAST, name=cost.name) for cost in plan.profile.layers)  # type: ignore[union-attr]
+    return replace(plan, profile=Profile(layers, machine), device_updated=frozenset(range(4)))
+
+
+def test_weights_that_come_for_a_backward_stay_as_they_are_on_the_host_until_the_update() -> None:
+    """The first pack's update is the last: then nothing else is there."""
+    plan = cast_plan(replace(MACHINE, capacity_bytes=28))
+    (device,) = predict(plan).devices
+    (_, start, end) = spans_of(plan, "update")[-1]
+    there = max(num_bytes for moment, num_bytes in device.memory if start <= moment < end)
+    assert there == CAST.gradient_bytes + CAST.master_bytes
+    assert device.peak_bytes <= 28
+
+
+def test_weights_that_have_been_cast_for_the_forward_do_not() -> None:
+    """They have stayed since, and come for the update once more."""
+    plan = cast_plan()
+    (device,) = predict(plan).devices
+    (_, start, end) = spans_of(plan, "update")[-1]
+    assert max(num_bytes for moment, num_bytes in device.memory if start <= moment < end) == CAST.gradient_bytes
+
+
+def test_what_lasts_leaves_what_passes_its_memory() -> None:
+    """Where a device keeps them apart, weights wait for an update though there would be room, and are never refused."""
+    layers = tuple(replace(PACK, name=f"layer {index}", backward_work_bytes=36) for index in range(4))
+    slow = replace(MACHINE, update_bytes_per_second=8 / 6, capacity_bytes=80)
+    together = replace(plan_of(machine=slow), profile=Profile(layers, slow), device_updated=frozenset(range(4)))
+    apart, scarce = (
+        replace(together, profile=Profile(layers, replace(slow, pools_apart=True, capacity_bytes=capacity)))
+        for capacity in (60, 53)
+    )
+    assert [lasting_limits(plan) for plan in (together, apart, scarce)] == [(None,), (24,), (17,)]
+    assert predict(scarce).seconds >= predict(apart).seconds > predict(together).seconds
+
+
+def test_what_waits_for_an_update_has_the_memory_of_weights_that_could_stay() -> None:
+    """Weights that stayed for their backward filled the memory: each backward waited for the update before."""
+    machine = replace(MACHINE, update_bytes_per_second=8 / 3, capacity_bytes=64)
+    plan = replace(plan_of(8, machine=machine), device_updated=frozenset(range(8)))
+    starts = sorted(start for name, start, _ in spans_of(plan, "compute") if "B" in name)
+    assert [after - before for before, after in pairwise(starts)] == [pytest.approx(3.0)] * 7
+
+
+def test_fewer_packs_are_fused_where_updates_have_more_use_of_the_memory() -> None:
+    """As of a GPT of 5 B parameters on a card of 16 GiB: graphs of five packs, or fast updates."""
+    gigabyte = 10**9
+    block = Cost(
+        "block",
+        weight_bytes=402 * 10**6,
+        gradient_bytes=805 * 10**6,
+        forward_work_bytes=gigabyte // 2,
+        backward_work_bytes=6 * gigabyte // 5,
+        graph_bytes=9 * gigabyte // 10,
+        copied_bytes=805 * 10**6,
+        input_bytes=34 * 10**6,
+        stash_bytes=34 * 10**6,
+        forward_seconds=0.0031,
+        backward_seconds=0.0086,
+        recompute_seconds=0.0031,
+        staging_bytes=67 * 10**6,
+        arriving_bytes=34 * 10**6,
+        returning_bytes=34 * 10**6,
+        master_bytes=805 * 10**6,
+    )
+    costs = {f"block {index}": replace(block, name=f"block {index}") for index in range(26)}
+    machine = MachineLimits(15 * gigabyte, 50e9, 50e9, None, 12.5e9, gigabyte, pools_apart=True)
+    on_host = decide(costs, list(costs), 8, machine)
+    chosen = decide(costs, list(costs), 8, replace(machine, updates_in_place=True))
+    assert not on_host.device_updated
+    assert chosen.device_updated
+    assert chosen.first_fused > on_host.first_fused
+    assert chosen.predicted_seconds < on_host.predicted_seconds
+
+
+def test_packs_that_are_not_trained_wait_for_no_update() -> None:
+    plan = plan_of()
+    assert plan.profile is not None
+    frozen = replace(plan.profile.layers[1], gradient_bytes=0)
+    plan = replace(plan, profile=Profile((plan.profile.layers[0], frozen, *plan.profile.layers[2:]), MACHINE))
+    assert with_device_updates(plan).device_updated == {0, 2, 3}
 
 
 def test_where_that_would_take_longer_fewer_are() -> None:
