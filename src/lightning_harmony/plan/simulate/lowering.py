@@ -158,8 +158,16 @@ class _Lowering:
 
     @property
     def lasting_bytes(self) -> int | None:
-        """What weights and sums of gradients may take without taking the memory of what passes; None for no limit."""
-        return None if self._capacity_bytes is None else max(self._capacity_bytes - self.most_passing_bytes, 0)
+        """What weights and sums of gradients may take without taking the memory of what passes; None for no limit.
+
+        It is not less than what a stay needs with the weights of the next.
+        """
+        if self._capacity_bytes is None:
+            return None
+        weights = [sum(self._residence(pack, stay).num_bytes for pack in self._packs_of(stay)) for stay in self._stays]
+        sums = [sum(self._packs[pack].gradient_bytes for pack in self._summed(stay)) for stay in self._stays]
+        needed = map(sum, zip(weights, sums, [*weights[1:], 0], strict=False))
+        return max(self._capacity_bytes - self.most_passing_bytes, *needed, 0)
 
     def _lower(self) -> None:
         """First on demand; then what is fetched ahead comes earlier."""
