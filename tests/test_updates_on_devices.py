@@ -35,6 +35,10 @@ from support.same_training import Net, Training, compare, train_plain
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
 
+# Weights come once more for the backward, and stay for the update.
+TIGHT = "64KiB"
+
+
 class Count(nn.Module):
     """Frozen numbers among those that are trained."""
 
@@ -115,6 +119,51 @@ def test_packs_that_devices_update_train_as_plain_lightning_in_every_precision(p
     training, reports = train(module, planned(module, precision=precision), precision=precision)
     compare(plain(module, precision=precision), training)
     assert stay(module, reports)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", "bf16-true"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
+def test_weights_that_stay_for_their_update_are_those_of_the_host(
+    optimizer: str, precision: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are there, also where layers compute with what autocast would make of them."""
+    stayed: list[int] = []
+    update = StreamedUpdate.update
+
+    def noting(self: StreamedUpdate, share: Share, *args: Any, **options: Any) -> None:
+        stayed.append(len(share.masters))
+        update(self, share, *args, **options)
+
+    monkeypatch.setattr(StreamedUpdate, "update", noting)
+    module = build(optimizer)
+    training, _ = train(module, planned(module, precision=precision), precision=precision, device_memory=TIGHT)
+    compare(plain(module, precision=precision), training)
+    assert any(stayed)
+
+
+class Elsewhere(pl.Callback):
+    """Lets a weight lie in memory of its own, as code that averages weights does, and keeps that."""
+
+    def __init__(self) -> None:
+        self.kept: Tensor | None = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        weight = next(parameter for parameter in module.net.blocks[1].parameters() if parameter.dim() == 2)
+        self.kept = weight.data * 0.9
+        weight.data = self.kept
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_weights_that_lie_elsewhere_are_updated_there(precision: Any) -> None:
+    """What was kept on the device for the update was read from where they had been."""
+    module = build()
+    plan = planned(module, precision=precision)
+    options = {"precision": precision, "device_memory": TIGHT}
+    training, _ = train(module, plan, Elsewhere(), **options)
+    expected, _ = train(module, replace(plan, device_updated=frozenset()), Elsewhere(), **options)
+    compare(expected, training)
 
 
 @pytest.mark.cpu

@@ -47,8 +47,8 @@ class Norm:
         )
         self.residents.packs = [self.pack]
 
-    def swap_in(self) -> dict[str, Tensor]:
-        self.swapper.swap_in(self.pack)
+    def swap_in(self, *, keeps_masters: bool = False) -> dict[str, Tensor]:
+        self.swapper.swap_in(self.pack, keeps_masters=keeps_masters)
         assert self.pack.residency is not None
         self.pack.residency.ready.wait()
         return {name: tensor for (_, name), tensor in self.pack.residency.buffers.items()}
@@ -168,7 +168,7 @@ def test_each_counts_its_own_changes(norm: Norm) -> None:
 def test_an_update_takes_over_weights_as_they_are_on_the_host(norm: Norm, monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[Tensor] = []
     monkeypatch.setattr(VirtualDevice, "free", lambda self, buffer, *args, **options: freed.append(buffer))
-    norm.swap_in()
+    norm.swap_in(keeps_masters=True)
     residency = norm.pack.residency
     assert residency is not None
     masters = residency.hand_over()
@@ -195,7 +195,7 @@ def test_weights_that_somebody_keeps_are_not_taken_over(norm: Norm, monkeypatch:
     """An autograd function may have them beside what autograd saves: their memory is not the update's to let go."""
     kept: list[bool] = []
     monkeypatch.setattr(VirtualDevice, "free", lambda self, buffer, uses, is_kept=False: kept.append(is_kept))
-    norm.swap_in()
+    norm.swap_in(keeps_masters=True)
     residency = norm.pack.residency
     assert residency is not None
     view = residency.leaves[norm.module.weight].detach()

@@ -278,9 +278,14 @@ class Residents:
         return have_come
 
     def _keeps_masters(self, pack: SwappedPack, place: Place) -> bool:
-        """Whether a pack that comes for what a lane does at a place, or later, stays as it is on the host for its update."""
-        plan = self.plan
-        return pack.index in plan.device_updated and plan.comes_back_to(pack.index, place.phase, place.position)
+        """Whether a pack that comes for what a lane does at a place, or later, stays as it is on the host for its update.
+
+        Where it would have to be there twice from the forward on, as it is and as it has been cast, it does not.
+        """
+        plan, index = self.plan, pack.index
+        if index not in plan.device_updated:
+            return False
+        return not pack.layout.casts or plan.comes_back_to(index, place.phase, place.position)
 
     def _swap_in_bytes(self, pack: SwappedPack, place: Place) -> int:
         return pack.swap_in_bytes(keeps_masters=self._keeps_masters(pack, place))

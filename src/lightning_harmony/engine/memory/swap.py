@@ -56,7 +56,7 @@ class Swapper:
 
         Args:
             pack: the pack.
-            keeps_masters: whether parameters that are cast on their way stay as they were, too, for an update there.
+            keeps_masters: whether parameters stay there as they are on the host, too, for an update.
         """
         if pack.residency is None:
             self._update.wait_for(pack.parameters)
@@ -114,11 +114,11 @@ class Swapper:
         # As `data`, each counts its own changes.
         buffers = {} if staging is None else {key: data_of(slot.view(staging.on_device)) for key, slot in slots.items()}
         masters = None
-        if not layout.casts:
-            masters = Masters.of(weights, layout.slots)
-        elif keeps_masters:
-            masters = Masters.of(uncast, layout.masters)
-        else:
+        if keeps_masters:
+            # What is elsewhere has come as it was cast there.
+            there = {parameter: slot for parameter, slot in layout.masters.items() if parameter not in elsewhere}
+            masters = Masters.of(uncast, there) if layout.casts else Masters.of(weights, layout.slots)
+        elif layout.casts:
             device.free(uncast, [ready])
         pack.residency = Residency(device, weights, ready, leaves, buffers, staging, as_of, masters)
 

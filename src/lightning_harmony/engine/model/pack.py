@@ -30,7 +30,7 @@ GradientKey = tuple[SwappedLayer, nn.Parameter]
 
 @dataclass(frozen=True)
 class Masters:
-    """Parameters on a device as they are on the host, for an update there.
+    """Parameters on a device as they are on the host, for an update there: masters, where layers compute with casts.
 
     Attributes:
         buffer: holds them.
