@@ -131,6 +131,8 @@ class TestSharedMemory:
         memory = SharedMemory(1000 * mmap.PAGESIZE)
         pages = torch.frombuffer(memory.mapping, dtype=torch.uint8)[:: mmap.PAGESIZE]
         memory.reach(1)
+        # The code of this operation is paged in by the first who runs it.
+        torch.zeros(12 * mmap.PAGESIZE, dtype=torch.uint8)[:: mmap.PAGESIZE].fill_(1)
         before = faults()
         # Three stripes are made at a time.
         pages[:12].fill_(1)
