@@ -60,8 +60,8 @@ def test_a_turn_does_not_last_longer_for_buffers_that_are_made_once_and_for_room
     layer = SwappedLayer(0, "layer", module, list(module.parameters()))
     store = HostStore(layer.parameters, device)
     pack = SwappedPack(0, [layer], store)
-    swapper: Any = None
-    residents = Residents(device, swapper, Stash(device, pool, traffic))
+    nothing: Any = None
+    residents = Residents(device, nothing, nothing, Stash(device, pool, traffic))
     placement: Any = SimpleNamespace(residents=[residents], plan=Plan((("layer",),), (0,), 0), packs=[pack])
     lanes = [SimpleNamespace(task=(Phase.FORWARD, 0)), SimpleNamespace(task=None)]
     step: Any = SimpleNamespace(turns=SimpleNamespace(running=lanes), runs_whole=False, is_sequential=False)
@@ -95,8 +95,8 @@ def test_what_a_lane_does_to_each_pack_is_timed_in_a_step_by_the_plan(monkeypatc
     ]
     store = HostStore([p for layer in layers for p in layer.parameters], device)
     packs = [SwappedPack(layer.index, [layer], store) for layer in layers]
-    swapper: Any = None
-    residents = Residents(device, swapper, Stash(device, pool, traffic))
+    nothing: Any = None
+    residents = Residents(device, nothing, nothing, Stash(device, pool, traffic))
     plan = Plan((("a",), ("b",)), (0, 1), 1)
     placement: Any = SimpleNamespace(residents=[residents], plan=plan, packs=packs)
     step: Any = SimpleNamespace(fuses=True, turns=SimpleNamespace(running=[]))
