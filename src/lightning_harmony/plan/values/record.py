@@ -12,7 +12,7 @@ from lightning_harmony.plan.values.profile import MachineLimits
 from lightning_harmony.plan.values.values import decode, encode
 
 # A reader of one version refuses all others: a record is quickly made anew.
-_KIND = DocumentKind("lightning-harmony profile", 5, "profile", "profile")
+_KIND = DocumentKind("lightning-harmony profile", 6, "profile", "profile")
 
 
 @dataclass(frozen=True)
