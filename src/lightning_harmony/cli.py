@@ -103,7 +103,9 @@ def show_plan(plan: Plan, *, grid: bool, png: Path | None, html: Path | None, tr
     prediction = predict(plan)
     print("\n".join(summary(plan, prediction)))
     if grid and plan.profile is not None:
-        print(lower(plan, plan.profile.pack_costs(plan.packs), plan.profile.machine.free_bytes))
+        machine = plan.profile.machine
+        packs = plan.profile.pack_costs(plan.packs)
+        print(lower(plan, packs, machine.free_bytes, pools_apart=machine.pools_apart))
     _write(plan, {"predicted": prediction}, "Plan of a step", png=png, html=html, trace=trace)
 
 

@@ -16,6 +16,7 @@ from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan, Predicted
 from lightning_harmony.plan.values.profile import MachineLimits, Profile
+from lightning_harmony.plan.values.task import Errand
 from support.plans import names
 
 # Weights and gradients 8, of which 8 cross the bus; 1 s forward, 3 s backward.
@@ -122,6 +123,25 @@ def test_what_lasts_leaves_what_passes_its_memory() -> None:
     # No less than a pack's weights and gradients, and the weights of the next.
     assert [lasting_limits(plan) for plan in (together, apart, scarce)] == [(None,), (26,), (24,)]
     assert predict(scarce).seconds >= predict(apart).seconds > predict(together).seconds
+
+
+def test_weights_that_could_stay_leave_what_passes_its_memory() -> None:
+    """They were kept for the backward, so that on a GPU none could be fetched ahead."""
+    layers = tuple(replace(PACK, name=f"layer {index}", backward_work_bytes=40) for index in range(8))
+    machine = replace(MACHINE, capacity_bytes=80, updates_in_place=False)
+    together = replace(plan_of(8, machine=machine), profile=Profile(layers, machine))
+    apart = replace(together, profile=Profile(layers, replace(machine, pools_apart=True)))
+    (limit,) = lasting_limits(apart)
+    assert limit is not None
+
+    def most_weights(plan: Plan) -> int:
+        there, most = 0, 0
+        for task in lower(plan, layers, 80, pools_apart=plan is apart).devices[0]:
+            there += {Errand.SWAP_IN: 8, Errand.EVICT: -8}.get(task.kind, 0)  # type: ignore[call-overload]
+            most = max(most, there)
+        return most
+
+    assert most_weights(together) > limit >= most_weights(apart)
 
 
 def test_what_waits_for_an_update_has_the_memory_of_weights_that_could_stay() -> None:

@@ -6,10 +6,10 @@ does as told here: what it finds on a device in the middle of a step depends on 
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from lightning_harmony.plan.simulate.fetching import Residence, fetch_ahead
 from lightning_harmony.plan.simulate.footprint import Footprint, footprints
+from lightning_harmony.plan.simulate.held import Held
 from lightning_harmony.plan.simulate.order import Run, Stay, owner, stays, summing_devices
 from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.cost import Cost
@@ -34,7 +34,8 @@ def weight_moves(plan: Plan) -> tuple[Moves, ...]:
     if plan.profile is None or not plan.just_in_time:
         return ({},) * plan.num_devices
     packs = plan.profile.pack_costs(plan.packs)
-    return tuple(each.moves for each in _lowerings(plan, packs, plan.profile.machine.free_bytes))
+    machine = plan.profile.machine
+    return tuple(each.moves for each in _lowerings(plan, packs, machine.free_bytes, apart=machine.pools_apart))
 
 
 def lasting_limits(plan: Plan) -> tuple[int | None, ...]:
@@ -46,22 +47,30 @@ def lasting_limits(plan: Plan) -> tuple[int | None, ...]:
     if plan.profile is None or not plan.just_in_time or not plan.profile.machine.pools_apart:
         return (None,) * plan.num_devices
     packs = plan.profile.pack_costs(plan.packs)
-    return tuple(each.lasting_bytes for each in _lowerings(plan, packs, plan.profile.machine.free_bytes))
+    return tuple(each.lasting_bytes for each in _lowerings(plan, packs, plan.profile.machine.free_bytes, apart=True))
 
 
-def lower(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None, *, is_deferred: bool = False) -> Schedule:
+def lower(
+    plan: Plan,
+    packs: Sequence[Cost],
+    capacity_bytes: int | None,
+    *,
+    pools_apart: bool = False,
+    is_deferred: bool = False,
+) -> Schedule:
     """The tasks of each device. They are not checked: whether they fit is for `replay` to say.
 
     Args:
         plan: the plan.
         packs: what each pack costs.
         capacity_bytes: what a step may take of a device; None for no limit.
+        pools_apart: whether weights leave what passes its memory.
         is_deferred: whether updates come last, and not each behind its pack's gradients.
 
     Raises:
         PlanError: if the plan doesn't know its number of microbatches.
     """
-    lowered = _lowerings(plan, packs, capacity_bytes)
+    lowered = _lowerings(plan, packs, capacity_bytes, apart=pools_apart)
     devices = [tuple(each.tasks) for each in lowered]
     if is_deferred:
         # Sorting keeps the order of all others.
@@ -69,31 +78,15 @@ def lower(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None, *, is_d
     return Schedule(tuple(devices), tuple(each.lasting_bytes for each in lowered))
 
 
-def _lowerings(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None) -> "list[_Lowering]":
+def _lowerings(plan: Plan, packs: Sequence[Cost], capacity_bytes: int | None, *, apart: bool) -> "list[_Lowering]":
     order, footprint = tuple(stays(plan)), footprints(plan, packs)
-    return [_Lowering(plan, packs, footprint, capacity_bytes, device, order) for device in range(plan.num_devices)]
-
-
-@dataclass
-class _Held:
-    """What a device holds beside weights, in the order of its tasks.
-
-    What is on its way out counts as gone; how much that is since the stay before is kept beside.
-    """
-
-    num_bytes: int = 0
-    most_bytes: int = 0
-    leaving_bytes: int = 0
-    sum_bytes: int = 0
-    most_passing_bytes: int = 0
-    sums: set[tuple[int, int]] = field(default_factory=set)
-    outputs: dict[int, int] = field(default_factory=dict)
-
-    def take(self, num_bytes: int, left_bytes: int) -> None:
-        """Something takes bytes, and leaves some of them."""
-        self.most_bytes = max(self.most_bytes, self.num_bytes + num_bytes)
-        self.most_passing_bytes = max(self.most_passing_bytes, self.num_bytes + num_bytes - self.sum_bytes)
-        self.num_bytes += left_bytes
+    numbers = range(plan.num_devices)
+    lowered = [_Lowering(plan, packs, footprint, capacity_bytes, device, order) for device in numbers]
+    if capacity_bytes is None or not apart or not plan.just_in_time:
+        return lowered
+    # What passes does not depend on which weights stay.
+    limits = [each.lasting_bytes for each in lowered]
+    return [_Lowering(plan, packs, footprint, capacity_bytes, device, order, limits[device]) for device in numbers]
 
 
 class _Lowering:
@@ -113,7 +106,10 @@ class _Lowering:
         capacity_bytes: int | None,
         device: int,
         order: Sequence[Stay],
+        lasting_bytes: int | None = None,
     ) -> None:
+        # What of the capacity neither weights nor sums may have.
+        self._apart_bytes = 0 if capacity_bytes is None or lasting_bytes is None else capacity_bytes - lasting_bytes
         self._plan, self._packs, self._footprint, self._capacity_bytes = plan, packs, footprint, capacity_bytes
         self._device = device
         self._stays = [Stay(stay.phase, stay.place, runs) for stay in order if (runs := self._here(stay.runs))]
@@ -124,7 +120,7 @@ class _Lowering:
         self._resident: dict[int, Residence] = {}
         self._resident_bytes = 0
         self._residences: list[Residence] = []
-        self._held = _Held()
+        self._held = Held()
         self._parked: set[tuple[int, int]] = set()
         # Until which stay, and how much, updates use up.
         self._staying = deque[tuple[int, int]]()
@@ -158,10 +154,7 @@ class _Lowering:
 
     @property
     def lasting_bytes(self) -> int | None:
-        """What weights and sums of gradients may take without taking the memory of what passes; None for no limit.
-
-        It is not less than what a stay needs with the weights of the next.
-        """
+        """What weights and sums may take beside what passes, but no less than a stay with the next's; None for no limit."""
         if self._capacity_bytes is None:
             return None
         weights = [sum(self._residence(pack, stay).num_bytes for pack in self._packs_of(stay)) for stay in self._stays]
@@ -179,12 +172,12 @@ class _Lowering:
                 self._drop(stay, held)
             else:
                 self._evict_all()
-            self._bring(stay, held.most_bytes)
+            self._bring(stay, self._beside_weights(held.most_bytes, held))
             passing = held.most_passing_bytes + held.leaving_bytes + self._held.leaving_bytes
             self.most_passing_bytes = max(self.most_passing_bytes, passing)
             computing.append(tasks)
             # Nothing waits for what leaves because of what is fetched ahead.
-            needed.append(held.most_bytes + held.leaving_bytes + self._held.leaving_bytes)
+            needed.append(self._needed_beside(held))
             self._held, self._behind = held, []
             held.most_bytes = held.num_bytes
             for pack in self._summed(stay):
@@ -222,11 +215,11 @@ class _Lowering:
             return run.phase, run.position
         return run.phase, len(self._plan.visits) - 1 - run.position
 
-    def _compute(self, stay: Stay) -> tuple[list[Task], _Held]:
+    def _compute(self, stay: Stay) -> tuple[list[Task], Held]:
         """The tasks of a stay besides those of weights, and what the device holds behind them."""
         tasks: list[Task] = []
         before = self._held
-        held = _Held(before.num_bytes, before.num_bytes, 0, before.sum_bytes, 0, set(before.sums), dict(before.outputs))
+        held = Held(before.num_bytes, before.num_bytes, 0, before.sum_bytes, 0, set(before.sums), dict(before.outputs))
         # Else all of them compute here.
         has_spread = bool(self._plan.spread)
         for run in stay.runs:
@@ -236,7 +229,7 @@ class _Lowering:
                 self._gather(run, tasks, held)
         return tasks, held
 
-    def _run(self, run: Run, tasks: list[Task], held: _Held) -> None:
+    def _run(self, run: Run, tasks: list[Task], held: Held) -> None:
         pack = self._plan.visits[run.position]
         if self._comes_from_elsewhere(run):
             self._transfer(run, tasks, held)
@@ -252,7 +245,7 @@ class _Lowering:
         before = run.position - 1 if run.phase is Phase.FORWARD else run.position + 1
         return 0 <= before < len(plan.visits) and plan.device_of(plan.visits[before], run.microbatch) != self._device
 
-    def _transfer(self, run: Run, tasks: list[Task], held: _Held) -> None:
+    def _transfer(self, run: Run, tasks: list[Task], held: Held) -> None:
         kind, footprint = Errand.TRANSFER_FORWARD, self._footprint[run.position]
         num_bytes = footprint.there_bytes
         if run.phase is Phase.BACKWARD:
@@ -262,7 +255,7 @@ class _Lowering:
         held.take(num_bytes, num_bytes)
         tasks.append(Task(self._plan.visits[run.position], kind, run.microbatch))
 
-    def _forward(self, run: Run, pack: int, tasks: list[Task], held: _Held) -> None:
+    def _forward(self, run: Run, pack: int, tasks: list[Task], held: Held) -> None:
         footprint = self._footprint[run.position]
         held.take(footprint.forward_bytes, footprint.forward_left_bytes - footprint.there_bytes)
         held.outputs[run.microbatch] = footprint.passed_bytes
@@ -272,7 +265,7 @@ class _Lowering:
             held.num_bytes -= footprint.stash_bytes
             held.leaving_bytes += footprint.stash_bytes
 
-    def _backward(self, run: Run, pack: int, tasks: list[Task], held: _Held) -> None:
+    def _backward(self, run: Run, pack: int, tasks: list[Task], held: Held) -> None:
         footprint = self._footprint[run.position]
         if not footprint.is_gathered:
             self._begin_sum(run, held)
@@ -288,7 +281,7 @@ class _Lowering:
         held.leaving_bytes += footprint.gathered_bytes
         tasks.append(Task(pack, Phase.BACKWARD, run.microbatch))
 
-    def _begin_sum(self, run: Run, held: _Held) -> None:
+    def _begin_sum(self, run: Run, held: Held) -> None:
         """Where a sum of gradients is not there yet, it comes to be."""
         key = self._plan.visits[run.position], run.position
         if key not in held.sums:
@@ -297,7 +290,7 @@ class _Lowering:
             held.sum_bytes += num_bytes
             held.take(num_bytes, num_bytes)
 
-    def _gather(self, run: Run, tasks: list[Task], held: _Held) -> None:
+    def _gather(self, run: Run, tasks: list[Task], held: Held) -> None:
         """Add the gradients of a microbatch, which may come from another device."""
         self._begin_sum(run, held)
         if not self._computes(run):
@@ -306,9 +299,16 @@ class _Lowering:
             held.leaving_bytes += num_bytes
         tasks.append(Task(self._plan.visits[run.position], Errand.GATHER, run.microbatch))
 
-    def _drop(self, stay: Stay, held: _Held) -> None:
+    def _beside_weights(self, num_bytes: int, held: Held) -> int:
+        """What weights cannot have: what is there beside them, or what is kept for what passes, with the sums."""
+        return max(num_bytes, self._apart_bytes + held.sum_bytes) if self._apart_bytes else num_bytes
+
+    def _needed_beside(self, held: Held) -> int:
+        return self._beside_weights(held.most_bytes + held.leaving_bytes + self._held.leaving_bytes, held)
+
+    def _drop(self, stay: Stay, held: Held) -> None:
         """Evict packs that aren't needed any more, before anything waits for what is on its way out."""
-        needed = held.most_bytes + held.leaving_bytes + self._held.leaving_bytes
+        needed = self._needed_beside(held)
         for pack in sorted(self._resident.keys() - set(self._wanted[self._now])):
             if self._capacity_bytes is None or self._resident_bytes + needed <= self._capacity_bytes:
                 return

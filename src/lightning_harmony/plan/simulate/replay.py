@@ -63,7 +63,12 @@ def predict(plan: Plan, machine: MachineLimits | None = None, *, is_deferred: bo
     refuse_invalid(plan)
     machine = machine or plan.profile.machine
     packs = plan.profile.pack_costs(plan.packs)
-    return replay(plan, lower(plan, packs, machine.free_bytes, is_deferred=is_deferred), packs, machine)
+    return replay(
+        plan,
+        lower(plan, packs, machine.free_bytes, pools_apart=machine.pools_apart, is_deferred=is_deferred),
+        packs,
+        machine,
+    )
 
 
 def with_prediction(plan: Plan) -> Plan:
