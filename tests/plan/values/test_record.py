@@ -57,6 +57,14 @@ class TestOtherSizes:
             assert cost.forward_work_bytes >= real.forward_work_bytes
             assert cost.forward_seconds == pytest.approx(real.forward_seconds)
 
+    def test_what_weights_take_does_not_grow_with_the_microbatch(self) -> None:
+        """Neither where they are cast, nor where they stay as they are on the host."""
+        seen = replace(costs(8)[0], staging_bytes=16, master_bytes=100)
+        known = replace(record(8), sizes=(SeenSize(8, (seen, costs(8)[1])),))
+        larger = known.costs_at(64)[0]
+        fields = ("weight_bytes", "gradient_bytes", "copied_bytes", "staging_bytes", "master_bytes")
+        assert [getattr(larger, name) for name in fields] == [getattr(seen, name) for name in fields]
+
     def test_a_size_is_kept_once(self) -> None:
         again = record(2, 8).with_size(SeenSize(2, costs(2, fixed=9))).with_size(SeenSize(4, costs(4)))
         assert [size.num_elements for size in again.sizes] == [2, 4, 8]

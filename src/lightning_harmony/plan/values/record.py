@@ -128,6 +128,7 @@ def _scaled(cost: Cost, factor: float) -> Cost:
         cost.gradient_bytes,
         copied_bytes=cost.copied_bytes,
         staging_bytes=cost.staging_bytes,
+        master_bytes=cost.master_bytes,
     )
     return on_line(nothing, cost, factor)
 
