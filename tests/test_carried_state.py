@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.microbatches.carried_state import _Reads
+from lightning_harmony.microbatches.reads import Reads
 from support import nets
 from support.same_training import Net, assert_same_training, root, trainer_for
 from support.taking_turns import samples, takes_turns
@@ -313,7 +313,7 @@ def test_a_class_is_as_it_was_when_the_last_of_several_has_watched_it() -> None:
     one.value = other.value = 1  # type: ignore[attr-defined]
 
     def watch(name: str, watched: Attributed) -> Callable[[], None]:
-        return _Reads.watch(Attributed, "value", {id(vars(watched)): [name]}, read.append)  # type: ignore[dict-item, arg-type]
+        return Reads.watch(Attributed, "value", {id(vars(watched)): [name]}, read.append)  # type: ignore[dict-item, arg-type]
 
     ends = [watch("first", one), watch("second", other)]
     assert one.value + other.value == 2  # type: ignore[attr-defined]

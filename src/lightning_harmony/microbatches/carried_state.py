@@ -8,35 +8,23 @@ their order, do they find the same if they take turns.
 
 from __future__ import annotations
 
-import inspect
-import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.containers import copied_content
 from lightning_harmony.engine.structures.tree import tensors_of
 from lightning_harmony.microbatches.held_state import Held, Kind
-from lightning_harmony.microbatches.lane_attributes import ALL, MISSING
+from lightning_harmony.microbatches.lane_attributes import ALL
+from lightning_harmony.microbatches.reads import Reads, Uses, Watched, version_of
+from lightning_harmony.microbatches.variables import MISSING
 
 # Equal ones are the same, whichever object they are.
 _COMPARED = (bool, int, float, complex, str, bytes)
-# They write a tensor, or ask what it is, and compute nothing with what it holds.
-_READ_NOTHING = frozenset(
-    (
-        *("copy_", "zero_", "fill_", "normal_", "uniform_", "__setitem__", "__set__"),
-        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_contiguous", "__len__"),
-        *("is_floating_point", "is_complex", "is_inference", "get_device", "__hash__"),
-    )
-)
-# Flags of classes, as CPython has them.
-_IMMUTABLE_TYPE, _HEAP_TYPE = 1 << 8, 1 << 9
-_ATTRIBUTES_WITH_DATA = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
 @dataclass(eq=False)
@@ -78,12 +66,19 @@ class Found:
         read_at = self.used_at if self.fetched_at is None else self.fetched_at
         self.is_apart = self.is_apart or read_at is None or at != read_at
 
-    def owners(self) -> Iterator[tuple[Any, str]]:
-        """The objects one of whose attributes leads to it, with its name: the nearest first."""
-        if self.held.owner is not None and isinstance(self.name, str):
-            yield self.held.owner, self.name
-        if self.held.root is not None:
-            yield self.held.root
+    def target(self) -> tuple[type, str, int] | None:
+        """What tells that it is read: the attribute of a class that takes its place, and what tells the object by which.
+
+        None if nothing does, as with variables of closures, and globals.
+        """
+        owners = [] if self.held.owner is None or not isinstance(self.name, str) else [(self.held.owner, self.name)]
+        if self.held.root is not None and not self.held.is_shared:
+            owners.append(self.held.root)
+        for owner, name in owners:
+            kind = owner if isinstance(owner, type) else type(owner)
+            if Reads.is_possible(kind, name):
+                return kind, name, id(owner) if owner is kind else id(vars(owner))
+        return None
 
     @property
     def is_buffer(self) -> bool:
@@ -94,7 +89,7 @@ class Found:
     def watched_tensors(self) -> list[Tensor]:
         """The tensors in it, of which what is computed with them tells; none of those of other classes."""
         tensors = [] if self.is_buffer else tensors_of(*self.begun)
-        are_plain = all(type(tensor) is Tensor or type(tensor) is _Watched for tensor in tensors)
+        are_plain = all(type(tensor) is Tensor or type(tensor) is Watched for tensor in tensors)
         return [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)] if are_plain else []
 
     @property
@@ -118,7 +113,7 @@ class CarriedState:
         self._all: list[Found] = []
         # What ends the watching of attributes.
         self._ends: list[Callable[[], None]] = []
-        self._uses: _Uses | None = None
+        self._uses: Uses | None = None
         self._segment = 0
 
     def begin(self, places: Sequence[tuple[Held, Any]]) -> None:
@@ -134,9 +129,9 @@ class CarriedState:
             (Held(name, module._buffers, Kind.MODULE, module), dict(module._buffers)) for name, module in self._buffers
         ]
         places = [*places, *buffers]
-        versions = {id(tensor): (tensor, _version_of(tensor)) for _, begun in places for tensor in _tensors_in(begun)}
+        versions = {id(tensor): (tensor, version_of(tensor)) for _, begun in places for tensor in _tensors_in(begun)}
         self._found = list(self._left_by_the_one_before(places, versions)) if self._begun else []
-        self._begun = {id(held.content): (held, begun) for held, begun in places}
+        self._begun = {held.key: (held, begun) for held, begun in places}
         self._versions = versions
         self._all += self._found
         self._watch()
@@ -181,7 +176,7 @@ class CarriedState:
             key for key, (_, version) in self._versions.items() if key in versions and versions[key][1] != version
         }
         for held, begun in places:
-            before = self._begun.get(id(held.content), (held, {} if isinstance(begun, dict) else []))[1]
+            before = self._begun.get(held.key, (held, {} if isinstance(begun, dict) else []))[1]
             if isinstance(begun, dict):
                 for name, value in begun.items():
                     then = before.get(name, MISSING)
@@ -193,23 +188,18 @@ class CarriedState:
 
     def _watch(self) -> None:
         """Watch where what was found is read."""
-        watched: dict[int, Tensor] = {}
-        uses: dict[int, list[tuple[Found, int | None]]] = defaultdict(list)
+        uses = Uses(self._note_used)
         fetches: dict[tuple[type, str], dict[int, list[Found]]] = defaultdict(lambda: defaultdict(list))
         for found in self._found:
             for tensor in found.watched_tensors():
-                watched[id(tensor)] = tensor
-                uses[id(tensor)].append((found, _version_of(tensor)))
-            for owner, name in found.owners():
-                if _Reads.is_possible(type(owner), name):
-                    fetches[type(owner), name][id(vars(owner))].append(found)
-                    break
+                uses.watch(tensor, found, version_of(tensor))
+            target = found.target()
+            if target is not None:
+                kind, name, key = target
+                fetches[kind, name][key].append(found)
         for (kind, name), by_attributes in fetches.items():
-            self._ends.append(_Reads.watch(kind, name, by_attributes, self._note_fetched))
-        if uses:
-            self._uses = _Uses(uses, self._note_used)
-            for tensor in watched.values():
-                self._uses.watch(tensor)
+            self._ends.append(Reads.watch(kind, name, by_attributes, self._note_fetched))
+        self._uses = uses
 
     def _note_fetched(self, found: Found) -> None:
         if found.fetched_at is None and found.is_as_begun:
@@ -229,7 +219,7 @@ def _found(held: Held, name: Any) -> Found:
 
     def state() -> Sequence[Any]:
         values = list(copied_content(content)) if name is ALL else [content.get(name, MISSING)]
-        return [*values, *map(_version_of, _tensors_in(values))]
+        return [*values, *map(version_of, _tensors_in(values))]
 
     begun = state()
     return Found(held, name, state, begun, begun)
@@ -252,150 +242,7 @@ def _keeps_nothing(value: Any) -> bool:
     return type(value) is list and bool(value) and all(isinstance(each, weakref.ref) for each in value)
 
 
-def _version_of(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
-
-
 def _tensors_in(content: Any) -> list[Tensor]:
     """The tensors in a place. Not parameters, which no step changes, and not those in containers, which are places."""
     values = content.values() if isinstance(content, dict) else content
     return [value for value in values if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
-
-
-class _Uses:
-    """Tells of operations that compute with certain tensors as they were found.
-
-    Until then these are of another class, which torch asks: no operation on others takes longer, and none is compiled anew.
-    """
-
-    def __init__(self, found: dict[int, list[tuple[Found, int | None]]], note: Callable[[Found], None]) -> None:
-        self._found = found
-        self._note = note
-        self._tensors: dict[int, Tensor] = {}
-
-    def watch(self, tensor: Tensor) -> None:
-        """From now on, tell of this one."""
-        self._tensors[id(tensor)] = tensor
-        tensor.__class__ = _Watched
-        vars(tensor)[_USES] = self
-
-    def note(self, operands: Iterable[Any]) -> None:
-        """These are computed with, or changed."""
-        for tensor in tensors_of(*operands):
-            if self._tensors.pop(id(tensor), None) is not None:
-                _let_go(tensor)
-                for found, version in self._found[id(tensor)]:
-                    if _version_of(tensor) == version:
-                        self._note(found)
-
-    def close(self) -> None:
-        """Tell of nothing any more."""
-        for tensor in self._tensors.values():
-            _let_go(tensor)
-        self._tensors = {}
-
-
-_USES = "_lightning_harmony_uses"
-
-
-def _let_go(tensor: Tensor) -> None:
-    tensor.__class__ = Tensor
-    del vars(tensor)[_USES]
-
-
-class _Watched(Tensor):
-    """A tensor that was found, until it is computed with."""
-
-    # Nothing of ours is to be traced.
-    @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            is_read = getattr(getattr(func, "__self__", None), "__name__", "") in _ATTRIBUTES_WITH_DATA
-        else:
-            is_read = name not in _READ_NOTHING
-        operands = [*(args if is_read else args[1:]), *kwargs.values()]
-        for tensor in tensors_of(*operands):
-            uses = vars(tensor).get(_USES) if type(tensor) is _Watched else None
-            if uses is not None:
-                uses.note([tensor])
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-
-
-# The places found in the attributes of objects, by the identities of these, and who is told that one is read.
-_Watcher = tuple[dict[int, list[Found]], Callable[[Found], None]]
-
-
-class _Reads:
-    """Takes the place of an attribute on a class, and tells who reads it; the value stays where it is.
-
-    Fits in several threads may watch the same one: when the last of them has seen enough, the class is as it was.
-    """
-
-    _in_use: ClassVar[dict[tuple[type, str], _Reads]] = {}
-    _lock: ClassVar[threading.Lock] = threading.Lock()
-
-    def __init__(self, kind: type, name: str) -> None:
-        self._kind, self._name = kind, name
-        self._watchers: list[_Watcher] = []
-        self._default = inspect.getattr_static(kind, name, MISSING)
-        self._own = vars(kind).get(name, MISSING)
-        setattr(kind, name, self)
-
-    @classmethod
-    def watch(
-        cls, kind: type, name: str, found: dict[int, list[Found]], note: Callable[[Found], None]
-    ) -> Callable[[], None]:
-        """Tell of reads from now on; calling the result ends that."""
-        watcher = found, note
-        with cls._lock:
-            reads = cls._in_use.get((kind, name)) or cls(kind, name)
-            cls._in_use[kind, name] = reads
-            reads._watchers = [*reads._watchers, watcher]
-
-        def end() -> None:
-            with cls._lock:
-                reads._watchers = [each for each in reads._watchers if each is not watcher]
-                if not reads._watchers and cls._in_use.pop((kind, name), None) is not None:
-                    reads._give_back()
-
-        return end
-
-    @staticmethod
-    def is_possible(kind: type, name: str) -> bool:
-        """Whether instances of a class have the attribute in their `__dict__`, and the class may be changed."""
-        default = inspect.getattr_static(kind, name, MISSING)
-        is_mutable = bool(kind.__flags__ & _HEAP_TYPE) and not kind.__flags__ & _IMMUTABLE_TYPE
-        return is_mutable and (
-            isinstance(default, _Reads) or default is MISSING or not inspect.isdatadescriptor(default)
-        )
-
-    def _give_back(self) -> None:
-        if self._own is MISSING:
-            delattr(self._kind, self._name)
-        else:
-            setattr(self._kind, self._name, self._own)
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        attributes = {} if instance is None else vars(instance)
-        for places, note in self._watchers:
-            for found in places.get(id(attributes), ()):
-                note(found)
-        if self._name in attributes:
-            return attributes[self._name]
-        if self._default is MISSING:
-            raise AttributeError(f"{type(instance).__name__!r} object has no attribute {self._name!r}")
-        get = getattr(type(self._default), "__get__", None)
-        return self._default if get is None else get(self._default, instance, owner)
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        vars(instance)[self._name] = value
-
-    def __delete__(self, instance: Any) -> None:
-        try:
-            del vars(instance)[self._name]
-        except KeyError:
-            raise AttributeError(self._name) from None

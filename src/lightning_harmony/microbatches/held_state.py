@@ -1,9 +1,13 @@
 """What Python holds for a step: attributes of modules, and of objects that they hold, and lists, dicts and sets among them.
 
 Looked at are all modules of the model, and from each attribute lists, dicts, sets and deques to any depth, and objects to a
-depth of `DEEPEST`; and globals of the files that define the modules' classes, with the containers among them. Longer
-containers than `LONGEST` are data, and so are more than `MOST` spaces. Left alone are metrics, whose states add up,
-parameters, and objects of the libraries below, which no step of the user's keeps anything in.
+depth of `DEEPEST`; of functions, hooks among them, the variables of closures, attributes and defaults, and what methods and
+`functools.partial` are bound to, through as many functions that hold each other; the classes of all these, with their
+functions; and globals of the files that define the modules' classes, with what these define, and containers among them.
+
+Longer containers than `LONGEST` are data, and so are more than `MOST` spaces. Left alone are metrics, whose states add up,
+parameters, and objects, functions and classes of the libraries below, which no step of the user's keeps anything in. A function
+of theirs may wrap one of the user's.
 """
 
 from __future__ import annotations
@@ -12,10 +16,11 @@ import pickle
 import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
-from enum import Enum, auto
+from collections.abc import Container, Iterable, Iterator, Sequence
+from enum import Enum, EnumMeta, auto
+from functools import cache, partial
 from itertools import islice
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,29 +28,25 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_harmony.engine.model.attributes import HOOKS, LONGEST, OF_TORCH, GeneratorAccess
+from lightning_harmony.engine.structures.containers import copied_content, have_same_content
 from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.microbatches.variables import (
+    AttributesOfClass,
+    SlotsOf,
+    VariableOfClosure,
+    Variables,
+    slots_of,
+)
 
 DEEPEST, MOST = 3, 20_000
 # What is in these, lanes can switch: of other classes nobody knows how they are changed.
 SWITCHED = (list, deque, set, dict, OrderedDict, defaultdict)
 # Arrays up to this size are compared by what is in them.
 _SMALL_BYTES = 64 * 1024
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type,
-    FunctionType,
-    MethodType,
-    BuiltinFunctionType,
-    ModuleType,
-)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), ModuleType)
+_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, staticmethod, classmethod, property)
 # What is looked into by itself, or does not change: nothing tells by itself that it was changed in place.
-_UNMARKED = frozenset((*_PLAIN, *SWITCHED, tuple, nn.Parameter, torch.dtype, torch.device))
+_UNMARKED = frozenset((*_PLAIN, *_FUNCTIONS, *SWITCHED, tuple, type, nn.Parameter, torch.dtype, torch.device))
 _LIBRARIES = frozenset(
     (
         "torch",
@@ -58,6 +59,8 @@ _LIBRARIES = frozenset(
         "numpy",
     )
 )
+# Those that run within a step.
+_HOOKS = (*HOOKS, "_backward_hooks", "_backward_pre_hooks")
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
@@ -67,7 +70,7 @@ class Kind(Enum):
     MODULE = auto()
     CONTAINER = auto()
     HOOKS = auto()
-    # An object's attributes, or a container that is in one or of another class.
+    # An object's attributes, or a container that is in one or of another class; globals, variables and attributes of a class.
     OBJECT = auto()
 
 
@@ -76,10 +79,12 @@ class Held:
 
     Attributes:
         name: for messages.
-        content: the list, set or dict itself, or the dict of attributes.
+        content: the list, set or dict itself, or the attributes, in a dict or seen as one.
         kind: what it is.
         owner: whose attributes it is, if it is any.
-        root: the module, with the name of its attribute, that leads to it, if it is no module's own.
+        root: the module or class, with the name of its attribute, that leads to it, if it is no module's own.
+        is_shared: whether other ways lead to it, too, as functions share variables.
+        key: tells it from all others, and is the same whenever it is looked at.
     """
 
     def __init__(self, name: str, content: Any, kind: Kind, owner: Any = None) -> None:
@@ -87,79 +92,216 @@ class Held:
         self.content = content
         self.kind = kind
         self.owner = owner
-        self.root: tuple[nn.Module, str] | None = None
+        self.root: tuple[Any, str] | None = None
+        self.is_shared = False
+        self.key = id(content.owner) if isinstance(content, Variables) else id(content)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether what is in it has names, as in a dict."""
+        return isinstance(self.content, dict | Variables)
+
+    def copied(self) -> Any:
+        """What is in it, in a list, dict or set."""
+        return dict(self.content) if isinstance(self.content, Variables) else copied_content(self.content)
+
+    def is_as(self, before: Any) -> bool:
+        """Whether the same objects are in it as in a copy."""
+        content = self.content
+        return content.has_content(before) if isinstance(content, Variables) else have_same_content(content, before)
 
 
 def held_by(model: nn.Module, others: Sequence[tuple[str, Any]] = ()) -> Iterator[Held]:
     """All that a model holds, and other objects, given with their names. Each once, though several modules may have it."""
-    yield from islice(_all(model, others, set()), MOST)
+    yield from islice(_Walk(model).all(others), MOST)
 
 
-def _all(model: nn.Module, others: Sequence[tuple[str, Any]], seen: set[int]) -> Iterator[Held]:
-    for name, module in model.named_modules():
-        if isinstance(module, Metric):
-            continue
-        seen.add(id(module))
-        yield Held(name, vars(module), Kind.MODULE, module)
-        for attribute, value in list(vars(module).items()):
-            if attribute in HOOKS:
-                yield Held(_joined(name, attribute), value, Kind.HOOKS)
-            elif attribute not in OF_TORCH and type(value) not in _PLAIN:
-                for held in _within(_joined(name, attribute), value, seen, 0):
-                    held.root = module, attribute
-                    yield held
-    yield from _globals(model, seen)
-    for name, value in others:
-        seen.add(id(value))
-        yield from _attributes_of(name, value, seen, 0)
+class _Walk:
+    """Goes to all places, to each once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seen: set[int] = set()
+
+    def all(self, others: Sequence[tuple[str, Any]]) -> Iterator[Held]:
+        """All places."""
+        classes: dict[type, None] = {}
+        for name, module in self._model.named_modules():
+            if isinstance(module, Metric):
+                continue
+            classes[type(module)] = None
+            self._seen.add(id(module))
+            yield Held(name, vars(module), Kind.MODULE, module)
+            for attribute, value in list(vars(module).items()):
+                if attribute in _HOOKS:
+                    if attribute in HOOKS:
+                        yield Held(_joined(name, attribute), value, Kind.HOOKS)
+                    if value:
+                        yield from self._each(_joined(name, attribute), list(value.items()), 0, 0)
+                elif attribute not in OF_TORCH and type(value) not in _PLAIN:
+                    yield from _led_to(self._within(_joined(name, attribute), value, 0, 0), module, attribute)
+        for kind in classes:
+            yield from self._class(kind, 0)
+        yield from self._globals(classes)
+        for name, value in others:
+            self._seen.add(id(value))
+            yield from self._attributes_of(name, value, 0, 0)
+
+    def _within(self, name: str, value: Any, depth: int, nested: int) -> Iterator[Held]:
+        """The places in a value.
+
+        Args:
+            name: its own.
+            value: where to look.
+            depth: of how many objects it is an attribute.
+            nested: how many functions hold it.
+        """
+        if type(value) in _PLAIN or isinstance(value, Tensor) or id(value) in self._seen:
+            return
+        if isinstance(value, list | deque | set | dict | tuple):
+            yield from self._container(name, value, depth, nested)
+        elif isinstance(value, _FUNCTIONS):
+            if nested < DEEPEST:
+                yield from _shared(self._function(name, value, depth, nested + 1))
+        elif isinstance(value, type):
+            yield from self._class(value, nested)
+        elif depth < DEEPEST and _is_looked_into(value):
+            self._seen.add(id(value))
+            yield from self._attributes_of(name, value, depth + 1, nested)
+            yield from self._class(type(value), nested)
+
+    def _each(self, name: str, content: Iterable[tuple[Any, Any]], depth: int, nested: int) -> Iterator[Held]:
+        for key, each in content:
+            if type(each) not in _PLAIN:
+                named = f"{name}[{key!r}]" if isinstance(key, str | int) else name
+                yield from self._within(named, each, depth, nested)
+
+    def _container(self, name: str, value: Any, depth: int, nested: int) -> Iterator[Held]:
+        if len(value) > LONGEST:
+            return
+        # A tuple is no place, but what it holds is.
+        content = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+        if not isinstance(value, tuple):
+            self._seen.add(id(value))
+            # Not one of parameters, in whose places stand-ins are while a step runs.
+            if not any(isinstance(each, nn.Parameter) for _, each in content):
+                yield Held(name, value, Kind.CONTAINER if type(value) in SWITCHED and not depth else Kind.OBJECT)
+        yield from self._each(name, content, depth, nested)
+
+    def _attributes_of(self, name: str, value: Any, depth: int, nested: int) -> Iterator[Held]:
+        for held in _places_of(name, value):
+            yield held
+            for attribute, each in list(held.content.items()):
+                if type(each) not in _PLAIN:
+                    yield from self._within(f"{name}.{attribute}", each, depth, nested)
+
+    def _function(self, name: str, function: Any, depth: int, nested: int) -> Iterator[Held]:
+        self._seen.add(id(function))
+        for inner, value in _bound_to(function):
+            yield from self._within(f"{name}{inner}", value, depth, nested)
+        if not isinstance(function, FunctionType):
+            return
+        is_own = is_users(str(function.__globals__.get("__name__")))
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if id(cell) not in self._seen:
+                yield from self._variable(f"{name}.{variable}", variable, cell, depth, nested, is_own=is_own)
+        if is_own:
+            yield Held(name, vars(function), Kind.OBJECT, function)
+            defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+            yield from self._each(f"{name}, default", enumerate(defaults), depth, nested)
+        for attribute, value in list(vars(function).items()):
+            if is_own or isinstance(value, _FUNCTIONS):
+                yield from self._within(f"{name}.{attribute}", value, depth, nested)
+
+    def _variable(
+        self, name: str, variable: str, cell: CellType, depth: int, nested: int, *, is_own: bool
+    ) -> Iterator[Held]:
+        self._seen.add(id(cell))
+        content = VariableOfClosure(cell, variable)
+        # The class of a method, which no code sets.
+        if is_own and variable != "__class__":
+            yield Held(name, content, Kind.CONTAINER if not depth else Kind.OBJECT)
+        for value in content.values():
+            if is_own or isinstance(value, _FUNCTIONS):
+                yield from self._within(name, value, depth, nested)
+
+    def _class(self, kind: type, nested: int) -> Iterator[Held]:
+        for each in kind.__mro__:
+            if id(each) in self._seen:
+                continue
+            self._seen.add(id(each))
+            if not is_users(each.__module__) or isinstance(each, EnumMeta):
+                continue
+            name = f"class {each.__qualname__}"
+            yield from _shared([Held(name, AttributesOfClass(each), Kind.OBJECT, each)])
+            for attribute, value in list(vars(each).items()):
+                is_of_python = attribute.startswith("__") and not isinstance(value, _FUNCTIONS)
+                if type(value) not in _PLAIN and not is_of_python:
+                    yield from _led_to(self._within(f"{name}.{attribute}", value, 0, nested), each, attribute)
+
+    def _globals(self, classes: Iterable[type]) -> Iterator[Held]:
+        """The globals of the files in which the classes of a model are defined, and what is the user's among them."""
+        files = dict.fromkeys(kind.__module__ for kind in classes)
+        for name in files:
+            file = sys.modules.get(name)
+            if file is None or not is_users(name):
+                continue
+            yield from _shared([Held(name, vars(file), Kind.OBJECT, file)])
+            for attribute, value in list(vars(file).items()):
+                if attribute.startswith("__") or not _is_users_global(value, files):
+                    continue
+                depth = DEEPEST if type(value) in SWITCHED else 0
+                yield from _shared(self._within(f"{name}.{attribute}", value, depth, 0))
 
 
-def _within(name: str, value: Any, seen: set[int], depth: int) -> Iterator[Held]:
-    if type(value) in _PLAIN or isinstance(value, Tensor) or id(value) in seen:
-        return
-    if isinstance(value, list | deque | set | dict | tuple):
-        yield from _container(name, value, seen, depth)
-    elif depth < DEEPEST and _is_looked_into(value):
-        seen.add(id(value))
-        yield from _attributes_of(name, value, seen, depth + 1)
+def _shared(places: Iterable[Held]) -> Iterator[Held]:
+    for held in places:
+        held.is_shared = True
+        yield held
 
 
-def _container(name: str, value: Any, seen: set[int], depth: int) -> Iterator[Held]:
-    if len(value) > LONGEST:
-        return
-    # A tuple is no place, but what it holds is.
-    content = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-    if not isinstance(value, tuple):
-        seen.add(id(value))
-        # Not one of parameters, in whose places stand-ins are while a step runs.
-        if not any(isinstance(each, nn.Parameter) for _, each in content):
-            yield Held(name, value, Kind.CONTAINER if type(value) in SWITCHED and not depth else Kind.OBJECT)
-    for key, each in content:
-        if type(each) not in _PLAIN:
-            yield from _within(f"{name}[{key!r}]" if isinstance(key, str | int) else name, each, seen, depth)
+def _led_to(places: Iterable[Held], owner: Any, attribute: str) -> Iterator[Held]:
+    for held in places:
+        held.root = held.root or (owner, attribute)
+        yield held
 
 
-def _attributes_of(name: str, value: Any, seen: set[int], depth: int) -> Iterator[Held]:
+def _places_of(name: str, value: Any) -> Iterator[Held]:
+    """The attributes of an object, and its slots."""
     attributes = getattr(value, "__dict__", None)
-    if not isinstance(attributes, dict):
-        return
-    yield Held(name, attributes, Kind.OBJECT, value)
-    for attribute, each in list(attributes.items()):
-        if type(each) not in _PLAIN:
-            yield from _within(f"{name}.{attribute}", each, seen, depth)
+    if isinstance(attributes, dict):
+        yield Held(name, attributes, Kind.OBJECT, value)
+    if slots_of(type(value)) and is_users(type(value).__module__):
+        yield Held(name, SlotsOf(value), Kind.OBJECT)
 
 
-def _globals(model: nn.Module, seen: set[int]) -> Iterator[Held]:
-    """The globals of the files in which the classes of a model are defined, and the containers among them."""
-    files = dict.fromkeys(type(module).__module__ for module in model.modules())
-    for name in files:
-        file = sys.modules.get(name)
-        if file is None or name.partition(".")[0] in _LIBRARIES:
-            continue
-        yield Held(name, vars(file), Kind.OBJECT)
-        for attribute, value in list(vars(file).items()):
-            if type(value) in SWITCHED and not attribute.startswith("__"):
-                yield from _within(f"{name}.{attribute}", value, seen, DEEPEST)
+def _bound_to(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function is made of that is not its own."""
+    if isinstance(function, MethodType):
+        yield "", function.__self__
+        yield "", function.__func__
+    elif isinstance(function, BuiltinFunctionType):
+        yield "", function.__self__
+    elif isinstance(function, staticmethod | classmethod):
+        yield "", function.__func__
+    elif isinstance(function, property):
+        yield from (("", each) for each in (function.fget, function.fset, function.fdel))
+    elif isinstance(function, partial):
+        yield "", function.func
+        yield ", arguments", function.args
+        yield ", arguments", function.keywords
+
+
+def _is_users_global(value: Any, files: Container[str]) -> bool:
+    """Whether a global is looked into: a container, or a function, class or object of what these files define."""
+    if type(value) in SWITCHED or type(value) is SimpleNamespace:
+        return True
+    if isinstance(value, Tensor | nn.Module):
+        return False
+    defined_in = (
+        getattr(value, "__module__", None) if isinstance(value, type | FunctionType) else type(value).__module__
+    )
+    return defined_in in files
 
 
 def _is_looked_into(value: Any) -> bool:
@@ -167,6 +309,13 @@ def _is_looked_into(value: Any) -> bool:
     if isinstance(value, Metric | torch.optim.Optimizer | torch.utils.data.Dataset | torch.utils.data.DataLoader):
         return False
     return type(value).__module__.partition(".")[0] not in _LIBRARIES
+
+
+@cache
+def is_users(file: str) -> bool:
+    """Whether what a file defines is the user's: not that of the libraries above, or the standard library."""
+    package = file.partition(".")[0]
+    return package not in _LIBRARIES and package not in sys.stdlib_module_names
 
 
 def _joined(name: str, attribute: str) -> str:
@@ -188,8 +337,7 @@ def mark_of(value: Any) -> Any:
 
 def marked_in(held: Held) -> Iterator[tuple[Any, Any, Any]]:
     """The objects in a place that may be changed in place: their names, or numbers, the objects, and their marks."""
-    content = held.content
-    for name, value in list(content.items() if isinstance(content, dict) else enumerate(content)):
+    for name, value in list(held.content.items() if held.is_named else enumerate(held.content)):
         mark = mark_of(value)
         if mark is not None:
             yield name, value, mark

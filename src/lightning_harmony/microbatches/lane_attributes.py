@@ -16,11 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.derived import OutOfReach
-from lightning_harmony.engine.structures.containers import copied_content, have_same_content
 from lightning_harmony.microbatches.held_state import Held, Kind, held_by
+from lightning_harmony.microbatches.variables import MISSING
 
 _PASSED_BY = frozenset((__name__.partition(".")[0], "torch", "threading", "lightning", "pytorch_lightning"))
-MISSING = object()
 NUMBERS = (int, float)
 # In place of a name: all of a list, set or dict.
 ALL = object()
@@ -61,6 +60,7 @@ class _Space:
 
     Attributes:
         held: the place.
+        is_named: whether what is in it has names.
         of_layers: the attributes of a module that the own code of layers sets.
         harmless, counters, grows, is_passed_on: what `KnownChanges` tell of it.
         base: a copy of it when the step began.
@@ -69,22 +69,23 @@ class _Space:
     """
 
     def __init__(self, held: Held, known: KnownChanges, of_layers: set[str]) -> None:
+        self.held, self.is_named = held, held.is_named
         self.name, self.content, self.kind = held.name, held.content, held.kind
         self.of_layers = of_layers
         self.harmless: Collection[Any] = known.harmless.get(held.name, frozenset())
-        self.counters = known.counters.get(held.name, {}) if isinstance(held.content, dict) else {}
-        self.grows = held.name in known.growing and not isinstance(held.content, dict)
+        self.counters = known.counters.get(held.name, {}) if held.is_named else {}
+        self.grows = held.name in known.growing and not held.is_named
         self.is_passed_on = self.grows and held.name in known.passed_on
-        self.base = self.seen = copied_content(self.content)
+        self.base = self.seen = self.held.copied()
         self.own: dict[int, dict[Any, Any]] = {}
 
     def leave(self, microbatch: int) -> None:
         """Note what a microbatch has changed in its turn, and take back what no other is to find."""
-        if not have_same_content(self.content, self.seen):
+        if not self.held.is_as(self.seen):
             changed = self._changed()
             if changed:
                 self.own.setdefault(microbatch, {}).update(changed)
-            self.seen = copied_content(self.content)
+            self.seen = self.held.copied()
         # In an earlier turn, too: it has found that again in this one.
         again = {
             name: self._base_of(name) if self._goes(name, value) else self._newest(name)
@@ -92,7 +93,7 @@ class _Space:
         }
         if again:
             self._set(again)
-            self.seen = copied_content(self.content)
+            self.seen = self.held.copied()
 
     def enter(self, microbatch: int) -> None:
         """Make everything that a microbatch has changed what it made of it, and counters what they are in its turn."""
@@ -102,7 +103,7 @@ class _Space:
         }
         if own or counted:
             self._set({**own, **counted})
-            self.seen = copied_content(self.content)
+            self.seen = self.held.copied()
 
     def finish(self) -> None:
         """Make everything what the microbatches leave one after the other."""
@@ -121,9 +122,9 @@ class _Space:
         Args:
             ran: the microbatches, each of which has what is its own.
         """
-        if ALL in self.harmless or have_same_content(self.content, self.base):
+        if ALL in self.harmless or self.held.is_as(self.base):
             return []
-        if not isinstance(self.content, dict):
+        if not self.is_named:
             return [] if self.own else [None]
         return [name for name in {**self.base, **self.content} if self._is_late(name, ran)]
 
@@ -134,7 +135,7 @@ class _Space:
             is_watched: whether lanes switch what they have here.
         """
         late = self.late(())
-        if not is_watched or not isinstance(self.content, dict):
+        if not is_watched or not self.is_named:
             return [] if is_watched else late
         values = [(name, self.content.get(name, MISSING)) for name in late if name not in self.counters]
         return [name for name, value in values if not is_switched(self.kind, name, value, self._base_of(name))]
@@ -149,17 +150,17 @@ class _Space:
 
     def undo(self) -> None:
         """Make everything what it was when the step began."""
-        if have_same_content(self.content, self.base):
+        if self.held.is_as(self.base):
             return
-        if isinstance(self.content, dict):
+        if self.is_named:
             self._set({name: self.base.get(name, MISSING) for name in {**self.base, **self.content}})
         else:
             self._set({None: self.base})
 
     def _changed(self) -> dict[Any, Any]:
-        if not isinstance(self.content, dict):
+        if not self.is_named:
             has_own = self.grows or (self.kind is Kind.CONTAINER and has_tensors([*self.content, *self.seen]))
-            return {None: copied_content(self.content)} if has_own and ALL not in self.harmless else {}
+            return {None: self.held.copied()} if has_own and ALL not in self.harmless else {}
         values = {name: self.content.get(name, MISSING) for name in {**self.seen, **self.content}}
         return {name: value for name, value in values.items() if self._is_own(name, value)}
 
@@ -187,7 +188,7 @@ class _Space:
 
     def _set(self, values: dict[Any, Any]) -> None:
         for name, value in values.items():
-            if not isinstance(self.content, dict):
+            if not self.is_named:
                 self.content.clear()
                 (self.content.update if isinstance(self.content, set) else self.content.extend)(value)
             elif value is MISSING:

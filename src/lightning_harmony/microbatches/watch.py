@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.lanes.ambient import OF_PROCESS
-from lightning_harmony.engine.structures.containers import copied_content, have_same_content
 from lightning_harmony.microbatches.carried_state import CarriedState, Found
 from lightning_harmony.microbatches.held_state import (
     Held,
@@ -28,7 +27,6 @@ from lightning_harmony.microbatches.held_state import (
 )
 from lightning_harmony.microbatches.lane_attributes import (
     ALL,
-    MISSING,
     NUMBERS,
     Draws,
     KnownChanges,
@@ -36,6 +34,7 @@ from lightning_harmony.microbatches.lane_attributes import (
     is_switched,
 )
 from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED
+from lightning_harmony.microbatches.variables import MISSING
 
 # Of a step, watching takes at most this share, beside one microbatch at whose calls everything is looked at.
 _SHARE = 0.01
@@ -49,16 +48,16 @@ class _Watched:
 
     def __init__(self, held: Held) -> None:
         self.held = held
-        self.begun = copied_content(held.content)
+        self.begun = held.copied()
         self.marks = list(marked_in(held))
 
     def changed(self) -> Iterator[Any]:
         """The names of what is another object now; `ALL` of a list or set that is."""
         now, before = self.held.content, self.begun
         # Most are hooks that there are none of.
-        if not (now or before) or have_same_content(now, before):
+        if not (now or before) or self.held.is_as(before):
             return
-        if not isinstance(now, dict):
+        if not self.held.is_named:
             yield ALL
             return
         for name in {**before, **now}:

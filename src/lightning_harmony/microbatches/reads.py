@@ -1,0 +1,206 @@
+"""Who reads certain attributes, and computes with certain tensors: told while a step runs, and at no other time."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_harmony.engine.structures.tree import tensors_of
+from lightning_harmony.microbatches.variables import MISSING, StandIn
+
+# They write a tensor, or ask what it is, and compute nothing with what it holds.
+_READ_NOTHING = frozenset(
+    (
+        *("copy_", "zero_", "fill_", "normal_", "uniform_", "__setitem__", "__set__"),
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_contiguous", "__len__"),
+        *("is_floating_point", "is_complex", "is_inference", "get_device", "__hash__"),
+    )
+)
+# Flags of classes, as CPython has them.
+_IMMUTABLE_TYPE, _HEAP_TYPE = 1 << 8, 1 << 9
+_ATTRIBUTES_WITH_DATA = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was changed in place; None where that is not counted."""
+    return None if tensor.is_inference() else tensor._version
+
+
+class Uses:
+    """Tells of operations that compute with certain tensors as they were found.
+
+    Until then these are of another class, which torch asks: no operation on others takes longer, and none is compiled anew.
+    """
+
+    def __init__(self, note: Callable[[Any], None]) -> None:
+        self._note = note
+        self._tensors: dict[int, Tensor] = {}
+        self._found: dict[int, list[tuple[Any, int | None]]] = defaultdict(list)
+
+    def watch(self, tensor: Tensor, found: Any, version: int | None = None) -> None:
+        """From now on, tell of this one.
+
+        Args:
+            tensor: the one.
+            found: what is told.
+            version: of which alone it is told; None of each.
+        """
+        self._found[id(tensor)].append((found, version))
+        if id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = tensor
+            tensor.__class__ = Watched
+            vars(tensor)[_USES] = self
+
+    def watches(self, tensor: Tensor) -> bool:
+        """Whether this one is watched."""
+        return id(tensor) in self._tensors
+
+    def note(self, operands: Iterable[Any]) -> None:
+        """These are computed with, or changed."""
+        for tensor in tensors_of(*operands):
+            if self._tensors.pop(id(tensor), None) is not None:
+                _let_go(tensor)
+                for found, version in self._found.pop(id(tensor)):
+                    if version is None or version_of(tensor) == version:
+                        self._note(found)
+
+    def close(self) -> None:
+        """Tell of nothing any more."""
+        for tensor in self._tensors.values():
+            _let_go(tensor)
+        self._tensors = {}
+        self._found.clear()
+
+
+_USES = "_lightning_harmony_uses"
+
+
+def _let_go(tensor: Tensor) -> None:
+    tensor.__class__ = Tensor
+    del vars(tensor)[_USES]
+
+
+class Watched(Tensor):
+    """A tensor that was found, until it is computed with."""
+
+    # Nothing of ours is to be traced.
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            is_read = getattr(getattr(func, "__self__", None), "__name__", "") in _ATTRIBUTES_WITH_DATA
+        else:
+            is_read = name not in _READ_NOTHING
+        operands = [*(args if is_read else args[1:]), *kwargs.values()]
+        for tensor in tensors_of(*operands):
+            uses = vars(tensor).get(_USES) if type(tensor) is Watched else None
+            if uses is not None:
+                uses.note([tensor])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+# The places found in the attributes of objects, by the identities of these, and who is told that one is read.
+_Watcher = tuple[dict[int, list[Any]], Callable[[Any], None]]
+
+
+class Reads(StandIn):
+    """Takes the place of an attribute on a class, and tells who reads it; the value stays where it is.
+
+    Fits in several threads may watch the same one: when the last of them has seen enough, the class is as it was.
+    """
+
+    _in_use: ClassVar[dict[tuple[type, str], Reads]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, kind: type, name: str) -> None:
+        self._kind, self._name = kind, name
+        self._watchers: list[_Watcher] = []
+        self.own = vars(kind).get(name, MISSING)
+        setattr(kind, name, self)
+
+    @classmethod
+    def watch(
+        cls, kind: type, name: str, found: dict[int, list[Any]], note: Callable[[Any], None]
+    ) -> Callable[[], None]:
+        """Tell of reads from now on; calling the result ends that."""
+        watcher = found, note
+        with cls._lock:
+            reads = cls._in_use.get((kind, name)) or cls(kind, name)
+            cls._in_use[kind, name] = reads
+            reads._watchers = [*reads._watchers, watcher]
+
+        def end() -> None:
+            with cls._lock:
+                reads._watchers = [each for each in reads._watchers if each is not watcher]
+                if not reads._watchers and cls._in_use.pop((kind, name), None) is not None:
+                    reads._give_back()
+
+        return end
+
+    @classmethod
+    def renew(cls, kind: type, name: str) -> None:
+        """Go on to tell of reads, though somebody has set the attribute of the class."""
+        reads, there = cls._in_use.get((kind, name)), vars(kind).get(name, MISSING)
+        if reads is not None and there is not reads:
+            reads.own = there
+            setattr(kind, name, reads)
+
+    @staticmethod
+    def is_possible(kind: type, name: str) -> bool:
+        """Whether instances of a class have the attribute in their `__dict__`, and the class may be changed."""
+        default = inspect.getattr_static(kind, name, MISSING)
+        is_mutable = bool(kind.__flags__ & _HEAP_TYPE) and not kind.__flags__ & _IMMUTABLE_TYPE
+        return is_mutable and (
+            isinstance(default, Reads) or default is MISSING or not inspect.isdatadescriptor(default)
+        )
+
+    def _give_back(self) -> None:
+        # Somebody may have set the attribute of the class.
+        if vars(self._kind).get(self._name) is not self:
+            return
+        if self.own is MISSING:
+            delattr(self._kind, self._name)
+        else:
+            setattr(self._kind, self._name, self.own)
+
+    @property
+    def _default(self) -> Any:
+        """What instances find that have none of their own."""
+        if self.own is not MISSING:
+            return self.own
+        bases = (vars(kind) for kind in self._kind.__mro__[1:])
+        return next((base[self._name] for base in bases if self._name in base), MISSING)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        attributes = {} if instance is None else vars(instance)
+        is_own = self._name in attributes
+        for places, note in self._watchers:
+            for key in (id(attributes),) if is_own else (id(attributes), id(self._kind)):
+                for found in places.get(key, ()):
+                    note(found)
+        if is_own:
+            return attributes[self._name]
+        default = self._default
+        if default is MISSING:
+            kind = owner.__name__ if instance is None else type(instance).__name__
+            raise AttributeError(f"{kind!r} object has no attribute {self._name!r}")
+        get = getattr(type(default), "__get__", None)
+        return default if get is None else get(default, instance, owner)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self._name] = value
+
+    def __delete__(self, instance: Any) -> None:
+        try:
+            del vars(instance)[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None

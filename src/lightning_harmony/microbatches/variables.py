@@ -1,0 +1,162 @@
+"""Names that are in no dict, seen as one: variables of closures, attributes of classes, and slots of objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from operator import is_
+from types import CellType
+from typing import Any
+
+from lightning_harmony.engine.structures.containers import have_same_content
+
+MISSING = object()
+
+
+class StandIn:
+    """What takes the place of an attribute on a class for a while.
+
+    Attributes:
+        own: what was in its place; `MISSING` if nothing was.
+    """
+
+    own: Any
+
+
+class Variables(MutableMapping[str, Any]):
+    """Some names of one owner, and their values.
+
+    Attributes:
+        owner: whose they are.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def has_content(self, before: dict[str, Any]) -> bool:
+        """Whether the same objects are in it that were before."""
+        return have_same_content(dict(self), before)
+
+
+class VariableOfClosure(Variables):
+    """A variable that functions share with the function in which they are defined."""
+
+    def __init__(self, cell: CellType, name: str) -> None:
+        super().__init__(cell)
+        self._cell, self._name = cell, name
+
+    def has_content(self, before: dict[str, Any]) -> bool:
+        """Whether the same object is in it that was before."""
+        try:
+            return len(before) == 1 and self._cell.cell_contents is before[self._name]
+        except ValueError:
+            return not before
+
+    def __getitem__(self, name: str) -> Any:
+        if name != self._name:
+            raise KeyError(name)
+        try:
+            return self._cell.cell_contents
+        except ValueError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cell.cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._cell.cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            _ = self._cell.cell_contents
+        except ValueError:
+            return
+        yield self._name
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class SlotsOf(Variables):
+    """The slots of an object that have values."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._names = slots_of(type(value))
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self.owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        # Past the guard of frozen ones.
+        object.__setattr__(self.owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self.owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if hasattr(self.owner, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The names of the slots that objects of a class have, but for private ones."""
+    slots = (vars(each).get("__slots__", ()) for each in kind.__mro__)
+    names = (name for each in slots for name in ((each,) if isinstance(each, str) else tuple(each)))
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+class AttributesOfClass(Variables):
+    """The attributes of a class, but for those that Python itself gives it."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__(kind)
+        # What was found to be as some content before, and that content.
+        self._same: tuple[list[Any], Any] = [], None
+
+    def has_content(self, before: dict[str, Any]) -> bool:
+        """Whether the same objects are in it that were before."""
+        now = list(vars(self.owner).values())
+        # Most classes never change: no name is looked at.
+        if self._same[1] is before and len(now) == len(self._same[0]) and all(map(is_, now, self._same[0])):
+            return True
+        is_same = have_same_content(dict(self), before)
+        if is_same:
+            self._same = now, before
+        return is_same
+
+    def __getitem__(self, name: str) -> Any:
+        value = vars(self.owner)[name]
+        if not isinstance(value, StandIn):
+            return value
+        if value.own is MISSING:
+            raise KeyError(name)
+        return value.own
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        there = vars(self.owner).get(name)
+        if isinstance(there, StandIn):
+            there.own = value
+        else:
+            type.__setattr__(self.owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        there = vars(self.owner).get(name)
+        if isinstance(there, StandIn):
+            there.own = MISSING
+        else:
+            type.__delattr__(self.owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in list(vars(self.owner)) if not name.startswith("__") and name in self)
+
+    def __contains__(self, name: object) -> bool:
+        value = vars(self.owner).get(name, MISSING)
+        return (value.own if isinstance(value, StandIn) else value) is not MISSING
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
