@@ -41,6 +41,7 @@ class Found:
         used_at: the same of when something was computed with it.
         is_written: whether the microbatch changed it, too.
         is_apart: whether it did so elsewhere than where it was read.
+        is_unseen: whether nothing tells that it is read.
     """
 
     held: Held
@@ -52,6 +53,7 @@ class Found:
     used_at: int | None = None
     is_written: bool = False
     is_apart: bool = False
+    is_unseen: bool = False
 
     def look(self, at: int | None) -> None:
         """Note whether it was changed.
@@ -60,25 +62,11 @@ class Found:
             at: between which calls of layers, by their number; None behind the forward.
         """
         now = self.state()
-        if _are_same(now, self.newest):
+        if are_same(now, self.newest):
             return
         self.newest, self.is_written = now, True
         read_at = self.used_at if self.fetched_at is None else self.fetched_at
-        self.is_apart = self.is_apart or read_at is None or at != read_at
-
-    def target(self) -> tuple[type, str, int] | None:
-        """What tells that it is read: the attribute of a class that takes its place, and what tells the object by which.
-
-        None if nothing does, as with variables of closures, and globals.
-        """
-        owners = [] if self.held.owner is None or not isinstance(self.name, str) else [(self.held.owner, self.name)]
-        if self.held.root is not None and not self.held.is_shared:
-            owners.append(self.held.root)
-        for owner, name in owners:
-            kind = owner if isinstance(owner, type) else type(owner)
-            if Reads.is_possible(kind, name):
-                return kind, name, id(owner) if owner is kind else id(vars(owner))
-        return None
+        self.is_apart = self.is_apart or self.is_unseen or read_at is None or at != read_at
 
     @property
     def is_buffer(self) -> bool:
@@ -95,7 +83,7 @@ class Found:
     @property
     def is_as_begun(self) -> bool:
         """Whether it is what the microbatch has found."""
-        return _are_same(self.state(), self.begun)
+        return are_same(self.state(), self.begun)
 
 
 class CarriedState:
@@ -168,6 +156,10 @@ class CarriedState:
             found.look(None)
         return [found for found in self._all if found.used_at is not None and found.is_written]
 
+    def all(self) -> list[Found]:
+        """What microbatches have changed, as the next ones found it."""
+        return self._all
+
     def _left_by_the_one_before(
         self, places: Sequence[tuple[Held, Any]], versions: dict[int, tuple[Tensor, int | None]]
     ) -> Iterator[Found]:
@@ -183,7 +175,7 @@ class CarriedState:
                     is_new = value is not then and not _is_same(value, then) and not _keeps_nothing(value)
                     if is_new or (changed and id(value) in changed):
                         yield _found(held, name)
-            elif any(id(value) in changed for value in begun) or not _are_same(list(begun), list(before)):
+            elif any(id(value) in changed for value in begun) or not are_same(list(begun), list(before)):
                 yield _found(held, ALL)
 
     def _watch(self) -> None:
@@ -193,10 +185,13 @@ class CarriedState:
         for found in self._found:
             for tensor in found.watched_tensors():
                 uses.watch(tensor, found, version_of(tensor))
-            target = found.target()
+            target = target_of(found.held, found.name)
             if target is not None:
                 kind, name, key = target
                 fetches[kind, name][key].append(found)
+            elif not found.watched_tensors():
+                # It may be read whenever.
+                found.is_unseen, found.used_at = True, 0
         for (kind, name), by_attributes in fetches.items():
             self._ends.append(Reads.watch(kind, name, by_attributes, self._note_fetched))
         self._uses = uses
@@ -213,6 +208,21 @@ class CarriedState:
             found.used_at = self._segment
 
 
+def target_of(held: Held, name: Any) -> tuple[type, str, int] | None:
+    """What tells that something in a place is read: an attribute of a class, and what tells by which object.
+
+    None if nothing does, as with variables of closures, and globals.
+    """
+    owners = [] if held.owner is None or not isinstance(name, str) else [(held.owner, name)]
+    if held.root is not None and not held.is_shared:
+        owners.append(held.root)
+    for owner, attribute in owners:
+        kind = owner if isinstance(owner, type) else type(owner)
+        if Reads.is_possible(kind, attribute):
+            return kind, attribute, id(owner) if owner is kind else id(vars(owner))
+    return None
+
+
 def _found(held: Held, name: Any) -> Found:
     """What is in a place now."""
     content = held.content
@@ -225,7 +235,7 @@ def _found(held: Held, name: Any) -> Found:
     return Found(held, name, state, begun, begun)
 
 
-def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether two sequences hold the same objects, or equal numbers and strings."""
     return len(one) == len(other) and all(map(_is_same, one, other))
 
@@ -234,7 +244,7 @@ def _is_same(one: Any, other: Any) -> bool:
     if one is other or type(one) is not type(other):
         return one is other
     # A recompute in the backward makes tuples anew.
-    return _are_same(one, other) if type(one) is tuple else type(one) in _COMPARED and bool(one == other)
+    return are_same(one, other) if type(one) is tuple else type(one) in _COMPARED and bool(one == other)
 
 
 def _keeps_nothing(value: Any) -> bool:

@@ -6,7 +6,7 @@ depth of `DEEPEST`; of functions, hooks among them, the variables of closures, a
 functions; and globals of the files that define the modules' classes, with what these define, and containers among them.
 
 Longer containers than `LONGEST` are data, and so are more than `MOST` spaces. Left alone are metrics, whose states add up,
-parameters, and objects, functions and classes of the libraries below, which no step of the user's keeps anything in. A function
+parameters, and objects, functions and classes of the libraries below, which no step of the user's keeps anything in. Functions
 of theirs may wrap one of the user's.
 """
 
@@ -100,6 +100,11 @@ class Held:
     def is_named(self) -> bool:
         """Whether what is in it has names, as in a dict."""
         return isinstance(self.content, dict | Variables)
+
+    @property
+    def has_attributes(self) -> bool:
+        """Whether its names are those that code has given them: attributes, globals or variables, not entries."""
+        return self.owner is not None or isinstance(self.content, Variables)
 
     def copied(self) -> Any:
         """What is in it, in a list, dict or set."""

@@ -8,20 +8,23 @@ microbatch after the other, as plain accumulation does, and is watched.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.step import Listeners
 from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
+from lightning_harmony.microbatches.held_state import Held, Kind
 from lightning_harmony.microbatches.lane_attributes import (
     KnownChanges,
     LaneAttributes,
 )
 from lightning_harmony.microbatches.logs import MicrobatchLogs
+from lightning_harmony.microbatches.stale_reads import StaleReads
 from lightning_harmony.microbatches.step_undo import Undo, Versions
 from lightning_harmony.microbatches.watch import Watch
 from lightning_harmony.setup import compat
@@ -30,6 +33,10 @@ from lightning_harmony.setup.lightning_tree import LightningTree
 
 class _Unsafe(Exception):
     """Ends a step in which microbatches took turns, and may have seen what others keep."""
+
+
+class _PassesOn(_Unsafe):
+    """It is shown that microbatches would find something else one after the other."""
 
 
 class Interleaving:
@@ -72,11 +79,18 @@ class Interleaving:
             self._run_in_sequence(forward, sizes)
             return
         self._attributes.begin()
-        undo = Undo(self._model, self._attributes.places, self._changing, self._known)
+        buffers = list(self._buffers_between_layers())
+        undo = Undo(
+            self._model, self._attributes.places, self._changing, self._known, [held.content for held, _ in buffers]
+        )
+        reads = StaleReads(self._attributes.places, buffers, self._known)
+        passes_on: str | None = None
         error: BaseException | None = None
         try:
-            self._run_in_turns(forward, sizes, undo)
+            self._run_in_turns(forward, sizes, undo, reads)
             return
+        except _PassesOn as unsafe:
+            late = passes_on = str(unsafe)
         except _Unsafe as unsafe:
             late = str(unsafe)
         except BaseException as raised:
@@ -99,14 +113,16 @@ class Interleaving:
         self._run_in_sequence(forward, sizes)
         if isinstance(error, CapacityError):
             self.end(f"they do not fit together ({error})", len(sizes), "use smaller batches, or more memory")
-        elif error is not None and self.hazard is None:
+        elif (error is not None or passes_on is not None) and self.hazard is None:
             self._refuse_turns(late, len(sizes))
 
     def finish(self) -> None:
         """The step is over."""
         self._attributes.finish()
 
-    def _run_in_turns(self, forward: Callable[[bool], None], sizes: Sequence[int], undo: Undo) -> None:
+    def _run_in_turns(
+        self, forward: Callable[[bool], None], sizes: Sequence[int], undo: Undo, reads: StaleReads
+    ) -> None:
         """Let microbatches take turns.
 
         Raises:
@@ -119,7 +135,12 @@ class Interleaving:
             logs.microbatch = microbatch
             if not engine.is_sequential:
                 undo.note_turn(microbatch)
+                reads.leave()
                 self._attributes.switch(microbatch)
+                reads.enter(microbatch)
+
+        def note_compiled(given: Sequence[Tensor]) -> None:
+            (watch if engine.is_sequential else reads).note_compiled(given)
 
         # Larger microbatches than ever before run one after the other.
         watch = Watch(self._model, self._others)
@@ -128,10 +149,16 @@ class Interleaving:
             self._attributes.set_by_layer(attributes, names)
             watch.set_by_layer(attributes, names)
 
-        engine.notify(Listeners(switch, set_by_layer, watch))
-        with logs, closing(watch):
+        engine.notify(Listeners(switch, set_by_layer, watch, note_compiled))
+        with logs, closing(watch), closing(reads):
             forward(True)
             if not engine.is_sequential:
+                stale = reads.stale()
+                if stale is not None:
+                    raise _PassesOn(f"{stale} passes something on from one microbatch to the next")
+                early = reads.early()
+                if early is not None:
+                    raise _Unsafe(f"{early} is changed")
                 late = self._attributes.late()
                 if late:
                     raise _Unsafe(f"{late[0]} is changed")
@@ -146,6 +173,14 @@ class Interleaving:
         if engine.is_sequential:
             self._conclude(watch, len(sizes))
 
+    def _buffers_between_layers(self) -> Iterator[tuple[Held, list[str]]]:
+        """The buffers that no layer has, which the code between layers may change."""
+        of_layers = {(id(owner), name) for owner, name in self._engine.buffers_of_layers()}
+        for name, module in self._model.named_modules():
+            names = [each for each in module._buffers if (id(module), each) not in of_layers]
+            if names and not isinstance(module, Metric):
+                yield Held(name, module._buffers, Kind.MODULE, module), names
+
     def _run_in_sequence(self, forward: Callable[[bool], None], sizes: Sequence[int]) -> None:
         logs = MicrobatchLogs(compat.logged_results(self._trainer), sizes)
 
@@ -155,7 +190,9 @@ class Interleaving:
         # Once there is a hazard, nothing that is seen would let them take turns again.
         watch = Watch(self._model, self._others) if self.hazard is None else None
         before = Versions(self._model) if watch is not None else None
-        self._engine.notify(Listeners(switch, None if watch is None else watch.set_by_layer, watch))
+        self._engine.notify(
+            Listeners(switch) if watch is None else Listeners(switch, watch.set_by_layer, watch, watch.note_compiled)
+        )
         with logs, nullcontext() if watch is None else closing(watch):
             forward(False)
         if watch is not None and before is not None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.derived import OutOfReach
 from lightning_harmony.microbatches.held_state import Held, Kind, held_by
-from lightning_harmony.microbatches.variables import MISSING
+from lightning_harmony.microbatches.variables import MISSING, VariableOfClosure
 
 _PASSED_BY = frozenset((__name__.partition(".")[0], "torch", "threading", "lightning", "pytorch_lightning"))
 NUMBERS = (int, float)
@@ -44,6 +44,8 @@ class KnownChanges:
         harmless: by place, what may be changed in any order, as nothing is called behind it.
         drawn: by place and name, when each microbatch draws from a generator.
         in_place: the tensors, by place and name, that are changed in place behind the last layer, and read nowhere before.
+        changed: by place, all that microbatches change.
+        in_backward: what they change, by place and name, when their backward runs.
     """
 
     places: set[str] = field(default_factory=set)
@@ -53,6 +55,8 @@ class KnownChanges:
     harmless: dict[str, set[Any]] = field(default_factory=dict)
     drawn: dict[tuple[str, Any], Draws] = field(default_factory=dict)
     in_place: set[tuple[str, Any]] = field(default_factory=set)
+    changed: dict[str, set[Any]] = field(default_factory=dict)
+    in_backward: set[tuple[str, Any]] = field(default_factory=set)
 
 
 class _Space:
@@ -212,6 +216,18 @@ def is_switched(kind: Kind, name: Any, value: Any, before: Any) -> bool:
 def has_tensors(values: Iterable[Any]) -> bool:
     """Whether tensors are among these, or in a list, tuple or dict among them."""
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(list(values)))
+
+
+def in_words(held: Held, name: Any) -> str:
+    """A place, or something in it, in words."""
+    if name is ALL:
+        return f"{type(held.content).__name__} {held.name!r}"
+    if isinstance(held.content, VariableOfClosure):
+        return f"the variable {held.name!r}"
+    if held.kind is Kind.MODULE:
+        kind = "number" if type(held.content.get(name)) in NUMBERS else "attribute"
+        return f"the {kind} {name!r} of module {held.name!r}" if held.name else f"the {kind} {name!r} of the module"
+    return f"{name!r} in {held.name!r}"
 
 
 class LaneAttributes:

@@ -83,6 +83,7 @@ class Undo:
         places: what it may change in Python.
         changing: the buffers that steps were seen to change, by their identity.
         known: what steps were seen to change in order.
+        buffers: those of modules that no layer has, to which code may assign others.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Undo:
         places: Iterable[Held],
         changing: set[int],
         known: KnownChanges,
+        buffers: Iterable[dict[str, Tensor | None]] = (),
     ) -> None:
         self._settings = [setting.get() for setting in NOT_SWITCHED]
         # Generators from which microbatches draw, what is changed in order, and what nothing changes.
@@ -109,6 +111,7 @@ class Undo:
         self._begun: set[int | None] = set()
         self._done: dict[int | None, _Marked] = {}
         self._late: str | None = None
+        self._buffers = [(each, dict(each)) for each in buffers]
         self._versions = Versions(model)
         kept = [buffer for buffer in model.buffers() if _is_kept(buffer, changing)]
         self._kept, self._undo = set(map(id, kept)), [undo_of_tensor(buffer) for buffer in kept]
@@ -160,6 +163,9 @@ class Undo:
         with torch.no_grad():
             for undo in self._undo:
                 undo()
+        for buffers, assigned in self._buffers:
+            buffers.clear()
+            buffers.update(assigned)
         for attributes, before, states in self._metrics:
             attributes.clear()
             attributes.update(before, **states)

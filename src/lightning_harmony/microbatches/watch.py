@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.lanes.ambient import OF_PROCESS
-from lightning_harmony.microbatches.carried_state import CarriedState, Found
+from lightning_harmony.microbatches.carried_state import CarriedState, Found, are_same
 from lightning_harmony.microbatches.held_state import (
     Held,
     Kind,
@@ -27,10 +27,10 @@ from lightning_harmony.microbatches.held_state import (
 )
 from lightning_harmony.microbatches.lane_attributes import (
     ALL,
-    NUMBERS,
     Draws,
     KnownChanges,
     has_tensors,
+    in_words,
     is_switched,
 )
 from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED
@@ -79,6 +79,7 @@ class _Seen:
         tells_apart: what lanes switch.
         drawn: by place and name, when microbatches draw from a generator.
         in_place: the tensors, by place and name, that are changed in place behind the last layer.
+        in_backward: what is changed, by place and name, when the backward of a microbatch runs.
     """
 
     at_calls: dict[tuple[str, Any], str] = field(default_factory=dict)
@@ -90,6 +91,7 @@ class _Seen:
     tells_apart: set[tuple[str, Any]] = field(default_factory=set)
     drawn: dict[tuple[str, Any], Draws] = field(default_factory=dict)
     in_place: set[tuple[str, Any]] = field(default_factory=set)
+    in_backward: set[tuple[str, Any]] = field(default_factory=set)
 
 
 class Watch:
@@ -105,6 +107,8 @@ class Watch:
         self._settings: list[Any] = []
         self._registered: list[Any] = []
         self._drawn: dict[int, Any] = {}
+        # What the microbatch before has changed before its backward.
+        self._left: list[tuple[Held, Any, Any]] = []
         self._microbatch = -1
         self._calls = 0
         self._carried = CarriedState(model)
@@ -121,6 +125,9 @@ class Watch:
             self._registered = [kind.get() for kind in OF_PROCESS]
             self._drawn = {}
             self._carried.begin([(each.held, each.begun) for each in self._watched])
+            for held, name, value in self._left:
+                if not are_same([held.content.get(name, MISSING)], [value]):
+                    self.seen.in_backward.add((held.name, name))
 
     def at_call(self, layer: str) -> None:
         """The microbatch calls a layer."""
@@ -163,6 +170,12 @@ class Watch:
             for kind, before in zip(OF_PROCESS, self._registered, strict=True):
                 if self._microbatch > 0 and kind.get() != before:
                     self._note(f"{kind.name} is set for good", "the end of a microbatch")
+            self._left = [
+                (each.held, name, each.held.content.get(name, MISSING))
+                for each in self._watched
+                if each.held.is_named
+                for name in each.changed()
+            ]
             self._watched = []
 
     def _note_change(self, each: _Watched, name: Any, layer: str) -> None:
@@ -173,13 +186,13 @@ class Watch:
             if self._note_growth(each):
                 return
             if not isinstance(held.content, list | set) or not has_tensors([*held.content, *each.begun]):
-                self._note_hazard(f"{_what(held, name)} is changed", layer)
+                self._note_hazard(f"{in_words(held, name)} is changed", layer)
             return
         before, now = each.begun.get(name, MISSING), held.content.get(name, MISSING)
         if is_switched(held.kind, name, now, before):
             seen.tells_apart.add(key)
         elif type(now) is not int or type(before) is not int:
-            self._note_hazard(f"{_what(held, name)} is changed", layer)
+            self._note_hazard(f"{in_words(held, name)} is changed", layer)
 
     def _note_mark(self, each: _Watched, value: Any, mark: Any, layer: str) -> None:
         now = mark_of(value)
@@ -262,7 +275,7 @@ class Watch:
             else:
                 steps = seen.steps.get((place, name), [])
                 if len(steps) != num_microbatches or len(set(steps)) != 1 or steps[0] is None:
-                    what = f"{name!r} of {place!r}" if held is None else _what(held, name)
+                    what = f"{name!r} of {place!r}" if held is None else in_words(held, name)
                     self._note_hazard(f"{what} is changed", layer)
                 else:
                     known.places.add(place)
@@ -274,10 +287,31 @@ class Watch:
             if found.name in known.counters.get(found.held.name, ()):
                 # Lanes tell how far one is.
                 continue
+            step = self._step_of_count(found, num_microbatches) if found.is_unseen else None
+            if step is not None:
+                known.places.add(found.held.name)
+                known.counters.setdefault(found.held.name, {})[found.name] = step
+                known.harmless.get(found.held.name, set()).discard(found.name)
+                continue
             if found.is_apart or not self._comes_in_order(found, known):
-                what = _what(found.held, found.name)
+                what = in_words(found.held, found.name)
                 seen.hazard = seen.hazard or f"{what} passes something on from one microbatch to the next"
+        self._conclude_changes(known)
         return seen.hazard
+
+    def _step_of_count(self, found: Found, num_microbatches: int) -> int | None:
+        """How far each microbatch has counted it; None if it is no such number."""
+        steps = self.seen.steps.get((found.held.name, found.name), [])
+        return steps[0] if len(steps) == num_microbatches and len(set(steps)) == 1 else None
+
+    def _conclude_changes(self, known: KnownChanges) -> None:
+        """Note all that was changed."""
+        seen, all_found = self.seen, self._carried.all()
+        keys = {*seen.changed, *seen.at_calls, *seen.in_place}
+        in_backward = {(found.held.name, found.name) for found in all_found if not found.is_buffer} - keys
+        for place, name in (*keys, *in_backward):
+            known.changed.setdefault(place, set()).add(name)
+        known.in_backward |= seen.in_backward | in_backward
 
     def close(self) -> None:
         """The step is over, as far as it came."""
@@ -300,22 +334,10 @@ class Watch:
         for (place, name), held in seen.changed.items():
             # No layer is called behind it, and microbatches come there in their order; the first one's changes are all found.
             if (place, name) not in seen.at_calls:
-                is_plain = held.kind is Kind.MODULE or held.kind is Kind.HOOKS
+                is_plain = held.has_attributes or held.kind is Kind.HOOKS
                 known.harmless.setdefault(place, set()).add(name if is_plain or name is ALL else ALL)
-        called = {place for place, _ in seen.at_calls}
-        for place, names in known.harmless.items():
-            if place in called:
-                names.discard(ALL)
-
-
-def _what(held: Held, name: Any) -> str:
-    """A place, or something in it, in words."""
-    if name is ALL:
-        return f"{type(held.content).__name__} {held.name!r}"
-    if held.kind is Kind.MODULE:
-        kind = "number" if type(held.content.get(name)) in NUMBERS else "attribute"
-        return f"the {kind} {name!r} of module {held.name!r}" if held.name else f"the {kind} {name!r} of the module"
-    return f"{name!r} in {held.name!r}"
+        for place, name in seen.at_calls:
+            known.harmless.get(place, set()).difference_update((name, ALL))
 
 
 def _grew(before: Any, now: Any) -> bool:

@@ -25,6 +25,7 @@ from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.memory.transfer import Transfers
 from lightning_harmony.engine.model.derived import out_of_reach
 from lightning_harmony.engine.model.host_store import HostPool, HostStore
+from lightning_harmony.engine.model.layer import BufferKey
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.microbatch_runner import MicrobatchRunner
 from lightning_harmony.engine.step.observer import Observer
@@ -136,6 +137,10 @@ class Executor:
                 return found
         return None
 
+    def buffers_of_layers(self) -> Iterator[BufferKey]:
+        """The buffers of layers, which their own code alone changes."""
+        return (key for layer in self._model.layers for key in layer.buffers)
+
     def read_buffer(self) -> str | None:
         """In a step, the buffer of a layer that the code between layers has read after a call had changed it."""
         return self._step.read_buffer
@@ -222,6 +227,8 @@ class Executor:
         self.updater.buffers.reclaim()
         step.in_backward = False
         self._model.begin_step(is_training=is_training)
+        if is_training and not step.is_sequential:
+            self._model.show_buffers_again()
         for residents in self._placement.residents:
             residents.follows_moves = is_alone or not step.is_sequential
             residents.device.begin_lanes()

@@ -192,8 +192,8 @@ class Runtime:
         Args:
             given: what the layer is called with.
         """
-        if self._step.watch is not None:
-            self._step.watch.note_compiled(given)
+        if self._step.listeners.on_compiled is not None:
+            self._step.listeners.on_compiled(given)
         return torch.compiler.set_stance("default") if len(self._devices) > 1 else nullcontext()
 
     def _current_glue(self) -> OneDevice | None:

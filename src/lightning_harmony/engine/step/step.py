@@ -26,9 +26,6 @@ class StepWatch(Protocol):
     def at_call(self, layer: str) -> None:
         """It calls a layer."""
 
-    def note_compiled(self, given: Sequence[Tensor]) -> None:
-        """It calls a compiled layer with tensors."""
-
     def end(self) -> None:
         """It has ended."""
 
@@ -41,11 +38,13 @@ class Listeners:
         on_switch: told which microbatch has its turn.
         on_set: told what attributes the own code of a layer has set: those of a module, and the names of the new ones.
         watch: told of microbatches that run one after the other, if there are several.
+        on_compiled: told the tensors with which a compiled layer is called.
     """
 
     on_switch: Callable[[int], None] | None = None
     on_set: Callable[[dict[str, Any], set[str]], None] | None = None
     watch: StepWatch | None = None
+    on_compiled: Callable[[Sequence[Tensor]], None] | None = None
 
 
 @dataclass

@@ -152,6 +152,17 @@ class SwappedModel:
             known.host_buffer = host
             key[0]._buffers[key[1]] = known
 
+    def show_buffers_again(self) -> None:
+        """Before all layers run, let stand-ins take the places of the buffers that layers have changed in earlier steps.
+
+        Of microbatches that take turns, each would find there what the step before has left.
+        """
+        for key, stand_in in self._shown_buffers.items():
+            host = host_buffer(key)
+            if host is not None:
+                stand_in.host_buffer = host
+                key[0]._buffers[key[1]] = stand_in
+
     def end_step(self) -> None:
         """No lane runs any more."""
         for key, stand_in in self._shown_buffers.items():

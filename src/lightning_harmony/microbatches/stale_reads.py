@@ -1,0 +1,218 @@
+"""What one microbatch leaves to the next, in steps in which they take turns: whether what is read is what was left.
+
+Steps that ran one after the other have shown what microbatches change. Each of these places is compared at the ends of turns:
+so it is known what each microbatch has left there. Whoever reads one before writing it must have found what the microbatch
+before leaves in the end. Whoever has written it must find that again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_harmony.engine.structures.tree import tensors_of
+from lightning_harmony.microbatches.carried_state import are_same, target_of
+from lightning_harmony.microbatches.held_state import Held, Kind
+from lightning_harmony.microbatches.lane_attributes import ALL, KnownChanges, in_words
+from lightning_harmony.microbatches.reads import Reads, Uses, version_of
+from lightning_harmony.microbatches.variables import MISSING
+
+
+class _State(NamedTuple):
+    """What is in a place at some moment: the values, and how often each tensor among them was changed in place."""
+
+    values: Sequence[Any]
+    versions: Sequence[int | None]
+
+    def is_same(self, other: _State) -> bool:
+        return self.versions == other.versions and are_same(self.values, other.values)
+
+    def looks_same(self, other: _State) -> bool:
+        """Whether who computes nothing with the tensors finds the same."""
+        return are_same(list(map(_look_of, self.values)), list(map(_look_of, other.values)))
+
+
+def _look_of(value: Any) -> Any:
+    if type(value) is tuple:
+        return tuple(map(_look_of, value))
+    return (str(value.shape), str(value.dtype)) if isinstance(value, Tensor) else value
+
+
+class _Place:
+    """An attribute or entry that microbatches change, or a list.
+
+    Attributes:
+        held: what it is in.
+        name: its name there; `ALL` of a list, or the names themselves of a dict.
+        first: what the step began with.
+        entered: what the turn began with.
+        left: by microbatch, what it left when it wrote it last.
+        written_in: by microbatch, in which turn that was.
+        fetched: by microbatch, what it has found when it asked for it.
+        used: the same, when it computed with a tensor in it.
+        is_lost: whether a microbatch has not found again what it had left.
+    """
+
+    def __init__(self, held: Held, name: Any) -> None:
+        self.held, self.name = held, name
+        self.is_buffer = isinstance(held.owner, nn.Module) and held.content is held.owner._buffers
+        self.first = self.entered = self.state()
+        self.left: dict[int, _State] = {}
+        self.written_in: dict[int, int] = {}
+        self.fetched: dict[int, _State] = {}
+        self.used: dict[int, _State] = {}
+        self.is_lost = False
+
+    def state(self) -> _State:
+        values = list(self.held.content) if self.name is ALL else [self.held.content.get(self.name, MISSING)]
+        return _State(values, [version_of(value) for value in values if isinstance(value, Tensor)])
+
+    def watched_tensors(self) -> list[Tensor]:
+        """The tensors that tell of what is computed with them; buffers may be another's meanwhile."""
+        tensors = [] if self.is_buffer else tensors_of(*self.entered.values)
+        return [tensor for tensor in tensors if type(tensor) is Tensor]
+
+    def is_stale(self) -> bool:
+        """Whether a microbatch has found something else than the one before has left."""
+        fetched = (
+            (m, found, found.is_same if self.is_buffer else found.looks_same) for m, found in self.fetched.items()
+        )
+        used = ((m, found, found.is_same) for m, found in self.used.items())
+        return self.is_lost or any(not is_same(self._expected(m)) for m, _, is_same in (*fetched, *used))
+
+    def _expected(self, microbatch: int) -> _State:
+        before = [m for m in self.left if m < microbatch]
+        return self.left[max(before)] if before else self.first
+
+    def is_read_by_others(self) -> bool:
+        """Whether another microbatch than the first one has read it."""
+        has_tensors = bool(tensors_of(*self.first.values))
+        return any(microbatch > 0 for microbatch in (self.used if has_tensors else self.fetched))
+
+
+class StaleReads:
+    """Watches a step in which microbatches take turns.
+
+    Args:
+        places: what it may change in Python.
+        buffers: those of modules, but for those of layers.
+        known: what steps were seen to change.
+    """
+
+    def __init__(
+        self, places: Iterable[Held], buffers: Iterable[tuple[Held, Sequence[str]]], known: KnownChanges
+    ) -> None:
+        self._known = known
+        self._places = [
+            *(_Place(held, name) for held in places for name in _names_of(held, known)),
+            *(_Place(held, name) for held, names in buffers for name in names),
+        ]
+        self._uses = Uses(self._note_used)
+        self._ends: list[Callable[[], None]] = []
+        # Attributes of classes, in whose places who sets them puts another value.
+        self._of_classes: list[tuple[type, str]] = []
+        self._unseen: list[_Place] = []
+        self._turn = 0
+        self._last_turn: dict[int, int] = {}
+        self._current: int | None = None
+        self._watch()
+
+    def _watch(self) -> None:
+        fetches: dict[tuple[type, str], dict[int, list[_Place]]] = defaultdict(lambda: defaultdict(list))
+        for place in self._places:
+            target = target_of(place.held, place.name)
+            if target is None:
+                self._unseen.append(place)
+                continue
+            kind, name, key = target
+            fetches[kind, name][key].append(place)
+            if key == id(kind):
+                self._of_classes.append((kind, name))
+        self._ends = [Reads.watch(kind, name, by_key, self._note_fetched) for (kind, name), by_key in fetches.items()]
+
+    def enter(self, microbatch: int) -> None:
+        """A microbatch has its turn, and finds what it is to find."""
+        if not self._places:
+            return
+        self._turn += 1
+        self._current, self._last_turn[microbatch] = microbatch, self._turn
+        for kind, name in self._of_classes:
+            Reads.renew(kind, name)
+        for place in self._places:
+            place.entered = place.state()
+            if microbatch not in place.left:
+                for tensor in place.watched_tensors():
+                    if not self._uses.watches(tensor):
+                        self._uses.watch(tensor, place)
+        for place in self._unseen:
+            # It may be read whenever.
+            if microbatch not in place.left:
+                place.fetched.setdefault(microbatch, place.entered)
+
+    def leave(self) -> None:
+        """The turn ends."""
+        if self._current is None:
+            return
+        for place in self._places:
+            now = place.state()
+            if not now.is_same(place.entered):
+                place.left[self._current], place.written_in[self._current] = now, self._turn
+        self._current = None
+
+    def _note_fetched(self, place: _Place) -> None:
+        if self._current in place.left:
+            place.is_lost = place.is_lost or not place.left[self._current].is_same(place.entered)
+        self._note(place, place.fetched)
+
+    def _note_used(self, place: _Place) -> None:
+        self._note(place, place.used)
+
+    def _note(self, place: _Place, found: dict[int, _State]) -> None:
+        microbatch = self._current
+        if microbatch is None or microbatch in place.left or microbatch in found:
+            return
+        if place.state().is_same(place.entered):
+            found[microbatch] = place.entered
+
+    def note_compiled(self, given: Sequence[Tensor]) -> None:
+        """A compiled layer is called with tensors, which count as computed with: it is compiled for no other class."""
+        self._uses.note(given)
+
+    def early(self) -> str | None:
+        """What is known to be changed behind the last layer alone, and was changed before; None if nothing was."""
+        self.leave()
+        for place in self._places:
+            harmless = self._known.harmless.get(place.held.name, ())
+            is_harmless = not place.is_buffer and (place.name in harmless or ALL in harmless)
+            if is_harmless and any(turn != self._last_turn[m] for m, turn in place.written_in.items()):
+                return in_words(place.held, place.name)
+        return None
+
+    def stale(self) -> str | None:
+        """What a microbatch has found otherwise than the one before has left it; None if it is so nowhere."""
+        self.leave()
+        for place in self._places:
+            is_late = (place.held.name, place.name) in self._known.in_backward and place.is_read_by_others()
+            if is_late or place.is_stale():
+                return in_words(place.held, place.name)
+        return None
+
+    def close(self) -> None:
+        """Nothing is watched any more."""
+        self._current = None
+        self._uses.close()
+        for end in self._ends:
+            end()
+        self._ends, self._places, self._unseen, self._of_classes = [], [], [], []
+
+
+def _names_of(held: Held, known: KnownChanges) -> Iterator[Any]:
+    """What microbatches change in a place."""
+    names = known.changed.get(held.name, set()) - known.counters.get(held.name, {}).keys()
+    yield from (name for name in names if held.is_named or name is ALL)
+    # Entries that there were none of yet.
+    if names and held.is_named and not held.has_attributes and held.kind is not Kind.HOOKS and ALL not in names:
+        yield ALL
