@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ pytestmark = [
 class Fails(torch.autograd.Function):
     """Raises in a backward, when those of the layers behind it are over."""
 
-    error: BaseException | None = None
+    # Asked in the backward alone: what a step sets there, microbatches that take turns would find.
+    error: Callable[[], BaseException | None] = staticmethod(lambda: None)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -37,8 +39,9 @@ class Fails(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        if Fails.error is not None:
-            raise Fails.error
+        error = Fails.error()
+        if error is not None:
+            raise error
         return gradient
 
 
@@ -55,9 +58,9 @@ class Model(Net):
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(6)]
         super().__init__(nn.Sequential(First(WIDTH, WIDTH), *layers), lambda p: torch.optim.AdamW(p, lr=1e-2))
         self.step, self.error = step, error
+        Fails.error = staticmethod(lambda: self.error if self.trainer.global_step == self.step else None)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        Fails.error = self.error if self.trainer.global_step == self.step else None
         return self.net(batch).pow(2).mean()
 
 
@@ -128,10 +131,12 @@ def test_a_checkpoint_of_a_torn_state_is_refused_after_the_fit(weights_only: boo
 def test_after_a_refusal_another_fit_from_a_checkpoint_may_be_saved(tmp_path: Path) -> None:
     first = trainer_for(harmony(), 3, [])
     module = Model(-1, MemoryError())
+    succeeds = Fails.error
     data = DataLoader(torch.randn(96, WIDTH), 16)
     first.fit(module, data)
     first.save_checkpoint(tmp_path / "whole.ckpt")
     trainer = fit(Model(3, MemoryError()), harmony(), expected=MemoryError)
+    Fails.error = succeeds
     trainer.fit(module, data, ckpt_path=tmp_path / "whole.ckpt", weights_only=True)
     trainer.save_checkpoint(tmp_path / "again.ckpt")
     assert steps_in(torch.load(tmp_path / "again.ckpt", weights_only=True)) == {6}
@@ -184,9 +189,9 @@ def test_a_first_step_that_fails_leaves_buffers_as_they_were(make: Any, kind: st
             y = self.net(batch)
             if kind == "forward":
                 raise MemoryError
-            Fails.error = MemoryError() if kind == "backward" else None
             return Fails.apply(y).pow(2).mean()
 
+    Fails.error = staticmethod(lambda: MemoryError() if kind == "backward" else None)
     layers = [nn.Linear(WIDTH, WIDTH), make(), *[nn.Linear(WIDTH, WIDTH) for _ in range(4)]]
     module = First(nn.Sequential(*layers, *([nn.Linear(WIDTH, 400)] if kind == "refused" else [])))
     objects = dict(module.named_buffers())

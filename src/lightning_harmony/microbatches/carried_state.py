@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.containers import copied_content
 from lightning_harmony.engine.structures.tree import tensors_of
-from lightning_harmony.microbatches.held_state import Held, Kind
+from lightning_harmony.microbatches.held_state import Held, Kind, modules_of
 from lightning_harmony.microbatches.lane_attributes import ALL
 from lightning_harmony.microbatches.reads import Reads, Uses, Watched, version_of
 from lightning_harmony.microbatches.variables import MISSING
@@ -94,7 +94,7 @@ class CarriedState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(name, module) for name, module in model.named_modules() if module._buffers]
+        self._buffers = [(name, module) for name, module in modules_of(model) if module._buffers]
         self._begun: dict[int, tuple[Held, Any]] = {}
         self._versions: dict[int, tuple[Tensor, int | None]] = {}
         self._found: list[Found] = []

@@ -13,7 +13,6 @@ from contextlib import closing, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.step import Listeners
@@ -176,10 +175,12 @@ class Interleaving:
     def _buffers_between_layers(self) -> Iterator[tuple[Held, list[str]]]:
         """The buffers that no layer has, which the code between layers may change."""
         of_layers = {(id(owner), name) for owner, name in self._engine.buffers_of_layers()}
-        for name, module in self._model.named_modules():
-            names = [each for each in module._buffers if (id(module), each) not in of_layers]
-            if names and not isinstance(module, Metric):
-                yield Held(name, module._buffers, Kind.MODULE, module), names
+        for held in self._attributes.places:
+            module = held.owner
+            if held.kind is Kind.MODULE and module._buffers:
+                names = [each for each in module._buffers if (id(module), each) not in of_layers]
+                if names:
+                    yield Held(held.name, module._buffers, Kind.MODULE, module), names
 
     def _run_in_sequence(self, forward: Callable[[bool], None], sizes: Sequence[int]) -> None:
         logs = MicrobatchLogs(compat.logged_results(self._trainer), sizes)

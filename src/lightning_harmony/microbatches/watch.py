@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import is_, itemgetter
 from types import FrameType
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.lanes.ambient import OF_PROCESS
+from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.microbatches.carried_state import CarriedState, Found, are_same
 from lightning_harmony.microbatches.held_state import (
     Held,
@@ -34,12 +37,16 @@ from lightning_harmony.microbatches.lane_attributes import (
     is_switched,
 )
 from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED
-from lightning_harmony.microbatches.variables import MISSING
+from lightning_harmony.microbatches.variables import MISSING, Variables
 
 # Of a step, watching takes at most this share, beside one microbatch at whose calls everything is looked at.
 _SHARE = 0.01
 
 
+# What of each module's attributes is read at each call. The rest of what torch keeps there is looked at in the end.
+_OF_EACH = ("training", "_parameters", "_buffers", "_modules")
+# So many places are compared in one go.
+_GROUP = 64
 _OWN_PACKAGE = __name__.partition(".")[0]
 
 
@@ -65,6 +72,62 @@ class _Watched:
                 yield name
 
 
+class _Together:
+    """Places that are looked at together, as most of what is in them never changes.
+
+    Args:
+        all_watched: the places, as a microbatch found them when it began.
+    """
+
+    def __init__(self, all_watched: Sequence[_Watched]) -> None:
+        # Attributes of modules and objects, some modules' at a time: what is in them is compared in one go.
+        plain = [each for each in all_watched if type(each.held.content) is dict and each.begun]
+        self._groups = [_Group(plain[start : start + _GROUP]) for start in range(0, len(plain), _GROUP)]
+        # Such as hooks that there are none of.
+        self._empty = [each for each in all_watched if not each.begun and not isinstance(each.held.content, Variables)]
+        self._contents = [each.held.content for each in self._empty]
+        apart = set(map(id, (*plain, *self._empty)))
+        self._others = [each for each in all_watched if id(each) not in apart]
+        self.marked = [each for each in all_watched if each.marks]
+
+    def that_may_have_changed(self) -> Iterator[_Watched]:
+        """Those that are to be compared one by one."""
+        if any(map(len, self._contents)):
+            yield from self._empty
+        for group in self._groups:
+            if group.has_changed():
+                yield from group.places
+        yield from self._others
+
+
+class _Group:
+    def __init__(self, places: Sequence[_Watched]) -> None:
+        self.places = places
+        self._contents = [each.held.content for each in places]
+        self._read = [_reader_of(each.held) for each in places]
+        self._lengths = list(map(len, self._contents))
+        self._values = list(self._all_values())
+
+    def _all_values(self) -> Iterator[Any]:
+        return chain.from_iterable([read(content) for read, content in zip(self._read, self._contents, strict=True)])
+
+    def has_changed(self) -> bool:
+        """Whether other objects are in one of the places."""
+        try:
+            return list(map(len, self._contents)) != self._lengths or not all(
+                map(is_, self._all_values(), self._values)
+            )
+        except KeyError:
+            return True
+
+
+def _reader_of(held: Held) -> Callable[[Any], Iterable[Any]]:
+    """Reads what may change in some attributes or entries: of a module's, not what torch keeps on each."""
+    if held.kind is not Kind.MODULE:
+        return dict.values
+    return itemgetter(*_OF_EACH, *(name for name in held.content if name not in _OF_EACH and name not in OF_TORCH))
+
+
 @dataclass
 class _Seen:
     """What was seen of the microbatches of one step.
@@ -75,6 +138,7 @@ class _Seen:
         hazard: what speaks against taking turns, and where it was seen first.
         changed: the places that a microbatch left other than it found them, with what it changed there.
         shrank: the lists and sets that did not only grow.
+        only_grew: of those that grew, the ones that lanes switch for no other reason.
         lengths: of those that did, the lengths that the second microbatch saw.
         tells_apart: what lanes switch.
         drawn: by place and name, when microbatches draw from a generator.
@@ -87,6 +151,7 @@ class _Seen:
     hazard: str | None = None
     changed: dict[tuple[str, Any], Held] = field(default_factory=dict)
     shrank: set[str] = field(default_factory=set)
+    only_grew: set[str] = field(default_factory=set)
     lengths: dict[str, set[int]] = field(default_factory=dict)
     tells_apart: set[tuple[str, Any]] = field(default_factory=set)
     drawn: dict[tuple[str, Any], Draws] = field(default_factory=dict)
@@ -121,6 +186,8 @@ class Watch:
         with self._timed():
             self._microbatch, self._calls = microbatch, 0
             self._watched = [_Watched(held) for held in held_by(self._model, self._others)]
+            self._together = _Together(self._watched)
+            self._lengths: dict[int, int] = {}
             self._settings = [setting.get() for setting in NOT_SWITCHED]
             self._registered = [kind.get() for kind in OF_PROCESS]
             self._drawn = {}
@@ -141,9 +208,10 @@ class Watch:
             if self._microbatch == 1:
                 for lock in _locks_held(sys._getframe(1)):
                     self._note_hazard(f"a lock is held ({lock})", layer)
-            for each in self._watched:
+            for each in self._together.that_may_have_changed():
                 for name in each.changed():
                     self._note_change(each, name, layer)
+            for each in self._together.marked:
                 for _, value, mark in each.marks:
                     self._note_mark(each, value, mark, layer)
             for setting, before in zip(NOT_SWITCHED, self._settings, strict=True):
@@ -163,6 +231,8 @@ class Watch:
         with self._timed():
             self._carried.end()
             for each in self._watched:
+                if each.held.key in self._lengths:
+                    self._note_growth(each)
                 for name in each.changed():
                     self._note_end(each, name)
                 for name, value, mark in each.marks:
@@ -239,9 +309,15 @@ class Watch:
     def _note_growth(self, each: _Watched) -> bool:
         """Note whether a list or set that is changed has only grown, and return that."""
         held, seen = each.held, self.seen
-        if not _grew(each.begun, held.content):
+        before, now = self._lengths.get(held.key, 0), len(held.content)
+        self._lengths[held.key] = now
+        if not _grew(each.begun, held.content) or now < before:
             seen.shrank.add(held.name)
+            if held.name in seen.only_grew:
+                self._note(f"{in_words(held, ALL)} is changed", "the end of a microbatch")
             return False
+        if not isinstance(held.content, list | set) or not has_tensors([*held.content, *each.begun]):
+            seen.only_grew.add(held.name)
         if self._microbatch == 1:
             seen.lengths.setdefault(held.name, {len(each.begun)}).add(len(held.content))
         return True
