@@ -203,6 +203,12 @@ class Interleaving:
     def _conclude(self, watch: Watch, num_microbatches: int) -> None:
         hazard, buffer = watch.conclude(self._known, num_microbatches), self._engine.buffer_of_several_visits()
         read = self._engine.read_buffer()
+        if watch.seen.again is not None:
+            self._tree.warn(
+                f"{watch.seen.again} is changed in the forward of a microbatch, and again while its backward runs. If the "
+                "code of a layer changes it, or a hook within one, the layer's recompute does so a second time, unlike plain "
+                "training: keep it in an attribute of one of the layer's modules"
+            )
         self._is_shown = True
         if hazard is not None:
             self._refuse_turns(hazard, num_microbatches)

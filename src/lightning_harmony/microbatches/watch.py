@@ -144,6 +144,7 @@ class _Seen:
         drawn: by place and name, when microbatches draw from a generator.
         in_place: the tensors, by place and name, that are changed in place behind the last layer.
         in_backward: what is changed, by place and name, when the backward of a microbatch runs.
+        again: what a microbatch has changed in its forward and once more in its backward, as the recompute of a layer does.
     """
 
     at_calls: dict[tuple[str, Any], str] = field(default_factory=dict)
@@ -157,6 +158,7 @@ class _Seen:
     drawn: dict[tuple[str, Any], Draws] = field(default_factory=dict)
     in_place: set[tuple[str, Any]] = field(default_factory=set)
     in_backward: set[tuple[str, Any]] = field(default_factory=set)
+    again: str | None = None
 
 
 class Watch:
@@ -192,9 +194,12 @@ class Watch:
             self._registered = [kind.get() for kind in OF_PROCESS]
             self._drawn = {}
             self._carried.begin([(each.held, each.begun) for each in self._watched])
-            for held, name, value in self._left:
-                if not are_same([held.content.get(name, MISSING)], [value]):
+            for held, name, left in self._left:
+                is_left = held.is_as(left) if name is ALL else are_same([held.content.get(name, MISSING)], [left])
+                if not is_left:
                     self.seen.in_backward.add((held.name, name))
+                    if held.kind is not Kind.MODULE:
+                        self.seen.again = self.seen.again or in_words(held, name)
 
     def at_call(self, layer: str) -> None:
         """The microbatch calls a layer."""
@@ -240,11 +245,13 @@ class Watch:
             for kind, before in zip(OF_PROCESS, self._registered, strict=True):
                 if self._microbatch > 0 and kind.get() != before:
                     self._note(f"{kind.name} is set for good", "the end of a microbatch")
+            at_calls: dict[str, list[Any]] = defaultdict(list)
+            for place, name in self.seen.at_calls:
+                at_calls[place].append(name)
             self._left = [
-                (each.held, name, each.held.content.get(name, MISSING))
+                (each.held, name, each.held.copied() if name is ALL else each.held.content.get(name, MISSING))
                 for each in self._watched
-                if each.held.is_named
-                for name in each.changed()
+                for name in {*each.changed(), *at_calls.get(each.held.name, ())}
             ]
             self._watched = []
 
