@@ -123,9 +123,9 @@ class _Group:
 
 def _reader_of(held: Held) -> Callable[[Any], Iterable[Any]]:
     """Reads what may change in some attributes or entries: of a module's, not what torch keeps on each."""
-    if held.kind is not Kind.MODULE:
-        return dict.values
-    return itemgetter(*_OF_EACH, *(name for name in held.content if name not in _OF_EACH and name not in OF_TORCH))
+    names = [name for name in held.content if name in _OF_EACH or name not in OF_TORCH]
+    # Of a single name, it would give no tuple.
+    return itemgetter(*names) if held.kind is Kind.MODULE and len(names) > 1 else dict.values
 
 
 @dataclass
