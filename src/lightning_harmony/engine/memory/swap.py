@@ -190,7 +190,10 @@ class Swapper:
             layer.refuse_changed_buffers()
         with torch.no_grad(), self._device.on_host():
             for key in leaving.changed:
-                _copy(buffer_of(key), leaving.staging.buffers[key], non_blocking=False)
+                buffer = buffer_of(key)
+                # One that was made in inference mode may be written there only.
+                with torch.inference_mode(buffer.is_inference()):
+                    _copy(buffer, leaving.staging.buffers[key], non_blocking=False)
         for layer in pack.layers:
             layer.note_written_buffers(leaving.changed)
         if pack.residency is None:
@@ -206,9 +209,11 @@ class Swapper:
         """Copy a pack's buffers to the device once more, if the host's were written since."""
         residency = pack.residency
         assert residency is not None
-        if residency.as_of == pack.num_buffer_writes:
+        if residency.as_of == pack.num_buffer_writes and not pack.has_buffers_that_others_changed:
             return
         residency.as_of = pack.num_buffer_writes
+        for layer in pack.layers:
+            layer.note_host_buffers(layer.buffers)
         for key in residency.buffers:
             host = buffer_of(key)
             (slot,), num_bytes = lay_out([host])

@@ -179,7 +179,7 @@ class SwappedLayer:
 
     def note_host_buffers(self, keys: Iterable[BufferKey]) -> None:
         """These buffers of the host are as they should be for the rest of the step."""
-        for key in keys if self.is_training else ():
+        for key in keys:
             if key in self._own_buffers and (buffer := host_buffer(key)) is not None:
                 self.host_buffers[key] = buffer, version_of(buffer)
 
@@ -198,25 +198,36 @@ class SwappedLayer:
         """How often its buffers were written so."""
         return sum(self.buffer_writes[key] for key in self.buffers)
 
+    def buffers_that_others_changed(self) -> list[BufferKey]:
+        """Buffers that others than the layer have changed in this step since the pack brought them."""
+        found = []
+        for key in self.buffers if self.host_buffers else ():
+            buffer, version = self.host_buffers.get(key) or (None, 0)
+            if buffer is not None and (host_buffer(key) is not buffer or version_of(buffer) != version):
+                found.append(key)
+        return found
+
     def refuse_changed_buffers(self) -> None:
         """Refuse a step in which others than the layer change its buffers.
 
         Raises:
             UnsupportedModelError: naming the buffer.
         """
-        for key in self.buffers if self.host_buffers else ():
-            buffer, version = self.host_buffers.get(key) or (None, 0)
-            if buffer is not None and (host_buffer(key) is not buffer or version_of(buffer) != version):
-                self.refuse_changed_buffer(key[1])
+        for key in self.buffers_that_others_changed():
+            self.buffer_to_change(key)
 
-    def refuse_changed_buffer(self, name: str) -> None:
-        """Refuse a step in which others than the layer change a buffer of it.
+    def buffer_to_change(self, key: BufferKey) -> Tensor:
+        """The host's buffer, for others than the layer to change: in an evaluation, while the layer has not changed it.
 
         Raises:
-            UnsupportedModelError: always.
+            UnsupportedModelError: in a training step, or if the layer has.
         """
+        buffer = host_buffer(key)
+        assert buffer is not None
+        if not self.is_training and key not in self.changed_buffers:
+            return buffer
         raise UnsupportedModelError(
-            f"buffer {name!r} of layer {self.name!r} is changed within a step, outside of the layer's call, but the "
+            f"buffer {key[1]!r} of layer {self.name!r} is changed within a step, outside of the layer's call, but the "
             "layer is called again for other microbatches and in the backward: change it in the layer's forward, or "
             "in a hook such as on_train_batch_end"
         )

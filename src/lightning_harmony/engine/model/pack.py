@@ -285,6 +285,11 @@ class SwappedPack:
         return self.leaving is not None or (self.residency is not None and bool(self.residency.dirty_buffers))
 
     @property
+    def has_buffers_that_others_changed(self) -> bool:
+        """Whether others than its layers have changed the host's buffers since it brought them."""
+        return any(layer.buffers_that_others_changed() for layer in self.layers)
+
+    @property
     def num_buffer_writes(self) -> int:
         """How often the host's buffers were written by what layers changed on a device."""
         return sum(layer.num_buffer_writes for layer in self.layers)

@@ -137,7 +137,7 @@ class Executor:
         return None
 
     def read_buffer(self) -> str | None:
-        """In a step, the buffer of a layer that the code between layers has read after a call had changed it."""
+        """A buffer of a layer that others have read in this step, and that the layer has changed in it, in words."""
         return self._step.read_buffer
 
     def _use(self, plan: Plan) -> None:
@@ -221,7 +221,7 @@ class Executor:
         step.random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
         self.updater.buffers.reclaim()
         step.in_backward = False
-        self._model.begin_step(is_training=is_training)
+        self._model.begin_step(is_training=is_training, read=self._runtime.read_buffer)
         for residents in self._placement.residents:
             residents.follows_moves = is_alone or not step.is_sequential
             residents.device.begin_lanes()

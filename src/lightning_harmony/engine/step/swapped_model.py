@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ class SwappedModel:
         self.names = {parameter: name for name, parameter in module.named_parameters()}
         self._module = module
         self._store = store
+        self._root = root
         self._postponed = postponed
         writes: Counter[BufferKey] = Counter()
         self._changed_buffers: set[BufferKey] = set()
@@ -121,12 +123,19 @@ class SwappedModel:
                 "swapped as they were at its start; do that before the fit"
             )
 
-    def begin_step(self, *, is_training: bool) -> None:
-        """Lanes run from now on: nobody but the layers may change their buffers in a training step."""
+    def begin_step(self, *, is_training: bool, read: Callable[[SwappedLayer, BufferKey], Tensor]) -> None:
+        """Lanes run from now on: nobody but the layers may change their buffers in a training step.
+
+        Args:
+            is_training: whether it is a training step.
+            read: gives the code between layers a copy of what is in a layer's buffer.
+        """
         host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         self._changed_buffers.clear()
         for layer in self.layers:
             layer.is_training, layer.host_buffers = is_training, host_buffers
+            buffers = [(key, host_buffer(key)) for key in layer.buffers]
+            self.show_buffers(layer, {key: buffer for key, buffer in buffers if _is_plain(buffer)}, read)
 
     def show_buffers(
         self,
@@ -134,20 +143,21 @@ class SwappedModel:
         newest: Mapping[BufferKey, Tensor],
         read: Callable[[SwappedLayer, BufferKey], Tensor],
     ) -> None:
-        """Let stand-ins take the places of a layer's buffers until the step ends.
+        """Let stand-ins take the places of a layer's buffers until the step ends: the layer has them where it computes.
 
         Args:
             layer: whose they are.
-            newest: what it has left in them.
+            newest: what is in them.
             read: gives a copy of that.
         """
         for key, tensor in newest.items():
             host, known = host_buffer(key), self._shown_buffers.get(key)
             assert host is not None
-            if known is None or (known.shape, known.dtype, known.device) != (tensor.shape, tensor.dtype, tensor.device):
-                refuse = partial(layer.refuse_changed_buffer, key[1])
+            if known is None or (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
                 with torch.inference_mode(False):
-                    known = BufferStandIn.of(host, tensor, partial(read, layer, key), refuse)
+                    known = BufferStandIn.of(
+                        host, tensor, self._root, partial(read, layer, key), partial(layer.buffer_to_change, key)
+                    )
                 self._shown_buffers[key] = known
             known.host_buffer = host
             key[0]._buffers[key[1]] = known
@@ -190,3 +200,7 @@ class SwappedModel:
     def close(self) -> None:
         """Bring back the buffers that were moved."""
         move_buffers(self._glue_buffers, torch.device("cpu"))
+
+
+def _is_plain(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    return type(buffer) is Tensor and buffer.layout is torch.strided
