@@ -262,7 +262,7 @@ class Resets(Reads):
         elif self.how == "an element":
             getattr(owner, name)[0] = 3.0
         else:
-            setattr(owner, name, torch.linspace(0, 1, nets.WIDTH))
+            setattr(owner, name, torch.linspace(0, 1, nets.WIDTH, device=x.device))
         x = self.blocks(x)
         return x + sum(buffer.sum() for buffer in self.blocks.buffers())
 

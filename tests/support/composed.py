@@ -129,7 +129,7 @@ class Nested(Composed):
     @classmethod
     def of(cls, values: Tensor) -> Any:
         """Packed values, and a row that is added."""
-        return cls(values.shape, values.dtype, packed=Packed.of(values), offset=values.mean(0, keepdim=True))
+        return cls(values.shape, values.dtype, packed=Packed.of(values), offset=values[:1].clone())
 
     def values_(self) -> Tensor:
         return self.packed.values_().to(self.dtype) + self.offset.to(self.dtype)
