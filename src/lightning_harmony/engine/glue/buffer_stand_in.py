@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_harmony.engine.glue.glue import ANSWERED, one_element
+from lightning_harmony.engine.glue.glue import ANSWERED, Runtime, one_element
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.structures.operations import changes_first
 
 
@@ -21,12 +21,13 @@ class BufferStandIn(Tensor):
     """
 
     host_buffer: Tensor
-    _read: Callable[[], Tensor]
-    _to_change: Callable[[], Tensor]
+    _layer: SwappedLayer
+    _key: BufferKey
+    _runtime: Runtime
 
     @staticmethod
     def of(
-        host: Tensor, newest: Tensor, device: torch.device, read: Callable[[], Tensor], to_change: Callable[[], Tensor]
+        host: Tensor, newest: Tensor, device: torch.device, layer: SwappedLayer, key: BufferKey, runtime: Runtime
     ) -> BufferStandIn:
         """A stand-in.
 
@@ -34,12 +35,13 @@ class BufferStandIn(Tensor):
             host: the user's own.
             newest: what is in it, whose shape and type it has.
             device: where the code between layers computes.
-            read: gives a copy of what is in it.
-            to_change: gives the tensor to change in its place, or raises.
+            layer: whose it is.
+            key: which of its buffers.
+            runtime: reads it.
         """
         element = one_element(newest.shape, newest.dtype, device)
         stand_in = Tensor._make_subclass(BufferStandIn, element)
-        stand_in.host_buffer, stand_in._read, stand_in._to_change = host, read, to_change
+        stand_in.host_buffer, stand_in._layer, stand_in._key, stand_in._runtime = host, layer, key, runtime
         return stand_in
 
     # Nothing may be traced through what waits for a device.
@@ -53,6 +55,12 @@ class BufferStandIn(Tensor):
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if changes_first(name) or name == "__set__":
-            args = (*tree_map_only(BufferStandIn, lambda stand_in: stand_in._to_change(), args[:1]), *args[1:])
-        args, kwargs = tree_map_only(BufferStandIn, lambda stand_in: stand_in._read(), (args, kwargs))
-        return func(*args, **kwargs)
+            args = (
+                *tree_map_only(BufferStandIn, lambda each: each._layer.buffer_to_change(each._key), args[:1]),
+                *args[1:],
+            )
+        stand_ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, BufferStandIn)]
+        args, kwargs = tree_map_only(
+            BufferStandIn, lambda each: each._runtime.read_buffer(each._layer, each._key), (args, kwargs)
+        )
+        return stand_ins[0]._runtime.on_one_device(func, args, kwargs) if stand_ins else func(*args, **kwargs)

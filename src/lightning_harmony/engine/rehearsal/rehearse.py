@@ -30,7 +30,7 @@ from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.model.host_store import HostPool, lies_in
 from lightning_harmony.engine.model.layer import COMPARED_CALLS, BufferKey, SwappedLayer, buffers_of, places_of
-from lightning_harmony.engine.model.pack import Residency, SwappedPack
+from lightning_harmony.engine.model.pack import Residency, SwappedPack, buffer_of
 from lightning_harmony.engine.rehearsal.fakes import FakeDevice, FakeStore, FakeWatch, fake
 from lightning_harmony.engine.rehearsal.rehearsed_call import CallProfile, Measured, RehearsedForward
 from lightning_harmony.engine.rehearsal.work_by_layer import WorkByLayer
@@ -299,6 +299,10 @@ class _Rehearsal:
 
     def show_changed_buffers(self, layer: SwappedLayer, residency: Residency, keys: Collection[BufferKey]) -> None:
         """Nobody reads them: nothing has values."""
+
+    def read_buffer(self, layer: SwappedLayer, key: BufferKey) -> Tensor:
+        """What is in it: nothing stands in for it."""
+        return buffer_of(key)
 
     def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
         """There is one microbatch."""

@@ -221,7 +221,7 @@ class Executor:
         step.random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
         self.updater.buffers.reclaim()
         step.in_backward = False
-        self._model.begin_step(is_training=is_training, read=self._runtime.read_buffer)
+        self._model.begin_step(is_training=is_training, runtime=self._runtime)
         for residents in self._placement.residents:
             residents.follows_moves = is_alone or not step.is_sequential
             residents.device.begin_lanes()

@@ -216,7 +216,7 @@ class Runtime:
     def show_changed_buffers(self, layer: SwappedLayer, residency: Residency, keys: Collection[BufferKey]) -> None:
         """The code between layers sees what a layer has left in these of its buffers, which the host's are not yet."""
         if keys and self._step.current() is not None:
-            self._model.show_buffers(layer, {key: residency.buffers[key] for key in keys}, self.read_buffer)
+            self._model.show_buffers(layer, {key: residency.buffers[key] for key in keys}, self)
 
     def read_buffer(self, layer: SwappedLayer, key: BufferKey) -> Tensor:
         """A copy of what is in a layer's buffer, for the code between layers or for another layer.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.glue.buffer_stand_in import BufferStandIn
+from lightning_harmony.engine.glue.glue import Runtime
 from lightning_harmony.engine.model.derived import DerivedWeight, derived_weights
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffers_of, host_buffer, move_buffers
@@ -123,41 +123,34 @@ class SwappedModel:
                 "swapped as they were at its start; do that before the fit"
             )
 
-    def begin_step(self, *, is_training: bool, read: Callable[[SwappedLayer, BufferKey], Tensor]) -> None:
+    def begin_step(self, *, is_training: bool, runtime: Runtime) -> None:
         """Lanes run from now on: nobody but the layers may change their buffers in a training step.
 
         Args:
             is_training: whether it is a training step.
-            read: gives the code between layers a copy of what is in a layer's buffer.
+            runtime: reads buffers for the code between layers.
         """
         host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         self._changed_buffers.clear()
         for layer in self.layers:
             layer.is_training, layer.host_buffers = is_training, host_buffers
             buffers = [(key, host_buffer(key)) for key in layer.buffers]
-            self.show_buffers(layer, {key: buffer for key, buffer in buffers if _is_plain(buffer)}, read)
+            self.show_buffers(layer, {key: buffer for key, buffer in buffers if _is_plain(buffer)}, runtime)
 
-    def show_buffers(
-        self,
-        layer: SwappedLayer,
-        newest: Mapping[BufferKey, Tensor],
-        read: Callable[[SwappedLayer, BufferKey], Tensor],
-    ) -> None:
+    def show_buffers(self, layer: SwappedLayer, newest: Mapping[BufferKey, Tensor], runtime: Runtime) -> None:
         """Let stand-ins take the places of a layer's buffers until the step ends: the layer has them where it computes.
 
         Args:
             layer: whose they are.
             newest: what is in them.
-            read: gives a copy of that.
+            runtime: reads them.
         """
         for key, tensor in newest.items():
             host, known = host_buffer(key), self._shown_buffers.get(key)
             assert host is not None
             if known is None or (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
                 with torch.inference_mode(False):
-                    known = BufferStandIn.of(
-                        host, tensor, self._root, partial(read, layer, key), partial(layer.buffer_to_change, key)
-                    )
+                    known = BufferStandIn.of(host, tensor, self._root, layer, key, runtime)
                 self._shown_buffers[key] = known
             known.host_buffer = host
             key[0]._buffers[key[1]] = known
@@ -198,8 +191,8 @@ class SwappedModel:
         return None
 
     def close(self) -> None:
-        """Bring back the buffers that were moved."""
-        move_buffers(self._glue_buffers, torch.device("cpu"))
+        """Bring back the buffers that were moved, and those that the code between layers has made on a GPU."""
+        move_buffers(buffers_of(self._module), torch.device("cpu"))
 
 
 def _is_plain(buffer: Tensor | None) -> TypeGuard[Tensor]:
