@@ -78,7 +78,7 @@ def _imported(name: str) -> Any:
         return pytest.importorskip(name)
 
 
-@pytest.fixture(params=[four_bits, twice_quantized, of_torchao])
+@pytest.fixture(params=[four_bits, twice_quantized, eight_bits, of_torchao])
 def base(request: pytest.FixtureRequest) -> Callable[[], nn.Module]:
     made: Callable[[], nn.Module] = request.param
     made()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -101,9 +101,18 @@ class Recompute:
             )
         layer.changes_inputs = bool(layer.changes_inputs) or has_changed
 
-    def bound(self, residency: Residency, weights: Mapping[nn.Parameter, Tensor]) -> AbstractContextManager[Any]:
+    @contextmanager
+    def beside(self, residency: Residency) -> Iterator[None]:
+        """The context of the layer's code when it runs first, which finds what objects have of its weights on the device."""
+        with self._layer.beside(residency.leaves, residency.companions) as self._found:
+            yield
+
+    @contextmanager
+    def bound(self, residency: Residency, weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
         """The context of the layer's code when it runs again, with these weights."""
-        return self._layer.bound(weights, self._buffers.as_they_were(residency))
+        beside = self._layer.beside(residency.leaves, residency.companions, self._found)
+        with beside, self._layer.bound(weights, self._buffers.as_they_were(residency)):
+            yield
 
     def run(self, residency: Residency, own: Callable[..., Any]) -> Any:
         """Run the layer's code once more, within `bound`.

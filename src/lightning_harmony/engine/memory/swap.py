@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,7 +108,15 @@ class Swapper:
                 _copy(staging.on_device, staging.memory)
 
         # First: what the copy runs beside should not wait for the thread that copies.
-        leaves = {p: make_resident(parameter_like(p, slot.view(weights))) for p, slot in layout.slots.items()}
+        leaves = {
+            p: make_resident(parameter_like(p, slot.view(weights), partial(_attribute_at, weights.device, pack)))
+            for p, slot in layout.slots.items()
+        }
+        companions = {
+            tensor: place.view(weights)
+            for p, slot in layout.slots.items()
+            for tensor, place in zip(self._store.beside.get(p, ()), slot.beside, strict=True)
+        }
         copied = pack.buffer_bytes + layout.copied_bytes
         ready = device.start_copy(Errand.SWAP_IN, "weights", copied, copy, pack=pack.index)
         self._traffic.count_in("weights", copied)
@@ -120,7 +129,7 @@ class Swapper:
             masters = Masters.of(uncast, there) if layout.casts else Masters.of(weights, layout.slots)
         elif layout.casts:
             device.free(uncast, [ready])
-        pack.residency = Residency(device, weights, ready, leaves, buffers, staging, as_of, masters)
+        pack.residency = Residency(device, weights, ready, leaves, buffers, companions, staging, as_of, masters)
 
     def _stage(self, slots: Mapping[BufferKey, Slot], num_bytes: int) -> Staging:
         with self._device.on_host():
@@ -221,6 +230,12 @@ class Swapper:
             residency.buffers[key] = slot.view(self._device.scratch(num_bytes))
             _copy(residency.buffers[key], host, non_blocking=False)
         self._traffic.count_in("weights", pack.buffer_bytes)
+
+
+def _attribute_at(device: torch.device, pack: SwappedPack, tensor: Tensor) -> Tensor:
+    """What takes the place of a tensor that is an attribute of a parameter. Companions are bound when a layer is called."""
+    is_companion = any(tensor in layer.companions for layer in pack.layers)
+    return tensor if is_companion else tensor.to(device)
 
 
 def _cast(source: Tensor, destination: Tensor, space: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.model.attributes import AttributesOfLayer
+from lightning_harmony.engine.model.companions import AttributesBefore, CompanionChangedError, Companions
 from lightning_harmony.engine.model.derived import derived_weights
 from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
 from lightning_harmony.errors import UnsupportedModelError
@@ -28,7 +29,8 @@ COMPARED_CALLS = 8
 def changes_data(layer: SwappedLayer) -> str:
     """Why a layer is refused that changes the data of its weights."""
     return (
-        f"layer {layer.name!r} changes the data of a parameter in its forward, which swapping would lose; "
+        f"layer {layer.name!r} changes the data of a parameter in its forward, or that of a tensor which an object has of "
+        "a frozen one, which swapping would lose; "
         "do that in a hook such as on_train_batch_start"
     )
 
@@ -51,7 +53,8 @@ def make_resident(weight: nn.Parameter) -> nn.Parameter:
 @cache
 def _resident(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     def assign(weight: Tensor, value: Tensor) -> None:
-        raise DataAssignedError
+        if not _is_same_view(weight, value):
+            raise DataAssignedError
 
     # A detached tensor counts its changes together with the weight.
     content = {
@@ -60,6 +63,14 @@ def _resident(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         "__qualname__": kind.__qualname__,
     }
     return new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(content))
+
+
+def _is_same_view(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same elements of one memory, so that to assign one to the other changes nothing."""
+    if other.layout is not torch.strided or one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    places = [(each.dtype, each.size(), each.stride(), each.storage_offset()) for each in (one, other)]
+    return places[0] == places[1]
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,7 @@ class SwappedLayer:
         buffers: owner and name of each of its buffers.
         compute_dtype: the type in which its floating parameters and inputs are on the device; None for their own.
         attributes: what its code keeps on its modules beside.
+        companions: the tensors that its code keeps of frozen parameters.
         buffer_writes: how often each of the host's buffers was written by what layers changed on a device: one counter for all
             layers, which may share modules.
         is_training: whether a training step runs, in which nobody else may change its buffers.
@@ -149,7 +161,10 @@ class SwappedLayer:
         self.changed_buffers: set[BufferKey] = set()
         self.host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         self.compute_dtype = compute_dtype
-        types = {parameter: dtype_on_device(parameter, compute_dtype) for parameter in self.parameters}
+        self.companions = Companions((), ()) if module is None else Companions(module.modules(), self.parameters)
+        with_companions = self.companions.parameters
+        alone = [parameter for parameter in self.parameters if parameter not in with_companions]
+        types = {parameter: dtype_on_device(parameter, compute_dtype) for parameter in alone}
         self.narrow = {parameter: dtype for parameter, dtype in types.items() if dtype != parameter.dtype}
         self._places = places_of(module, self.parameters) if module is not None else []
         self._containers = containers_of(module, self._places) if module is not None else []
@@ -231,6 +246,24 @@ class SwappedLayer:
             "layer is called again for other microbatches and in the backward: change it in the layer's forward, or "
             "in a hook such as on_train_batch_end"
         )
+
+    @contextmanager
+    def beside(
+        self,
+        leaves: Mapping[nn.Parameter, Tensor],
+        apart: Mapping[Tensor, Tensor],
+        before: AttributesBefore | None = None,
+    ) -> Iterator[AttributesBefore]:
+        """Let the layer's code find the companions of its weights where these are, as `Companions.bound` does.
+
+        Raises:
+            UnsupportedModelError: if it changes one.
+        """
+        try:
+            with self.companions.bound(leaves, apart, before) as found:
+                yield found
+        except CompanionChangedError as error:
+            raise UnsupportedModelError(changes_data(self)) from error
 
     @contextmanager
     def bound(

@@ -119,8 +119,8 @@ class SwappedModel:
         misfits = self._store.follow(parameters)
         if misfits:
             raise UnsupportedModelError(
-                f"parameter {self.names[misfits[0]]!r} was given another type or shape during the fit, but layers are "
-                "swapped as they were at its start; do that before the fit"
+                f"parameter {self.names[misfits[0]]!r} was given another type or shape during the fit, or other data than an "
+                "object has of it, but layers are swapped as they were at its start; do that before the fit"
             )
 
     def begin_step(self, *, is_training: bool, runtime: Runtime) -> None:
