@@ -234,7 +234,7 @@ def test_products_find_elements_and_scales_on_the_device_and_nowhere_else(kind: 
     assert training.reports[-1].swapped_in_bytes["weights"] <= 2 * most
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [InState, StateMadeInTheForward])
 def test_microbatches_take_turns_where_an_object_has_the_weight(
     kind: type[nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -227,6 +227,8 @@ class LayerCall:
     def _owned(self, result: Any) -> Any:
         """What the call returns and leaves on modules, without what lies in the weights' memory."""
         owned = OwnedResults(self.residency)
+        for attributes, names in self._recompute.changes.objects:
+            self.runtime.note_set(attributes, names)
         left = self.layer.attributes.after_call(self._recompute.attributes)
         if left is not None:
             if left is not self._recompute.attributes:

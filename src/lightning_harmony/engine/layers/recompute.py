@@ -35,6 +35,7 @@ class Recompute:
 
     Attributes:
         attributes: of the layer's modules, as the call found them.
+        changes: of attributes of parameters and objects, once the call has run.
     """
 
     def __init__(self, layer: SwappedLayer, runtime: Runtime, arguments: CallArguments) -> None:
@@ -104,13 +105,13 @@ class Recompute:
     @contextmanager
     def beside(self, residency: Residency) -> Iterator[None]:
         """The context of the layer's code when it runs first, which finds what objects have of its weights on the device."""
-        with self._layer.beside(residency.leaves, residency.companions) as self._found:
+        with self._layer.beside(residency.leaves, residency.companions) as self.changes:
             yield
 
     @contextmanager
     def bound(self, residency: Residency, weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
         """The context of the layer's code when it runs again, with these weights."""
-        beside = self._layer.beside(residency.leaves, residency.companions, self._found)
+        beside = self._layer.beside(residency.leaves, residency.companions, self.changes)
         with beside, self._layer.bound(weights, self._buffers.as_they_were(residency)):
             yield
 

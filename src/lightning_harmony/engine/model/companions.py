@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.model.attributes import LONGEST, OF_TORCH
+from lightning_harmony.engine.structures.containers import copied_content
 from lightning_harmony.engine.structures.operations import viewed
 from lightning_harmony.engine.structures.parts import is_composed
 
@@ -105,6 +106,8 @@ class Companions:
         self._modules = list(modules)
         self._parameters = [p for p in parameters if not (p.requires_grad or is_composed(p)) and _has_memory(p)]
         self._views: list[View] = []
+        # The dicts of objects in which it looks.
+        self._objects: list[dict[str, Any]] = []
         self.apart: dict[nn.Parameter, list[Tensor]] = {}
         self._num_calls = 0
         self._makes_views = False
@@ -126,6 +129,7 @@ class Companions:
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
                     self._views.append(View.of(tensor, parameter, parameter))
+        self._note_objects(places, {p: p for p in self._parameters})
         for place in places:
             if place.owner is None or place.owner not in owners:
                 continue
@@ -133,6 +137,11 @@ class Companions:
                 if id(tensor) not in seen and _has_memory(tensor):
                     seen.add(id(tensor))
                     self.apart.setdefault(owners[place.owner], []).append(tensor)
+
+    def _note_objects(self, places: Iterable[_Place], leaves: Mapping[nn.Parameter, Tensor]) -> None:
+        of_parameters = {id(vars(leaf)) for leaf in leaves.values()}
+        found = [place.content for place in places if place.owner is not None and isinstance(place.content, dict)]
+        self._objects = [content for content in found if id(content) not in of_parameters]
 
     def _places(self, leaves: Mapping[nn.Parameter, Tensor]) -> Iterator[_Place]:
         """Where companions may be, given what has the attributes of each parameter."""
@@ -217,29 +226,30 @@ class Companions:
         self,
         leaves: Mapping[nn.Parameter, Tensor],
         apart: Mapping[Tensor, Tensor],
-        before: AttributesBefore | None = None,
-    ) -> Iterator[AttributesBefore]:
+        before: CallChanges | None = None,
+    ) -> Iterator[CallChanges]:
         """Let the layer's code find companions on a device.
 
         Args:
             leaves: the parameters there.
             apart: the companions there that have memory of their own.
-            before: makes attributes of parameters what a call has found, for the time of the context.
+            before: of a call, whose attributes of parameters are what it has found, for the time of the context.
 
         Yields:
-            What holds, once the context is left, the attributes of parameters that the code has changed, as they were.
+            What the code has changed, once the context is left.
 
         Raises:
             CompanionChangedError: if the code changes a companion in place, or its data.
         """
-        found = AttributesBefore()
+        found = CallChanges()
         if not self._parameters:
             yield found
             return
         attributes = {p: (vars(leaves[p]), dict(vars(leaves[p]))) for p in self._parameters}
         if before is not None:
-            for parameter, values in before.values.items():
+            for parameter, values in before.attributes.items():
                 _update(vars(leaves[parameter]), values)
+        objects = [(content, copied_content(content)) for content in (self._objects if self else ())]
         bound = list(self._bind(leaves, apart))
         try:
             yield found
@@ -250,9 +260,10 @@ class Companions:
                 if before is not None:
                     now.clear()
                     now.update(then)
-                elif changed := {name for name in {**now, **then} if now.get(name, self) is not then.get(name, self)}:
-                    found.values[parameter] = {name: then.get(name, _MISSING) for name in changed}
+                elif changed := _changed(now, then):
+                    found.attributes[parameter] = {name: then.get(name, _MISSING) for name in changed}
                     _update(vars(parameter), {name: now.get(name, _MISSING) for name in changed})
+            found.objects += [(now, changed) for now, then in objects if (changed := _changed(now, then))]
             for each in bound:
                 each.end()
             self._find_new(leaves)
@@ -274,7 +285,9 @@ class Companions:
         self._num_calls += 1
         # Of a model without data, there is nowhere for them to be.
         bases = {p: leaves[p] for p in self._parameters if not p.is_meta}
-        for place in self._places(bases):
+        places = list(self._places(bases))
+        self._note_objects(places, bases)
+        for place in places:
             # What modules have themselves, calls own already: copies are there.
             for _, tensor in place.tensors() if place.owner is not None else ():
                 parameter = next((p for p, leaf in bases.items() if _lies_in(tensor, leaf)), None)
@@ -295,14 +308,16 @@ def beside_parameters(companions: Iterable[Companions]) -> dict[nn.Parameter, li
 
 
 @dataclass
-class AttributesBefore:
-    """Attributes of parameters as a call has found them, of which it has left others.
+class CallChanges:
+    """What a call has changed of attributes.
 
     Attributes:
-        values: of each parameter, by their names.
+        attributes: of parameters, as they were before.
+        objects: the attributes of each object, and the dicts in such, with the names of those that are others now.
     """
 
-    values: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+    attributes: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+    objects: list[tuple[dict[str, Any], set[str]]] = field(default_factory=list)
 
 
 class _Bound:
@@ -323,6 +338,10 @@ class _Bound:
     def end(self) -> None:
         """It is on the host again."""
         self._tensor.data = self._home
+
+
+def _changed(now: Mapping[str, Any], then: Mapping[str, Any]) -> set[str]:
+    return {name for name in {**then, **now} if now.get(name, _MISSING) is not then.get(name, _MISSING)}
 
 
 def _update(attributes: dict[str, Any], values: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.model.attributes import AttributesOfLayer
-from lightning_harmony.engine.model.companions import AttributesBefore, CompanionChangedError, Companions
+from lightning_harmony.engine.model.companions import CallChanges, CompanionChangedError, Companions
 from lightning_harmony.engine.model.derived import derived_weights
 from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
 from lightning_harmony.errors import UnsupportedModelError
@@ -252,8 +252,8 @@ class SwappedLayer:
         self,
         leaves: Mapping[nn.Parameter, Tensor],
         apart: Mapping[Tensor, Tensor],
-        before: AttributesBefore | None = None,
-    ) -> Iterator[AttributesBefore]:
+        before: CallChanges | None = None,
+    ) -> Iterator[CallChanges]:
         """Let the layer's code find the companions of its weights where these are, as `Companions.bound` does.
 
         Raises:
