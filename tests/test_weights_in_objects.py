@@ -202,10 +202,14 @@ def test_a_backward_that_no_saved_tensor_announces_finds_the_weight(kind: type[n
     assert_same_training(Net(net), SAMPLES, layers=(nn.Linear, kind))
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_find_elements_and_scales_on_the_device_and_nowhere_else(kind: type[nn.Module]) -> None:
-    module = Net(Stack(*[Adapted(kind()) for _ in range(4)]))
-    bases: list[Any] = [layer.base for layer in module.net.layers]
+def test_products_find_elements_and_scales_on_the_device_and_nowhere_else(
+    kind: type[nn.Module], is_alone: bool
+) -> None:
+    bases: list[Any] = [kind() for _ in range(4)]
+    # Where they are layers by themselves, no saved tensor announces their backward.
+    module = Net(Stack(nn.Linear(SIZE, SIZE), *bases) if is_alone else Stack(*map(Adapted, bases)))
     home: set[int] = set()
 
     class Noting(pl.Callback):
@@ -215,7 +219,7 @@ def test_products_find_elements_and_scales_on_the_device_and_nowhere_else(kind: 
     training = train_harmony(
         module,
         SAMPLES,
-        HarmonyStrategy(num_microbatches=4, device_memory="24KiB"),
+        HarmonyStrategy(num_microbatches=4, device_memory="24KiB", layers=(nn.Linear, kind) if is_alone else None),
         8,
         with_gradients=False,
         more_callbacks=[Noting()],
@@ -230,7 +234,7 @@ def test_products_find_elements_and_scales_on_the_device_and_nowhere_else(kind: 
         home |= {state.codes.untyped_storage().data_ptr(), state.scale.untyped_storage().data_ptr()}
     assert not home & {memory for _, _, memory in FOUND}
     # Elements, scales and adapters, once for the forward and once for the backward; arenas are padded to 512 bytes.
-    most = 4 * (SIZE * SIZE + SIZE * 4 + 2 * 4 * SIZE * 4 + 4 * 512)
+    most = 4 * (SIZE * SIZE + SIZE * 4 + 2 * 4 * SIZE * 4 + 4 * 512) + (SIZE * (SIZE + 1) * 4 + 512 if is_alone else 0)
     assert training.reports[-1].swapped_in_bytes["weights"] <= 2 * most
 
 
