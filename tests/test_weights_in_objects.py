@@ -185,7 +185,7 @@ def _nothing_found() -> Iterator[None]:
 
 
 @pytest.mark.devices(1, 2)
-@pytest.mark.parametrize("device_memory", [None, "24KiB"])
+@pytest.mark.parametrize("device_memory", [None, "28KiB"])
 @pytest.mark.parametrize("kind", [*KINDS, AsAttribute])
 def test_weights_in_objects_train_with_equal_bits(kind: type[nn.Module], device_memory: str | None) -> None:
     assert_same_training(Net(Stack(*[Adapted(kind()) for _ in range(4)])), SAMPLES, device_memory=device_memory)
@@ -219,7 +219,7 @@ def test_products_find_elements_and_scales_on_the_device_and_nowhere_else(
     training = train_harmony(
         module,
         SAMPLES,
-        HarmonyStrategy(num_microbatches=4, device_memory="24KiB", layers=(nn.Linear, kind) if is_alone else None),
+        HarmonyStrategy(num_microbatches=4, device_memory="28KiB", layers=(nn.Linear, kind) if is_alone else None),
         8,
         with_gradients=False,
         more_callbacks=[Noting()],
@@ -268,12 +268,12 @@ def test_a_second_fit_and_an_evaluation_find_the_weight() -> None:
     outputs = []
     for each, strategy in ((plain, "auto"), (swapped, None)):
         for _ in range(2):
-            made = strategy or HarmonyStrategy(device_memory="24KiB", num_microbatches=1)
+            made = strategy or HarmonyStrategy(device_memory="28KiB", num_microbatches=1)
             trainer = trainer_for(made, 2, [])
             torch.manual_seed(0)
             trainer.fit(each, DataLoader(SAMPLES, batch_size=8))
         each.predict_step = lambda batch, index, net=each.net: net.layers(batch)
-        made = strategy or HarmonyStrategy(device_memory="24KiB", num_microbatches=1)
+        made = strategy or HarmonyStrategy(device_memory="28KiB", num_microbatches=1)
         outputs.append(trainer_for(made, 2, []).predict(each, DataLoader(SAMPLES, batch_size=8)))
     assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(*outputs, strict=True))
     for name, value in plain.state_dict().items():

@@ -23,10 +23,13 @@ def move_to_host(module: nn.Module, device: torch.device) -> None:
     """
     for owner in module.modules():
         for name in [name for name, parameter in owner._parameters.items() if _moves_itself(parameter)]:
-            _move_own(owner, name, device)
+            # What code keeps of a parameter stays behind when that is moved. It is quantized already.
+            if not _companions_of(owner, name):
+                _move_own(owner, name, device)
             if device.type != _HOST.type:
-                moved = owner._parameters[name]
-                Companions([owner], [] if moved is None else [moved]).move(_HOST)
+                _companions_of(owner, name).move(_HOST)
+                # At once: a device may have no room for all of them.
+                _move_own(owner, name, _HOST)
     if device.type != _HOST.type:
         module.to(_HOST)
 
@@ -34,6 +37,11 @@ def move_to_host(module: nn.Module, device: torch.device) -> None:
 def _moves_itself(parameter: nn.Parameter | None) -> bool:
     """Whether code of its own class moves a parameter."""
     return parameter is not None and type(parameter).to is not Tensor.to and not is_composed(parameter)
+
+
+def _companions_of(owner: nn.Module, name: str) -> Companions:
+    parameter = owner._parameters[name]
+    return Companions([owner], [] if parameter is None else [parameter])
 
 
 def _move_own(owner: nn.Module, name: str, device: torch.device) -> None:
