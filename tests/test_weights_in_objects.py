@@ -192,6 +192,13 @@ def test_weights_in_objects_train_with_equal_bits(kind: type[nn.Module], device_
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_each_device_of_a_spread_model_has_the_weight(kind: type[nn.Module]) -> None:
+    net = Stack(*[Adapted(kind()) for _ in range(3)])
+    # Gradients are summed on each device first.
+    assert_same_training(Net(net), SAMPLES, devices=2, parallel="data", tolerance=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_that_is_called_twice_finds_its_weight_in_each_call(kind: type[nn.Module]) -> None:
     assert_same_training(Net(Twice(*[kind() for _ in range(3)])), SAMPLES, layers=(nn.Linear, kind))
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 
 from lightning_harmony.engine.model.attributes import LONGEST, OF_TORCH
 from lightning_harmony.engine.structures.containers import copied_content
@@ -250,11 +251,14 @@ class Companions:
             for parameter, values in before.attributes.items():
                 _update(vars(leaves[parameter]), values)
         objects = [(content, copied_content(content)) for content in (self._objects if self else ())]
-        bound = list(self._bind(leaves, apart))
+        # Who watches what code reads is not to see this.
+        with DisableTorchFunctionSubclass():
+            bound = list(self._bind(leaves, apart))
         try:
             yield found
-            if any(each.has_changed() for each in bound):
-                raise CompanionChangedError
+            with DisableTorchFunctionSubclass():
+                if any(each.has_changed() for each in bound):
+                    raise CompanionChangedError
         finally:
             for parameter, (now, then) in attributes.items():
                 if before is not None:
@@ -264,9 +268,10 @@ class Companions:
                     found.attributes[parameter] = {name: then.get(name, _MISSING) for name in changed}
                     _update(vars(parameter), {name: now.get(name, _MISSING) for name in changed})
             found.objects += [(now, changed) for now, then in objects if (changed := _changed(now, then))]
-            for each in bound:
-                each.end()
-            self._find_new(leaves)
+            with DisableTorchFunctionSubclass():
+                for each in bound:
+                    each.end()
+                self._find_new(leaves)
 
     def _bind(self, leaves: Mapping[nn.Parameter, Tensor], apart: Mapping[Tensor, Tensor]) -> Iterator[_Bound]:
         self._views = [view for view in self._views if view.tensor() is not None]
@@ -354,7 +359,8 @@ def _update(attributes: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 def _may_be_companion(value: Any) -> bool:
     return (
-        isinstance(value, Tensor)
+        type(value) not in weakref.ProxyTypes
+        and isinstance(value, Tensor)
         and not isinstance(value, nn.Parameter)
         and value.layout is torch.strided
         and not is_composed(value)
@@ -381,7 +387,7 @@ def _within(content: Any, owner: int | None, seen: set[int], depth: int) -> Iter
 
 def _of_value(value: Any, owner: int | None, seen: set[int], depth: int) -> Iterator[_Place]:
     """What a value holds: containers belong to who holds them, objects to none but themselves."""
-    if isinstance(value, _ATOMS) or id(value) in seen or depth >= _DEEPEST:
+    if type(value) in weakref.ProxyTypes or isinstance(value, _ATOMS) or id(value) in seen or depth >= _DEEPEST:
         return
     if isinstance(value, list | tuple | dict):
         if len(value) <= LONGEST:
