@@ -337,8 +337,8 @@ class _Bound:
     def has_changed(self) -> bool:
         """Whether it was changed in place, or has other data."""
         tensor, there = self._tensor, self._there
-        is_there = tensor.untyped_storage()._cdata == there.untyped_storage()._cdata
-        return tensor._version != self._version or not is_there
+        places = [(each.untyped_storage()._cdata, each.storage_offset(), each.size()) for each in (tensor, there)]
+        return tensor._version != self._version or places[0] != places[1]
 
     def end(self) -> None:
         """It is on the host again."""

@@ -172,7 +172,7 @@ class HostStore:
     ) -> None:
         self._slots: dict[nn.Parameter, Slot] = {}
         self.beside = beside_parameters(companions)
-        self._with_views = {parameter for each in companions for parameter in each.with_views}
+        self._companions = companions
         # Of the memory of each slot, by its offset: who uses it.
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.elsewhere: set[nn.Parameter] = set()
@@ -229,12 +229,17 @@ class HostStore:
             Those that have another type or shape than they had, or other data than the companions in their memory.
         """
         misfits = []
+        with_views = {parameter for each in self._companions for parameter in each.with_views}
         for parameter in parameters:
             parts, places = self._all(parameter), self._slots[parameter].all
-            has_moved = parameter in self._with_views and not self._is_at_home(parameter, self._slots[parameter])
+            has_moved = parameter in with_views and not self._is_at_home(parameter, self._slots[parameter])
             if has_moved or list(map(_kind_of, parts)) != list(map(_kind_of, places)):
                 misfits.append(parameter)
-            elif all(map(self._brings_home, parts, places)):
+                continue
+            for companion, place in zip(self.beside.get(parameter, ()), self._slots[parameter].beside, strict=True):
+                if not self._is_at_home(companion, place):
+                    self._adopt(companion, place)
+            if all(map(self._brings_home, parts_of(parameter), self._slots[parameter].parts)):
                 self.elsewhere.discard(parameter)
             else:
                 self.elsewhere.add(parameter)
@@ -260,8 +265,11 @@ class HostStore:
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._slots
 
-    def reopened(self, device: Device) -> HostStore:
-        """Itself, after `close`, with another device that will copy from it."""
+    def reopened(self, device: Device, companions: Sequence[Companions]) -> HostStore:
+        """Itself, after `close`, with another device that will copy from it, and companions as other layers have them."""
+        self._companions = companions
+        for each in companions:
+            each.restrict(self.beside)
         self._unregister = device.register_host(self.arena)
         return self
 
