@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -43,7 +44,7 @@ class Reads(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.Sequential(*[Remembers() for _ in range(3)])
-        self.count = 0
+        self.step = 0
 
     def run(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -75,9 +76,68 @@ class BeforeTheCall(Reads):
 
 class FromTheThirdStepOn(Reads):
     def run(self, x: Tensor) -> Tensor:
-        self.count += 1
         x = self.blocks(x)
-        return x * (1 + self.blocks[1].mean.mean().item()) if self.count > 8 else x
+        return x * (1 + self.blocks[1].mean.mean().item()) if self.step >= 2 else x
+
+
+class BeforeTheCallFromTheThirdStepOn(Reads):
+    """All microbatches that took turns would read what the batch before has left."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.blocks(x + self.blocks[0].mean if self.step >= 2 else x)
+
+
+class InTheBackward(Reads):
+    """A hook of a gradient reads what the forward of its own microbatch has left."""
+
+    begins = 0
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if x.requires_grad and self.step >= self.begins:
+            x.register_hook(lambda gradient: gradient * (1 + self.blocks[1].mean))
+        return self.blocks[2](self.blocks[1](x))
+
+
+class InTheBackwardFromTheThirdStepOn(InTheBackward):
+    begins = 2
+
+
+class Fixed(nets.Block):
+    """A layer with a buffer that nobody changes."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, nets.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y * self.scale
+
+
+class ReadsOther(nets.Block):
+    """A layer that reads a buffer of another one, which it knows past its attributes."""
+
+    def __init__(self, others: list[Fixed]) -> None:
+        super().__init__()
+        self.others = others
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y + self.others[0].scale
+
+
+class Unchanged(Reads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Fixed() for _ in range(3)])
+        self.last = ReadsOther([self.blocks[0]])
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks(x * self.blocks[2].scale)
+        return self.last(x) + self.blocks[1].scale[:1].square()
 
 
 class Statistics(Reads):
@@ -92,11 +152,30 @@ class Statistics(Reads):
         return x * sum(block[1].running_var.mean() for block in self.blocks) / self.blocks[0][1].num_batches_tracked
 
 
+class Steps(Net):
+    """Tells the net which step it is in."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net.step = self.trainer.global_step
+
+
 @pytest.mark.devices(1, 2)
 @pytest.mark.parametrize("num_microbatches", [1, 4])
-@pytest.mark.parametrize("net", [BehindTheCall, BehindAllCalls, BeforeTheCall, FromTheThirdStepOn, Statistics])
+@pytest.mark.parametrize(
+    "net",
+    [
+        BehindTheCall,
+        BehindAllCalls,
+        BeforeTheCall,
+        FromTheThirdStepOn,
+        BeforeTheCallFromTheThirdStepOn,
+        InTheBackward,
+        Unchanged,
+        Statistics,
+    ],
+)
 def test_a_buffer_that_is_read_between_layers_is_what_its_layer_has_left(net: Any, num_microbatches: int) -> None:
-    module = Net(net())
+    module = Steps(net())
     assert_same_training(
         module,
         samples(),
@@ -112,7 +191,14 @@ def test_a_buffer_that_is_read_between_layers_is_what_its_layer_has_left(net: An
 def test_microbatches_whose_step_reads_such_a_buffer_run_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
     takes, (said,) = takes_turns(BehindAllCalls(), caplog)
     assert not takes
-    assert "buffer 'mean' of layer 'net.blocks.2' is read outside of its layer" in said
+    assert "buffer 'mean' of layer 'net.blocks.0' is read outside of its layer" in said
+
+
+def test_to_read_it_in_the_backward_of_turns_is_refused() -> None:
+    trainer: pl.Trainer = trainer_for(HarmonyStrategy(device_memory="44KiB", num_microbatches=4), 4, [])
+    loader = torch.utils.data.DataLoader(samples(), batch_size=8)
+    with pytest.raises(UnsupportedModelError, match=r"buffer 'mean' of layer 'net\.blocks\.1' is read in the backward"):
+        trainer.fit(Steps(InTheBackwardFromTheThirdStepOn()), loader)
 
 
 class Asks(Reads):
@@ -122,6 +208,10 @@ class Asks(Reads):
         x = self.blocks(x)
         assert [block.mean.shape for block in self.blocks] == [(nets.WIDTH,)] * 3
         return x.to(self.blocks[0].mean.dtype)
+
+
+def test_a_buffer_that_no_layer_changes_is_read_in_turns(caplog: pytest.LogCaptureFixture) -> None:
+    assert takes_turns(Unchanged(), caplog) == (True, [])
 
 
 def test_to_ask_for_the_shape_of_a_buffer_is_not_to_read_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -138,14 +228,58 @@ class Validates(Net):
 
 
 def test_so_it_is_in_a_validation() -> None:
+    assert_same_validation(BehindTheCall)
+
+
+def assert_same_validation(net: Callable[[], nn.Module]) -> None:
     results = []
-    for strategy in ("auto", HarmonyStrategy(device_memory="44KiB", num_microbatches=1)):
-        module = Validates(BehindTheCall())
+    for strategy in ("auto", HarmonyStrategy(device_memory="20KiB", num_microbatches=1)):
+        module = Validates(net())
         trainer = trainer_for(strategy, 1, [])
-        loader = torch.utils.data.DataLoader(samples(8), batch_size=8)
+        loader = torch.utils.data.DataLoader(samples(16), batch_size=4)
         trainer.validate(module, loader, verbose=False)
-        results.append(torch.stack(module.validated))
-    assert torch.equal(*results)
+        results.append((torch.stack(module.validated), *module.buffers()))
+    for plain, ours in zip(*results, strict=True):
+        assert torch.equal(plain, ours)
+
+
+class Resets(Reads):
+    """Code between layers gives a buffer of a layer another value before the layer is called, or is called again."""
+
+    def __init__(
+        self, how: str, index: int, *, layer: Callable[[], nn.Module] = Remembers, again: bool = False
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[layer() for _ in range(3)])
+        self.how, self.index, self.again = how, index, again
+
+    def run(self, x: Tensor) -> Tensor:
+        if self.again:
+            x = self.blocks(x)
+        owner, name = self.blocks[self.index], next(name for name, _ in self.blocks[0].named_buffers())
+        if self.how == "in place":
+            getattr(owner, name).mul_(0.5)
+        elif self.how == "an element":
+            getattr(owner, name)[0] = 3.0
+        else:
+            setattr(owner, name, torch.linspace(0, 1, nets.WIDTH, device=x.device))
+        x = self.blocks(x)
+        return x + sum(buffer.sum() for buffer in self.blocks.buffers())
+
+
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("how", ["in place", "an element", "assigned"])
+def test_a_validation_may_write_a_buffer_between_layers(how: str, index: int) -> None:
+    assert_same_validation(lambda: Resets(how, index))
+    assert_same_validation(lambda: Resets(how, index, layer=Fixed, again=True))
+
+
+@pytest.mark.parametrize("how", ["in place", "an element", "assigned"])
+def test_but_not_behind_a_layer_that_has_changed_it(how: str) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"buffer 'mean' of layer 'net\.blocks\.0' is changed within a step"
+    ):
+        assert_same_validation(lambda: Resets(how, 0, again=True))
 
 
 class Writes(Reads):
@@ -175,7 +309,7 @@ def test_a_buffer_that_is_written_between_layers_is_refused_by_name(how: str) ->
 
 
 class ReadsAnother(nets.Block):
-    """A layer that reads a buffer of a layer that is no part of it."""
+    """A layer that reads a buffer of a layer that is no part of it, and that changes."""
 
     def __init__(self, others: list[Remembers]) -> None:
         super().__init__()

@@ -21,6 +21,7 @@ from lightning_harmony.fit.in_memory import InMemory, move_optimizer_state
 from lightning_harmony.fit.lasting_bytes import LastingBytes, fits
 from lightning_harmony.fit.loop_ends import LoopEnds
 from lightning_harmony.fit.memory_watch import DoesNotFit
+from lightning_harmony.fit.move_to_host import move_to_host
 from lightning_harmony.fit.swapped import Swapped
 from lightning_harmony.fit.unregistered import move_unregistered
 from lightning_harmony.microbatches.split_check import SplitCheck
@@ -220,8 +221,7 @@ class StrategyMixin(GivenPlugins):
     def _swap_layers(self, trainer: Trainer, devices: Sequence[Device], *, sets_up_optimizers: bool) -> None:
         """From now on, layers are swapped."""
         refuse_scripted(self._module)
-        if self.root_device.type != "cpu":
-            self._module.to("cpu")
+        move_to_host(self._module, self.root_device)
         self.model_to_device()
         split_check = self._split_check(trainer)
         self._swapped = Swapped(

@@ -83,8 +83,9 @@ class Packed(Composed):
     def of(cls, values: Tensor) -> Any:
         """Values, rounded to sixteen steps between the least and the largest of a row."""
         least, most = values.aminmax(dim=1, keepdim=True)
-        scale = (most - least) / 15
-        codes = ((values - least) / scale).round().to(torch.uint8)
+        # A power of two: a GPU multiplies by the inverse of any other number, and the host divides.
+        scale = (most - least) / 16
+        codes = ((values - least) / scale).round().clamp(max=15).to(torch.uint8)
         return cls(values.shape, values.dtype, codes=codes[:, ::2] * 16 + codes[:, 1::2], scale=scale, zero=least)
 
     def values_(self) -> Tensor:
@@ -102,8 +103,9 @@ class Scaled(Composed):
     @classmethod
     def of(cls, values: Tensor) -> Any:
         """Values, rounded to steps of a row."""
-        scale = values.abs().amax(1, keepdim=True) / 127
-        return cls(values.shape, values.dtype, codes=(values / scale).round().to(torch.int8), scale=scale)
+        scale = values.abs().amax(1, keepdim=True) / 128
+        codes = (values / scale).round().clamp(max=127).to(torch.int8)
+        return cls(values.shape, values.dtype, codes=codes, scale=scale)
 
     def values_(self) -> Tensor:
         return self.codes.to(self.dtype) * self.scale.to(self.dtype)
@@ -127,7 +129,7 @@ class Nested(Composed):
     @classmethod
     def of(cls, values: Tensor) -> Any:
         """Packed values, and a row that is added."""
-        return cls(values.shape, values.dtype, packed=Packed.of(values), offset=values.mean(0, keepdim=True))
+        return cls(values.shape, values.dtype, packed=Packed.of(values), offset=values[:1].clone())
 
     def values_(self) -> Tensor:
         return self.packed.values_().to(self.dtype) + self.offset.to(self.dtype)

@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 from lightning_harmony.engine.batches.merge import loss_of
 from lightning_harmony.engine.memory.tensor_class import parameter_like
+from lightning_harmony.engine.model.companions import Companions
 from lightning_harmony.engine.structures.parts import made_of, parts_of
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.setup import compat
@@ -205,8 +206,18 @@ def on_meta(module: nn.Module) -> nn.Module:
     trainer = compat.trainer_of(module)
     if trainer is not None:
         memo[id(trainer)] = None
+    # What objects have of a weight has its memory in the copy, too.
+    companions = Companions(module.modules(), module.parameters())
+
+    def attribute(tensor: Tensor) -> Tensor:
+        known: Tensor | None = memo.get(id(tensor))
+        return _without_data(tensor) if known is None else known
+
     for parameter in module.parameters():
-        memo[id(parameter)] = parameter_like(parameter, _without_data(parameter), _without_data)
+        empty = _without_data(parameter)
+        memo.update(companions.within(parameter, empty))
+        memo.update({id(tensor): _without_data(tensor) for tensor in companions.apart.get(parameter, ())})
+        memo[id(parameter)] = parameter_like(parameter, empty, attribute)
     for buffer in module.buffers():
         memo[id(buffer)] = _without_data(buffer)
     return copy.deepcopy(module, memo)

@@ -65,7 +65,7 @@ class _Space:
     Attributes:
         held: the place.
         is_named: whether what is in it has names.
-        of_layers: the attributes of a module that the own code of layers sets.
+        of_layers: the attributes of a module or an object that the own code of layers sets.
         harmless, counters, grows, is_passed_on: what `KnownChanges` tell of it.
         base: a copy of it when the step began.
         seen: a copy of it when the turn began.
@@ -142,7 +142,7 @@ class _Space:
         if not is_watched or not self.is_named:
             return [] if is_watched else late
         values = [(name, self.content.get(name, MISSING)) for name in late if name not in self.counters]
-        return [name for name, value in values if not is_switched(self.kind, name, value, self._base_of(name))]
+        return [name for name, value in values if not self._is_switched(name, value, self._base_of(name))]
 
     def _is_late(self, name: Any, ran: Collection[int]) -> bool:
         before, now = self._base_of(name), self.content.get(name, MISSING)
@@ -172,7 +172,10 @@ class _Space:
         before = self.seen.get(name, MISSING)
         if value is before or name in self.harmless or ALL in self.harmless:
             return False
-        return name in self.counters or is_switched(self.kind, name, value, before)
+        return name in self.counters or self._is_switched(name, value, before)
+
+    def _is_switched(self, name: Any, value: Any, before: Any) -> bool:
+        return is_switched(self.kind, name, value, before, of_layer=name in self.of_layers)
 
     def _newest(self, name: Any) -> Any:
         """What the last of the microbatches that have set it has left."""
@@ -182,7 +185,11 @@ class _Space:
         """Whether others find what the step began with."""
         if self.is_passed_on:
             return False
-        if self.kind is not Kind.MODULE or name == "training" or name in self.counters:
+        if name in self.counters or name == "training":
+            return True
+        if self.kind is Kind.OBJECT:
+            return name not in self.of_layers
+        if self.kind is not Kind.MODULE:
             return True
         # A mean of all so far, or what a layer has begun with in its first call, is for the next one, too.
         return name not in self.of_layers and not has_tensors([value, self._base_of(name)])
@@ -201,8 +208,16 @@ class _Space:
                 self.content[name] = value
 
 
-def is_switched(kind: Kind, name: Any, value: Any, before: Any) -> bool:
-    """Whether lanes have values of their own of an attribute or entry that was changed."""
+def is_switched(kind: Kind, name: Any, value: Any, before: Any, *, of_layer: bool) -> bool:
+    """Whether lanes have values of their own of an attribute or entry that was changed.
+
+    Args:
+        kind: of the place where it is.
+        name: of the attribute.
+        value: what it is now.
+        before: what it was.
+        of_layer: whether the own code of a layer sets it.
+    """
     if kind is Kind.MODULE:
         return (
             name not in OF_TORCH
@@ -210,6 +225,8 @@ def is_switched(kind: Kind, name: Any, value: Any, before: Any) -> bool:
             and not isinstance(value, OutOfReach)
             and not isinstance(before, OutOfReach)
         )
+    if kind is Kind.OBJECT:
+        return of_layer and type(value) not in NUMBERS
     return kind is Kind.HOOKS or (kind is Kind.CONTAINER and has_tensors([value, before]))
 
 

@@ -266,7 +266,8 @@ class Watch:
                 self._note_hazard(f"{in_words(held, name)} is changed", layer)
             return
         before, now = each.begun.get(name, MISSING), held.content.get(name, MISSING)
-        if is_switched(held.kind, name, now, before):
+        of_layer = name in self._of_layers.get(id(held.content), ())
+        if is_switched(held.kind, name, now, before, of_layer=of_layer):
             seen.tells_apart.add(key)
         elif type(now) is not int or type(before) is not int:
             self._note_hazard(f"{in_words(held, name)} is changed", layer)

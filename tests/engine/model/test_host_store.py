@@ -6,6 +6,7 @@ import math
 import threading
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.stream import Happened
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.model.companions import Companions
 from lightning_harmony.engine.model.host_store import ALIGNMENT, KEPT_STEPS, HostPool, HostStore, lay_out, lies_in
 from lightning_harmony.engine.structures.parts import are_alike, are_equal, cloned, parts_of
 from lightning_harmony.errors import CapacityError
@@ -474,3 +476,25 @@ def test_the_store_has_composed_weights_as_views_of_its_arena(device: VirtualDev
     assert codes.data_ptr() == parts[4]
     weights[1].codes = torch.zeros(8, 7, dtype=torch.uint8)  # type: ignore[attr-defined]
     assert [id(weight) for weight in store.follow(weights)] == [id(weights[1])]
+
+
+def test_companions_of_a_weight_move_with_it_and_other_data_for_one_of_both_is_a_misfit(device: VirtualDevice) -> None:
+    module = nn.Linear(4, 4, bias=False).requires_grad_(False)
+    module.state = state = SimpleNamespace(codes=module.weight.data.t(), scale=torch.rand(4))  # type: ignore[assignment]
+    companions = Companions([module], [module.weight])
+    before = module.weight.clone(), state.scale.clone()
+    store = HostStore([module.weight], device, companions=[companions])
+    slot = store.slot(module.weight)
+    assert (slot.num_bytes, [place.num_bytes for place in slot.beside]) == (64, [16])
+    assert torch.equal(slot.view(store.arena), before[0])
+    assert torch.equal(slot.beside[0].view(store.arena), before[1])
+    assert state.codes.data_ptr() == module.weight.data_ptr() == slot.view(store.arena).data_ptr()
+    assert state.scale.data_ptr() == slot.beside[0].view(store.arena).data_ptr()
+    # Elements that are copied there come to the device with the next visit; so do those of other memory.
+    state.scale.copy_(torch.ones(4))
+    assert store.follow([module.weight]) == []
+    state.scale.data = torch.full((4,), 2.0)
+    assert store.follow([module.weight]) == []
+    assert torch.equal(slot.beside[0].view(store.arena), torch.full((4,), 2.0))
+    module.weight.data = torch.zeros(4, 4)
+    assert [id(parameter) for parameter in store.follow([module.weight])] == [id(module.weight)]

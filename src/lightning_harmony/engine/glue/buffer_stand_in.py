@@ -1,42 +1,47 @@
-"""Stand-ins for buffers that layers have changed in a step: code between layers that reads one gets what is on the device."""
+"""Stand-ins for buffers of layers in a step: code between layers gets what is in one, where that code computes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_harmony.engine.glue.glue import ANSWERED, one_element
+from lightning_harmony.engine.glue.glue import ANSWERED, Runtime, one_element
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.structures.operations import changes_first
 
 
 class BufferStandIn(Tensor):
-    """What the code between layers sees in place of a buffer that is newer on the device than on the host.
+    """What the code between layers sees in place of a layer's buffer, which the layer has where it computes.
 
     Attributes:
         host_buffer: the user's own.
     """
 
     host_buffer: Tensor
-    _read: Callable[[], Tensor]
-    _refuse: Callable[[], None]
+    _layer: SwappedLayer
+    _key: BufferKey
+    _runtime: Runtime
 
     @staticmethod
-    def of(host: Tensor, newest: Tensor, read: Callable[[], Tensor], refuse: Callable[[], None]) -> BufferStandIn:
+    def of(
+        host: Tensor, newest: Tensor, device: torch.device, layer: SwappedLayer, key: BufferKey, runtime: Runtime
+    ) -> BufferStandIn:
         """A stand-in.
 
         Args:
             host: the user's own.
-            newest: what the layer has left, whose shape, type and device it has.
-            read: gives a copy of what the layer has left last.
-            refuse: raises, as it is changed.
+            newest: what is in it, whose shape and type it has.
+            device: where the code between layers computes.
+            layer: whose it is.
+            key: which of its buffers.
+            runtime: reads it.
         """
-        element = one_element(newest.shape, newest.dtype, newest.device)
+        element = one_element(newest.shape, newest.dtype, device)
         stand_in = Tensor._make_subclass(BufferStandIn, element)
-        stand_in.host_buffer, stand_in._read, stand_in._refuse = host, read, refuse
+        stand_in.host_buffer, stand_in._layer, stand_in._key, stand_in._runtime = host, layer, key, runtime
         return stand_in
 
     # Nothing may be traced through what waits for a device.
@@ -50,8 +55,12 @@ class BufferStandIn(Tensor):
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if changes_first(name) or name == "__set__":
-            for changed in tree_leaves(args[:1]):
-                if isinstance(changed, BufferStandIn):
-                    changed._refuse()
-        args, kwargs = tree_map_only(BufferStandIn, lambda stand_in: stand_in._read(), (args, kwargs))
-        return func(*args, **kwargs)
+            args = (
+                *tree_map_only(BufferStandIn, lambda each: each._layer.buffer_to_change(each._key), args[:1]),
+                *args[1:],
+            )
+        stand_ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, BufferStandIn)]
+        args, kwargs = tree_map_only(
+            BufferStandIn, lambda each: each._runtime.read_buffer(each._layer, each._key), (args, kwargs)
+        )
+        return stand_ins[0]._runtime.on_one_device(func, args, kwargs) if stand_ins else func(*args, **kwargs)

@@ -15,7 +15,14 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.host_store import lies_in
-from lightning_harmony.engine.model.layer import Place, SwappedLayer, dtype_on_device, is_replaced, layer_of_caller
+from lightning_harmony.engine.model.layer import (
+    BufferKey,
+    Place,
+    SwappedLayer,
+    dtype_on_device,
+    is_replaced,
+    layer_of_caller,
+)
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import changes_first
 from lightning_harmony.engine.structures.parts import cloned, is_composed, parts_of
@@ -63,6 +70,9 @@ class Runtime(Protocol):
 
     def device_of(self, layer: SwappedLayer) -> torch.device:
         """Where a layer runs for the current lane."""
+
+    def read_buffer(self, layer: SwappedLayer, key: BufferKey) -> Tensor:
+        """A copy of what is in a layer's buffer, for the code between layers or for another layer."""
 
 
 def one_element(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils._pytree import tree_map_only
 
 from lightning_harmony.engine.devices.shared import storage_of
+from lightning_harmony.engine.glue.buffer_stand_in import BufferStandIn
 from lightning_harmony.engine.glue.glue import StandIn
 from lightning_harmony.engine.memory.tensor_class import in_place_of
 from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers, changed_since
@@ -66,8 +67,8 @@ class OneDevice(TorchFunctionMode):
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation."""
         tensors = tensors_of(*args, *kwargs.values())
-        if any(isinstance(tensor, StandIn) for tensor in tensors):
-            # It comes again, with the parameters in their stand-ins' places.
+        if any(isinstance(tensor, StandIn | BufferStandIn) for tensor in tensors):
+            # It comes again, with parameters and buffers in their stand-ins' places.
             return func(*args, **kwargs)
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
         if func in _DIFFERENTIATING and not is_transformed:

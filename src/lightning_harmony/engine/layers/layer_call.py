@@ -116,7 +116,7 @@ class LayerCall:
         self._is_running = True
         with self._saving() if with_graph else nullcontext():
             bound = self._weights() if with_graph else residency.leaves
-            with layer.bound(bound, recompute.buffers) as left, watch or nullcontext():
+            with recompute.beside(residency), layer.bound(bound, recompute.buffers) as left, watch or nullcontext():
                 result = self._run(*args, **kwargs)
         self._is_running = False
         has_written = gathered == self._storages_of(layer.gathered) and residency.weights._version != version
@@ -130,7 +130,10 @@ class LayerCall:
         has_changed = recompute.take_over(residency, left)
         if watch is not None and (recompute.has_inputs or not has_changed):
             self._try_narrow(watch, flatten(result)[0])
-        return self._owned(result)
+        result = self._owned(result)
+        if with_graph and layer.companions:
+            self._open_before(result)
+        return result
 
     def _prepare_backward(self) -> None:
         """Keep what a recompute needs."""
@@ -224,6 +227,8 @@ class LayerCall:
     def _owned(self, result: Any) -> Any:
         """What the call returns and leaves on modules, without what lies in the weights' memory."""
         owned = OwnedResults(self.residency)
+        for attributes, names in self._recompute.changes.objects:
+            self.runtime.note_set(attributes, names)
         left = self.layer.attributes.after_call(self._recompute.attributes)
         if left is not None:
             if left is not self._recompute.attributes:
@@ -237,6 +242,24 @@ class LayerCall:
         leaves = self.residency.leaves
         return [part.untyped_storage()._cdata for p in parameters for part in parts_of(leaves[p])]
 
+    def _open_before(self, result: Any) -> None:
+        """Let a backward that comes from what the call has returned or left on modules open the call.
+
+        A function of the layer's code may keep an object that has companions, and may have saved no tensor.
+        """
+        arguments = {tensor.grad_fn for tensor in self._arguments.tensors}
+        left = self.layer.attributes.read().tensors().values()
+        outputs = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+        nodes: set[Any] = {tensor.grad_fn for tensor in (*outputs, *left)}
+        for node in nodes - arguments - {None}:
+            node.register_prehook(self._open_before_node)
+
+    def _open_before_node(self, gradients: Any) -> None:
+        if torch.is_grad_enabled():
+            raise _double_backward(self.layer)
+        with self.runtime.calling():
+            self.enter()
+
     # ---- narrow weights ------------------------------------------------------------------------------------------------
 
     def _try_narrow(self, watch: CastWatch, outputs: Sequence[Any]) -> None:
@@ -245,7 +268,7 @@ class LayerCall:
         again: list[Any] = []
         try:
             with saved_tensors_hooks(_drop, _unpack):
-                casts = watch.narrow()
+                casts = watch.narrow() - self.layer.companions.parameters
                 if not casts:
                     return
                 with torch.no_grad():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Recompute:
 
     Attributes:
         attributes: of the layer's modules, as the call found them.
+        changes: of attributes of parameters and objects, once the call has run.
     """
 
     def __init__(self, layer: SwappedLayer, runtime: Runtime, arguments: CallArguments) -> None:
@@ -101,9 +102,18 @@ class Recompute:
             )
         layer.changes_inputs = bool(layer.changes_inputs) or has_changed
 
-    def bound(self, residency: Residency, weights: Mapping[nn.Parameter, Tensor]) -> AbstractContextManager[Any]:
+    @contextmanager
+    def beside(self, residency: Residency) -> Iterator[None]:
+        """The context of the layer's code when it runs first, which finds what objects have of its weights on the device."""
+        with self._layer.beside(residency.leaves, residency.companions) as self.changes:
+            yield
+
+    @contextmanager
+    def bound(self, residency: Residency, weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
         """The context of the layer's code when it runs again, with these weights."""
-        return self._layer.bound(weights, self._buffers.as_they_were(residency))
+        beside = self._layer.beside(residency.leaves, residency.companions, self.changes)
+        with beside, self._layer.bound(weights, self._buffers.as_they_were(residency)):
+            yield
 
     def run(self, residency: Residency, own: Callable[..., Any]) -> Any:
         """Run the layer's code once more, within `bound`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,7 +108,15 @@ class Swapper:
                 _copy(staging.on_device, staging.memory)
 
         # First: what the copy runs beside should not wait for the thread that copies.
-        leaves = {p: make_resident(parameter_like(p, slot.view(weights))) for p, slot in layout.slots.items()}
+        leaves = {
+            p: make_resident(parameter_like(p, slot.view(weights), partial(_attribute_at, weights.device, pack)))
+            for p, slot in layout.slots.items()
+        }
+        companions = {
+            tensor: place.view(weights)
+            for p, slot in layout.slots.items()
+            for tensor, place in zip(self._store.beside.get(p, ()), slot.beside, strict=True)
+        }
         copied = pack.buffer_bytes + layout.copied_bytes
         ready = device.start_copy(Errand.SWAP_IN, "weights", copied, copy, pack=pack.index)
         self._traffic.count_in("weights", copied)
@@ -120,7 +129,7 @@ class Swapper:
             masters = Masters.of(uncast, there) if layout.casts else Masters.of(weights, layout.slots)
         elif layout.casts:
             device.free(uncast, [ready])
-        pack.residency = Residency(device, weights, ready, leaves, buffers, staging, as_of, masters)
+        pack.residency = Residency(device, weights, ready, leaves, buffers, companions, staging, as_of, masters)
 
     def _stage(self, slots: Mapping[BufferKey, Slot], num_bytes: int) -> Staging:
         with self._device.on_host():
@@ -190,7 +199,10 @@ class Swapper:
             layer.refuse_changed_buffers()
         with torch.no_grad(), self._device.on_host():
             for key in leaving.changed:
-                _copy(buffer_of(key), leaving.staging.buffers[key], non_blocking=False)
+                buffer = buffer_of(key)
+                # One that was made in inference mode may be written there only.
+                with torch.inference_mode(buffer.is_inference()):
+                    _copy(buffer, leaving.staging.buffers[key], non_blocking=False)
         for layer in pack.layers:
             layer.note_written_buffers(leaving.changed)
         if pack.residency is None:
@@ -206,9 +218,11 @@ class Swapper:
         """Copy a pack's buffers to the device once more, if the host's were written since."""
         residency = pack.residency
         assert residency is not None
-        if residency.as_of == pack.num_buffer_writes:
+        if residency.as_of == pack.num_buffer_writes and not pack.has_buffers_that_others_changed:
             return
         residency.as_of = pack.num_buffer_writes
+        for layer in pack.layers:
+            layer.note_host_buffers(layer.buffers)
         for key in residency.buffers:
             host = buffer_of(key)
             (slot,), num_bytes = lay_out([host])
@@ -216,6 +230,12 @@ class Swapper:
             residency.buffers[key] = slot.view(self._device.scratch(num_bytes))
             _copy(residency.buffers[key], host, non_blocking=False)
         self._traffic.count_in("weights", pack.buffer_bytes)
+
+
+def _attribute_at(device: torch.device, pack: SwappedPack, tensor: Tensor) -> Tensor:
+    """What takes the place of a tensor that is an attribute of a parameter. Companions are bound when a layer is called."""
+    is_companion = any(tensor in layer.companions for layer in pack.layers)
+    return tensor if is_companion else tensor.to(device)
 
 
 def _cast(source: Tensor, destination: Tensor, space: Tensor) -> None:

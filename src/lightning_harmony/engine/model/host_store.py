@@ -6,9 +6,10 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from lightning_harmony.engine.devices.cores import run_anywhere
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.devices.touched_memory import SharedMemory
+from lightning_harmony.engine.model.companions import Companions, beside_parameters
 from lightning_harmony.engine.structures.operations import viewed
 from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of
 from lightning_harmony.engine.structures.strides import is_dense
@@ -64,6 +66,7 @@ class Slot:
         dtype: its type.
         tensor: one that is composed of others; None for one that lies here itself.
         slots_of_parts: where those others lie.
+        beside: where its companions lie, as far as they have memory of their own.
     """
 
     offset: int
@@ -72,11 +75,17 @@ class Slot:
     dtype: torch.dtype
     tensor: Tensor | None = field(default=None, compare=False)
     slots_of_parts: tuple[Slot, ...] = ()
+    beside: tuple[Slot, ...] = ()
 
     @property
     def parts(self) -> tuple[Slot, ...]:
         """Where its parts lie: its own slot, if it is not composed of others."""
         return (self,) if self.tensor is None else self.slots_of_parts
+
+    @property
+    def all(self) -> tuple[Slot, ...]:
+        """Where its parts and its companions lie."""
+        return (*self.parts, *self.beside)
 
     @property
     def num_bytes(self) -> int:
@@ -100,16 +109,21 @@ class Slot:
         return buffer[self.offset : self.offset + self.num_bytes].view(self.dtype)
 
 
-def lay_out(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None) -> tuple[list[Slot], int]:
+def lay_out(
+    tensors: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype] | None = None,
+    beside: Mapping[Any, Sequence[Tensor]] | None = None,
+) -> tuple[list[Slot], int]:
     """Slots one behind the other, and the bytes of the whole buffer. Dense strides are kept, others made contiguous.
 
     Args:
         tensors: what is laid out.
         dtypes: the types in which they are, where those aren't their own.
+        beside: what lies behind some of them.
     """
     slots: list[Slot] = []
     offset = 0
-    # Several tensors may be composed of the same one.
+    # Several tensors may be composed of the same one, or have one beside them.
     of_parts: dict[Tensor, Slot] = {}
 
     def place(tensor: Tensor, dtype: torch.dtype) -> Slot:
@@ -121,7 +135,9 @@ def lay_out(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = No
 
     for tensor, dtype in zip(tensors, dtypes or [tensor.dtype for tensor in tensors], strict=True):
         if not is_composed(tensor):
-            slots.append(place(tensor, dtype))
+            slot, others = place(tensor, dtype), () if beside is None else beside.get(tensor, ())
+            of_parts.update({other: place(other, other.dtype) for other in others if other not in of_parts})
+            slots.append(replace(slot, beside=tuple(of_parts[other] for other in others)) if others else slot)
             continue
         begin, parts = offset, parts_of(tensor)
         of_parts.update({part: place(part, part.dtype) for part in parts if part not in of_parts})
@@ -140,19 +156,27 @@ class HostStore:
         parameters: in execution order, as far as it is known; each once.
         device: the device that will copy from the arena.
         progress: told after each parameter how many bytes are there.
+        companions: of frozen ones, as layers have them, which move with these.
 
     Attributes:
         elsewhere: the parameters whose data lies outside of the arena for now.
+        beside: of each parameter, the companions that have memory of their own.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], device: Device, progress: Callable[[int], None] = lambda done: None
+        self,
+        parameters: Sequence[nn.Parameter],
+        device: Device,
+        progress: Callable[[int], None] = lambda done: None,
+        companions: Sequence[Companions] = (),
     ) -> None:
         self._slots: dict[nn.Parameter, Slot] = {}
+        self.beside = beside_parameters(companions)
+        self._companions = companions
         # Of the memory of each slot, by its offset: who uses it.
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.elsewhere: set[nn.Parameter] = set()
-        slots, self.num_bytes = lay_out(parameters)
+        slots, self.num_bytes = lay_out(parameters, beside=self.beside)
         memory = SharedMemory(self.num_bytes)
         self._map = memory.mapping
         self.arena = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -162,11 +186,13 @@ class HostStore:
             freed: Future[None] | None = None
             for parameter, slot in zip(parameters, slots, strict=True):
                 self._slots[parameter] = slot
-                parts = list(zip(parts_of(parameter), slot.parts, strict=True))
+                parts = list(zip(self._all(parameter), slot.all, strict=True))
                 before = [part.data for part, _ in parts]
                 for part, place in parts:
                     memory.reach(place.offset + place.num_bytes)
                     self._adopt(part, place)
+                for each in companions:
+                    each.follow(parameter)
                 if freed is not None:
                     # No second copy of the model comes to be.
                     freed.result()
@@ -175,6 +201,9 @@ class HostStore:
                 done += slot.num_bytes
                 progress(done)
         self._unregister = device.register_host(self.arena)
+
+    def _all(self, parameter: nn.Parameter) -> list[Tensor]:
+        return [*parts_of(parameter), *self.beside.get(parameter, ())]
 
     def _adopt(self, part: Tensor, slot: Slot) -> None:
         if slot.num_bytes == 0:
@@ -197,14 +226,20 @@ class HostStore:
             parameters: those to look at.
 
         Returns:
-            Those that have another type or shape than they had.
+            Those that have another type or shape than they had, or other data than the companions in their memory.
         """
         misfits = []
+        with_views = {parameter for each in self._companions for parameter in each.with_views}
         for parameter in parameters:
-            parts, places = parts_of(parameter), self._slots[parameter].parts
-            if list(map(_kind_of, parts)) != list(map(_kind_of, places)):
+            parts, places = self._all(parameter), self._slots[parameter].all
+            has_moved = parameter in with_views and not self._is_at_home(parameter, self._slots[parameter])
+            if has_moved or list(map(_kind_of, parts)) != list(map(_kind_of, places)):
                 misfits.append(parameter)
-            elif all(map(self._brings_home, parts, places)):
+                continue
+            for companion, place in zip(self.beside.get(parameter, ()), self._slots[parameter].beside, strict=True):
+                if not self._is_at_home(companion, place):
+                    self._adopt(companion, place)
+            if all(map(self._brings_home, parts_of(parameter), self._slots[parameter].parts)):
                 self.elsewhere.discard(parameter)
             else:
                 self.elsewhere.add(parameter)
@@ -212,13 +247,16 @@ class HostStore:
 
     def _brings_home(self, part: Tensor, slot: Slot) -> bool:
         """Whether a tensor lies in its slot, into which it is brought if nobody keeps it elsewhere."""
-        is_there = part.data_ptr() == self._address + slot.offset and part.stride() == slot.stride
-        if slot.num_bytes == 0 or is_there:
+        if self._is_at_home(part, slot):
             return True
         is_free = self._storages[slot.offset]() is None and num_users(part) <= ALONE
         if is_free:
             self._adopt(part, slot)
         return is_free
+
+    def _is_at_home(self, part: Tensor, slot: Slot) -> bool:
+        is_there = part.data_ptr() == self._address + slot.offset and part.stride() == slot.stride
+        return slot.num_bytes == 0 or is_there
 
     def slot(self, parameter: nn.Parameter) -> Slot:
         """Where a parameter lies in the arena."""
@@ -227,8 +265,11 @@ class HostStore:
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._slots
 
-    def reopened(self, device: Device) -> HostStore:
-        """Itself, after `close`, with another device that will copy from it."""
+    def reopened(self, device: Device, companions: Sequence[Companions]) -> HostStore:
+        """Itself, after `close`, with another device that will copy from it, and companions as other layers have them."""
+        self._companions = companions
+        for each in companions:
+            each.restrict(self.beside)
         self._unregister = device.register_host(self.arena)
         return self
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.model.attributes import AttributesOfLayer
+from lightning_harmony.engine.model.companions import CallChanges, CompanionChangedError, Companions
 from lightning_harmony.engine.model.derived import derived_weights
 from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
 from lightning_harmony.errors import UnsupportedModelError
@@ -28,7 +29,8 @@ COMPARED_CALLS = 8
 def changes_data(layer: SwappedLayer) -> str:
     """Why a layer is refused that changes the data of its weights."""
     return (
-        f"layer {layer.name!r} changes the data of a parameter in its forward, which swapping would lose; "
+        f"layer {layer.name!r} changes the data of a parameter in its forward, or that of a tensor which an object has of "
+        "a frozen one, which swapping would lose; "
         "do that in a hook such as on_train_batch_start"
     )
 
@@ -51,7 +53,8 @@ def make_resident(weight: nn.Parameter) -> nn.Parameter:
 @cache
 def _resident(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     def assign(weight: Tensor, value: Tensor) -> None:
-        raise DataAssignedError
+        if not _is_same_view(weight, value):
+            raise DataAssignedError
 
     # A detached tensor counts its changes together with the weight.
     content = {
@@ -60,6 +63,14 @@ def _resident(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         "__qualname__": kind.__qualname__,
     }
     return new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(content))
+
+
+def _is_same_view(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same elements of one memory, so that to assign one to the other changes nothing."""
+    if other.layout is not torch.strided or one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    places = [(each.dtype, each.size(), each.stride(), each.storage_offset()) for each in (one, other)]
+    return places[0] == places[1]
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,7 @@ class SwappedLayer:
         buffers: owner and name of each of its buffers.
         compute_dtype: the type in which its floating parameters and inputs are on the device; None for their own.
         attributes: what its code keeps on its modules beside.
+        companions: the tensors that its code keeps of frozen parameters.
         buffer_writes: how often each of the host's buffers was written by what layers changed on a device: one counter for all
             layers, which may share modules.
         is_training: whether a training step runs, in which nobody else may change its buffers.
@@ -149,7 +161,10 @@ class SwappedLayer:
         self.changed_buffers: set[BufferKey] = set()
         self.host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         self.compute_dtype = compute_dtype
-        types = {parameter: dtype_on_device(parameter, compute_dtype) for parameter in self.parameters}
+        self.companions = Companions((), ()) if module is None else Companions(module.modules(), self.parameters)
+        with_companions = self.companions.parameters
+        alone = [parameter for parameter in self.parameters if parameter not in with_companions]
+        types = {parameter: dtype_on_device(parameter, compute_dtype) for parameter in alone}
         self.narrow = {parameter: dtype for parameter, dtype in types.items() if dtype != parameter.dtype}
         self._places = places_of(module, self.parameters) if module is not None else []
         self._containers = containers_of(module, self._places) if module is not None else []
@@ -179,7 +194,7 @@ class SwappedLayer:
 
     def note_host_buffers(self, keys: Iterable[BufferKey]) -> None:
         """These buffers of the host are as they should be for the rest of the step."""
-        for key in keys if self.is_training else ():
+        for key in keys:
             if key in self._own_buffers and (buffer := host_buffer(key)) is not None:
                 self.host_buffers[key] = buffer, version_of(buffer)
 
@@ -198,28 +213,57 @@ class SwappedLayer:
         """How often its buffers were written so."""
         return sum(self.buffer_writes[key] for key in self.buffers)
 
+    def buffers_that_others_changed(self) -> list[BufferKey]:
+        """Buffers that others than the layer have changed in this step since the pack brought them."""
+        found = []
+        for key in self.buffers if self.host_buffers else ():
+            buffer, version = self.host_buffers.get(key) or (None, 0)
+            if buffer is not None and (host_buffer(key) is not buffer or version_of(buffer) != version):
+                found.append(key)
+        return found
+
     def refuse_changed_buffers(self) -> None:
         """Refuse a step in which others than the layer change its buffers.
 
         Raises:
             UnsupportedModelError: naming the buffer.
         """
-        for key in self.buffers if self.host_buffers else ():
-            buffer, version = self.host_buffers.get(key) or (None, 0)
-            if buffer is not None and (host_buffer(key) is not buffer or version_of(buffer) != version):
-                self.refuse_changed_buffer(key[1])
+        for key in self.buffers_that_others_changed():
+            self.buffer_to_change(key)
 
-    def refuse_changed_buffer(self, name: str) -> None:
-        """Refuse a step in which others than the layer change a buffer of it.
+    def buffer_to_change(self, key: BufferKey) -> Tensor:
+        """The host's buffer, for others than the layer to change: in an evaluation, while the layer has not changed it.
 
         Raises:
-            UnsupportedModelError: always.
+            UnsupportedModelError: in a training step, or if the layer has.
         """
+        buffer = host_buffer(key)
+        assert buffer is not None
+        if not self.is_training and key not in self.changed_buffers:
+            return buffer
         raise UnsupportedModelError(
-            f"buffer {name!r} of layer {self.name!r} is changed within a step, outside of the layer's call, but the "
+            f"buffer {key[1]!r} of layer {self.name!r} is changed within a step, outside of the layer's call, but the "
             "layer is called again for other microbatches and in the backward: change it in the layer's forward, or "
             "in a hook such as on_train_batch_end"
         )
+
+    @contextmanager
+    def beside(
+        self,
+        leaves: Mapping[nn.Parameter, Tensor],
+        apart: Mapping[Tensor, Tensor],
+        before: CallChanges | None = None,
+    ) -> Iterator[CallChanges]:
+        """Let the layer's code find the companions of its weights where these are, as `Companions.bound` does.
+
+        Raises:
+            UnsupportedModelError: if it changes one.
+        """
+        try:
+            with self.companions.bound(leaves, apart, before) as found:
+                yield found
+        except CompanionChangedError as error:
+            raise UnsupportedModelError(changes_data(self)) from error
 
     @contextmanager
     def bound(

@@ -127,6 +127,7 @@ class Residency:
         ready: the end of the copies that bring them.
         leaves: each parameter, as a view of the buffer.
         buffers: the layers' buffers.
+        companions: those of frozen parameters that have memory of their own.
         staging: what they pass through on the host; None where there are none.
         last_use: the end of the last work that used them, if it is known. What is evicted makes way for the next pack, which
             would otherwise wait for all that was launched since.
@@ -141,6 +142,7 @@ class Residency:
     ready: Event
     leaves: dict[nn.Parameter, nn.Parameter]
     buffers: dict[BufferKey, Tensor]
+    companions: dict[Tensor, Tensor] = field(default_factory=dict)
     staging: Staging | None = None
     as_of: int = 0
     masters: Masters | None = None
@@ -285,6 +287,11 @@ class SwappedPack:
         return self.leaving is not None or (self.residency is not None and bool(self.residency.dirty_buffers))
 
     @property
+    def has_buffers_that_others_changed(self) -> bool:
+        """Whether others than its layers have changed the host's buffers since it brought them."""
+        return any(layer.buffers_that_others_changed() for layer in self.layers)
+
+    @property
     def num_buffer_writes(self) -> int:
         """How often the host's buffers were written by what layers changed on a device."""
         return sum(layer.num_buffer_writes for layer in self.layers)
@@ -316,14 +323,15 @@ STAGING_BYTES = 64 * 1024 * 1024
 
 def _layout(parameters: Iterable[nn.Parameter], narrow: Mapping[nn.Parameter, torch.dtype], store: HostStore) -> Layout:
     ordered = sorted(parameters, key=lambda parameter: store.slot(parameter).offset)
-    placed, num_bytes = lay_out(ordered, [narrow.get(parameter, parameter.dtype) for parameter in ordered])
+    dtypes = [narrow.get(parameter, parameter.dtype) for parameter in ordered]
+    placed, num_bytes = lay_out(ordered, dtypes, store.beside)
     runs: list[Run] = []
     # Several weights may be composed of the same tensor.
     as_they_are = dict.fromkeys(
         pair
         for parameter, slot in zip(ordered, placed, strict=True)
         if parameter not in narrow
-        for pair in zip(store.slot(parameter).parts, slot.parts, strict=True)
+        for pair in zip(store.slot(parameter).all, slot.all, strict=True)
     )
     for source, slot in as_they_are:
         offset, size = source.offset, slot.num_bytes

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_harmony.engine.devices.stream import Event, Happened, HostMoment
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.layers.narrow import CastWatch, may_be_narrow
+from lightning_harmony.engine.model.companions import Companions, beside_parameters
 from lightning_harmony.engine.model.host_store import HostStore, Slot, lay_out
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of
@@ -89,8 +90,9 @@ class FakeDevice(VirtualDevice):
 class FakeStore(HostStore):
     """Where parameters would lie in the arena."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        slots, self.num_bytes = lay_out(parameters)
+    def __init__(self, parameters: Sequence[nn.Parameter], companions: Sequence[Companions]) -> None:
+        self.beside = beside_parameters(companions)
+        slots, self.num_bytes = lay_out(parameters, beside=self.beside)
         self._slots: dict[nn.Parameter, Slot] = dict(zip(parameters, slots, strict=True))
 
 

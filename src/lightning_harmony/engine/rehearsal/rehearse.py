@@ -30,7 +30,7 @@ from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.model.host_store import HostPool, lies_in
 from lightning_harmony.engine.model.layer import COMPARED_CALLS, BufferKey, SwappedLayer, buffers_of, places_of
-from lightning_harmony.engine.model.pack import Residency, SwappedPack
+from lightning_harmony.engine.model.pack import Residency, SwappedPack, buffer_of
 from lightning_harmony.engine.rehearsal.fakes import FakeDevice, FakeStore, FakeWatch, fake
 from lightning_harmony.engine.rehearsal.rehearsed_call import CallProfile, Measured, RehearsedForward
 from lightning_harmony.engine.rehearsal.work_by_layer import WorkByLayer
@@ -88,7 +88,7 @@ class _Rehearsal:
         self.narrow: dict[int, tuple[int, ...]] = {}
         self._given_narrow = narrow
         in_order = dict.fromkeys([p for layer in self._layers for p in layer.parameters] + list(model.parameters()))
-        self._store = FakeStore(list(in_order))
+        self._store = FakeStore(list(in_order), [layer.companions for layer in self._layers])
         self._places = places_of(model, list(in_order))
         self.device = FakeDevice()
         self.counter = WorkCounter(self.device)
@@ -130,7 +130,8 @@ class _Rehearsal:
                 each.remove()
 
     def _run_on_fakes(self, step: Callable[[Any], Tensor], microbatch: Any, casting: Callable[[], Any]) -> None:
-        with FakeTensorMode(allow_non_fake_inputs=True), self._fake_others(), torch.enable_grad():
+        fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        with fakes, self._fake_companions(), self._fake_others(), torch.enable_grad():
             self._buffer_bytes = self.device.allocated_bytes()
             batch = tree_map_only(Tensor, fake, microbatch)
             for leaf in tree_leaves(batch):
@@ -155,6 +156,17 @@ class _Rehearsal:
             self.narrow[layer.index] = tuple(n for n, p in enumerate(layer.parameters) if p in watch.found())
 
     @contextmanager
+    def _fake_companions(self) -> Iterator[None]:
+        """Fakes take the place of what layers keep of their weights."""
+        companions = [layer.companions for layer in self._layers]
+        before = [each.exchange({id(tensor): fake(tensor) for tensor in each.tensors()}) for each in companions]
+        try:
+            yield
+        finally:
+            for each, others in zip(companions, before, strict=True):
+                each.exchange(others)
+
+    @contextmanager
     def _fake_others(self) -> Iterator[None]:
         """Fakes take the place of the tensors that no layer owns: buffers, and what modules refer to by an attribute."""
         owned = {key for layer in self._layers for key in layer.buffers}
@@ -168,6 +180,7 @@ class _Rehearsal:
                 (vars(module), name, value)
                 for name, value in vars(module).items()
                 if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+                if not any(value in layer.companions for layer in self._layers)
             ]
         for container, name, tensor in places:
             container[name] = fake(tensor)
@@ -185,8 +198,8 @@ class _Rehearsal:
     def _residency(self, layer: SwappedLayer) -> Residency:
         """The layer's weights and buffers, which take no part in what is counted."""
         if layer.index not in self._residencies:
-            # Layers of one structure can have the same fakes.
-            key = self._structures.get(layer.index, layer)
+            # Layers of one structure can have the same fakes, unless their code keeps some of them.
+            key = layer if layer.companions else self._structures.get(layer.index, layer)
             if key not in self._fakes:
                 self._fakes[key] = self._make_fakes(layer)
             parameters, buffers = self._fakes[key]
@@ -196,12 +209,17 @@ class _Rehearsal:
                 Happened(),
                 dict(zip(layer.parameters, parameters, strict=True)),
                 dict(zip(layer.buffers, buffers, strict=True)),
+                {tensor: tensor for tensors in layer.companions.apart.values() for tensor in tensors},
             )
         return self._residencies[layer.index]
 
     def _make_fakes(self, layer: SwappedLayer) -> tuple[list[nn.Parameter], list[Tensor]]:
         before = self.device.allocated_bytes()
-        parameters = [parameter_like(p, fake(p, layer.narrow.get(p, p.dtype)), fake) for p in layer.parameters]
+
+        def attribute(tensor: Tensor) -> Tensor:
+            return tensor if tensor in layer.companions else fake(tensor)
+
+        parameters = [parameter_like(p, fake(p, layer.narrow.get(p, p.dtype)), attribute) for p in layer.parameters]
         buffers = [fake(owner.get_buffer(name)) for owner, name in layer.buffers]
         for tensor in (*parameters, *buffers):
             self._count(tensor)
@@ -299,6 +317,10 @@ class _Rehearsal:
 
     def show_changed_buffers(self, layer: SwappedLayer, residency: Residency, keys: Collection[BufferKey]) -> None:
         """Nobody reads them: nothing has values."""
+
+    def read_buffer(self, layer: SwappedLayer, key: BufferKey) -> Tensor:
+        """What is in it: nothing stands in for it."""
+        return buffer_of(key)
 
     def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
         """There is one microbatch."""

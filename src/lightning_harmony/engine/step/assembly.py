@@ -91,7 +91,8 @@ def assemble(
     names = {name for name, _ in model.named_parameters()}
     fingerprint = check_given(plan, swapped_layers, names, devices, parallel)
     in_order = dict.fromkeys([p for layer in swapped_layers for p in layer.parameters] + list(model.parameters()))
-    store = HostStore(list(in_order), root, progress) if store is None else store.reopened(root)
+    companions = [layer.companions for layer in swapped_layers]
+    store = HostStore(list(in_order), root, progress, companions) if store is None else store.reopened(root, companions)
     pool = HostPool(root.host_buffer)
     recorder = StepRecorder(devices)
     # Where a GPU computes, lanes only launch what it does, on a core that is spared for them. On the host they compute: on

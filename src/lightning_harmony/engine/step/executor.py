@@ -142,7 +142,7 @@ class Executor:
         return (key for layer in self._model.layers for key in layer.buffers)
 
     def read_buffer(self) -> str | None:
-        """In a step, the buffer of a layer that the code between layers has read after a call had changed it."""
+        """A buffer of a layer that others have read in this step, and that the layer has changed in it, in words."""
         return self._step.read_buffer
 
     def _use(self, plan: Plan) -> None:
@@ -226,9 +226,7 @@ class Executor:
         step.random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
         self.updater.buffers.reclaim()
         step.in_backward = False
-        self._model.begin_step(is_training=is_training)
-        if is_training and not step.is_sequential:
-            self._model.show_buffers_again()
+        self._model.begin_step(is_training=is_training, runtime=self._runtime)
         for residents in self._placement.residents:
             residents.follows_moves = is_alone or not step.is_sequential
             residents.device.begin_lanes()

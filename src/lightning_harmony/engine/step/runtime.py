@@ -216,29 +216,41 @@ class Runtime:
     def show_changed_buffers(self, layer: SwappedLayer, residency: Residency, keys: Collection[BufferKey]) -> None:
         """The code between layers sees what a layer has left in these of its buffers, which the host's are not yet."""
         if keys and self._step.current() is not None:
-            self._model.show_buffers(layer, {key: residency.buffers[key] for key in keys}, self._read_buffer)
+            self._model.show_buffers(layer, {key: residency.buffers[key] for key in keys}, self)
 
-    def _read_buffer(self, layer: SwappedLayer, key: BufferKey) -> Tensor:
-        """A copy of what the layer has left in a buffer last."""
-        caller = layer_of_caller()
-        if caller is not None:
+    def read_buffer(self, layer: SwappedLayer, key: BufferKey) -> Tensor:
+        """A copy of what is in a layer's buffer, for the code between layers or for another layer.
+
+        Raises:
+            UnsupportedModelError: if a layer reads what changes in the step, which it would not find again in the backward; or
+                if it is the backward that does, and another microbatch has changed it since.
+        """
+        caller, has_changed = layer_of_caller(), key in layer.changed_buffers
+        if caller is not None and has_changed:
             raise UnsupportedModelError(
                 f"layer {caller.name!r} reads buffer {key[1]!r} of layer {layer.name!r}, which is swapped by itself and has "
                 "changed it in this step: pass it to the layer as a tensor, or make a layer of what has both with "
                 "HarmonyStrategy(layers=...)"
             )
-        self._step.read_buffer = f"buffer {key[1]!r} of layer {layer.name!r}"
-        root = self._devices[0].torch_device
+        step = self._step
+        if has_changed and step.in_backward and not step.runs_whole and len(step.turns.running) > 1:
+            raise UnsupportedModelError(
+                f"buffer {key[1]!r} of layer {layer.name!r} is read in the backward, as by a hook of a gradient, for the "
+                "first time when microbatches take turns: it holds what the last of them has left there. Read it so from the "
+                "first step on, or use num_microbatches=1"
+            )
+        step.read_buffers[key] = layer
+        reader = self._devices[0].torch_device if caller is None else self.device_of(caller)
         index = self._placement.pack_of[layer.index]
         places = [(residents, residents.packs[index]) for residents in self._placement.residents]
         places += [each for _, pack in places[:1] for each in self._placement.others_with_buffers_of(pack)]
         with torch.inference_mode(False), torch.no_grad():
             for _, pack in places:
                 if pack.residency is not None and key in pack.residency.dirty_buffers:
-                    return pack.residency.buffers[key].detach().to(root, copy=True)
+                    return pack.residency.buffers[key].detach().to(reader, copy=True)
             for residents, pack in places:
                 residents.swapper.finish_write_back(pack)
-            return buffer_of(key).detach().to(root, copy=True)
+            return buffer_of(key).detach().to(reader, copy=True)
 
     # ---- parameters that glue uses -------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_harmony.engine.lanes.lane import AnyLane, current_lane
 from lightning_harmony.engine.lanes.rng import RandomStreams
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
 from lightning_harmony.engine.step.turns import LaneProgress, Turns
 from lightning_harmony.plan.values.plan import Plan
@@ -74,7 +75,7 @@ class Step:
         fuses: whether a lane that comes to the fused packs goes through them to its loss and back.
         is_sequential: whether one microbatch runs after the other, in the caller's own thread.
         watch: watches its microbatches while one runs after the other.
-        read_buffer: the buffer of a layer that the code between layers has read, if it has, in words.
+        read_buffers: the buffers of layers that others have read, and the layers.
         in_backward: whether the gradient of its loss has come.
         upstream: that gradient.
         random: what its microbatches draw from.
@@ -90,7 +91,7 @@ class Step:
         self.fuses = False
         self.is_sequential = False
         self.watch: StepWatch | None = None
-        self.read_buffer: str | None = None
+        self.read_buffers: dict[BufferKey, SwappedLayer] = {}
         self.in_backward = False
         self.upstream = torch.ones(())
         self.random = RandomStreams([], [])
@@ -107,6 +108,18 @@ class Step:
     def runs_whole(self) -> bool:
         """Whether each microbatch runs forward and backward before the next one begins."""
         return self.is_sequential and self.predicted is not None
+
+    @property
+    def read_buffer(self) -> str | None:
+        """A buffer of a layer that others have read, and that the layer has changed, in words."""
+        return next(
+            (
+                f"buffer {key[1]!r} of layer {layer.name!r}"
+                for key, layer in self.read_buffers.items()
+                if key in layer.changed_buffers
+            ),
+            None,
+        )
 
     def correction(self, gradient: Tensor) -> float:
         """What its gradients have to be multiplied with because this one has come, and another one was predicted."""
@@ -127,7 +140,7 @@ class Step:
             having_buffers: the packs whose layers have buffers, which they may change.
         """
         if running:
-            self.read_buffer = None
+            self.read_buffers = {}
         self._progress = {progress.lane: progress for progress in running}
         self.turns = Turns(running, plan, having_buffers, fuses=self.fuses)
 

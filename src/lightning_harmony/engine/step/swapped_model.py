@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.glue.buffer_stand_in import BufferStandIn
+from lightning_harmony.engine.glue.glue import Runtime
 from lightning_harmony.engine.model.derived import DerivedWeight, derived_weights
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, buffers_of, host_buffer, move_buffers
@@ -52,6 +53,7 @@ class SwappedModel:
         self.names = {parameter: name for name, parameter in module.named_parameters()}
         self._module = module
         self._store = store
+        self._root = root
         self._postponed = postponed
         writes: Counter[BufferKey] = Counter()
         self._changed_buffers: set[BufferKey] = set()
@@ -117,51 +119,41 @@ class SwappedModel:
         misfits = self._store.follow(parameters)
         if misfits:
             raise UnsupportedModelError(
-                f"parameter {self.names[misfits[0]]!r} was given another type or shape during the fit, but layers are "
-                "swapped as they were at its start; do that before the fit"
+                f"parameter {self.names[misfits[0]]!r} was given another type or shape during the fit, or other data than an "
+                "object has of it, but layers are swapped as they were at its start; do that before the fit"
             )
 
-    def begin_step(self, *, is_training: bool) -> None:
-        """Lanes run from now on: nobody but the layers may change their buffers in a training step."""
+    def begin_step(self, *, is_training: bool, runtime: Runtime) -> None:
+        """Lanes run from now on: nobody but the layers may change their buffers in a training step.
+
+        Args:
+            is_training: whether it is a training step.
+            runtime: reads buffers for the code between layers.
+        """
         host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         self._changed_buffers.clear()
         for layer in self.layers:
             layer.is_training, layer.host_buffers = is_training, host_buffers
+            buffers = [(key, host_buffer(key)) for key in layer.buffers]
+            self.show_buffers(layer, {key: buffer for key, buffer in buffers if _is_plain(buffer)}, runtime)
 
-    def show_buffers(
-        self,
-        layer: SwappedLayer,
-        newest: Mapping[BufferKey, Tensor],
-        read: Callable[[SwappedLayer, BufferKey], Tensor],
-    ) -> None:
-        """Let stand-ins take the places of a layer's buffers until the step ends.
+    def show_buffers(self, layer: SwappedLayer, newest: Mapping[BufferKey, Tensor], runtime: Runtime) -> None:
+        """Let stand-ins take the places of a layer's buffers until the step ends: the layer has them where it computes.
 
         Args:
             layer: whose they are.
-            newest: what it has left in them.
-            read: gives a copy of that.
+            newest: what is in them.
+            runtime: reads them.
         """
         for key, tensor in newest.items():
             host, known = host_buffer(key), self._shown_buffers.get(key)
             assert host is not None
-            if known is None or (known.shape, known.dtype, known.device) != (tensor.shape, tensor.dtype, tensor.device):
-                refuse = partial(layer.refuse_changed_buffer, key[1])
+            if known is None or (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
                 with torch.inference_mode(False):
-                    known = BufferStandIn.of(host, tensor, partial(read, layer, key), refuse)
+                    known = BufferStandIn.of(host, tensor, self._root, layer, key, runtime)
                 self._shown_buffers[key] = known
             known.host_buffer = host
             key[0]._buffers[key[1]] = known
-
-    def show_buffers_again(self) -> None:
-        """Before all layers run, let stand-ins take the places of the buffers that layers have changed in earlier steps.
-
-        Of microbatches that take turns, each would find there what the step before has left.
-        """
-        for key, stand_in in self._shown_buffers.items():
-            host = host_buffer(key)
-            if host is not None:
-                stand_in.host_buffer = host
-                key[0]._buffers[key[1]] = stand_in
 
     def end_step(self) -> None:
         """No lane runs any more."""
@@ -199,5 +191,9 @@ class SwappedModel:
         return None
 
     def close(self) -> None:
-        """Bring back the buffers that were moved."""
-        move_buffers(self._glue_buffers, torch.device("cpu"))
+        """Bring back the buffers that were moved, and those that the code between layers has made on a GPU."""
+        move_buffers(buffers_of(self._module), torch.device("cpu"))
+
+
+def _is_plain(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    return type(buffer) is Tensor and buffer.layout is torch.strided

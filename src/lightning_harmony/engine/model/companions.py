@@ -1,0 +1,400 @@
+"""Companions of a frozen weight: tensors that Python code keeps of it, in attributes of the parameter or in an object.
+
+Layers with quantized weights do so: an object has the packed elements, in the memory of the parameter, and the scales. A call
+then computes with what the object has, and the parameter is there for checkpoints alone. Companions stay the user's own
+tensors, wherever code passes them on to: their data is on the host between calls of the layer, and on the device during one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+
+from lightning_harmony.engine.model.attributes import LONGEST, OF_TORCH
+from lightning_harmony.engine.structures.containers import copied_content
+from lightning_harmony.engine.structures.operations import viewed
+from lightning_harmony.engine.structures.parts import is_composed
+
+# Objects within objects are looked into to this depth.
+_DEEPEST = 3
+# So many calls of a layer are looked at for views of its weights that they leave in objects.
+_WATCHED_CALLS = 8
+_ATOMS = (Tensor, nn.Module, str, bytes, int, float, complex, type(None), type, ModuleType, torch.dtype, torch.device)
+# Objects of these packages keep nothing of a layer.
+_LIBRARIES = frozenset(
+    ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "numpy", "builtins")
+)
+_MISSING = object()
+
+
+class CompanionChangedError(Exception):
+    """A layer's code writes to a companion, or assigns to its data."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A companion in the memory of its parameter.
+
+    Attributes:
+        tensor: the user's own tensor, which ends when nobody else has it.
+        parameter: in whose memory it lies.
+        size: of the view.
+        stride: of the view.
+        offset: of its first element, from that of the parameter.
+    """
+
+    tensor: weakref.ref[Tensor]
+    parameter: nn.Parameter
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, parameter: nn.Parameter, base: Tensor) -> View:
+        """A view of a parameter, which is `base` now."""
+        offset = int(tensor.storage_offset() - base.storage_offset())
+        return cls(weakref.ref(tensor), parameter, tensor.size(), tensor.stride(), offset)
+
+    def within(self, base: Tensor) -> Tensor:
+        """The same view of the parameter, where that is `base`."""
+        plain = viewed(base, Tensor.detach)
+        return viewed(plain, Tensor.as_strided, self.size, self.stride, base.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Attributes, or a list or dict, that may hold companions.
+
+    Attributes:
+        content: the list or dict.
+        owner: tells apart what belongs together; None for attributes of modules, which hold anything.
+    """
+
+    content: Any
+    owner: int | None
+
+    def tensors(self) -> Iterator[tuple[Any, Tensor]]:
+        """The plain tensors in it, and where."""
+        content = self.content
+        for key, value in list(content.items() if isinstance(content, dict) else enumerate(content)):
+            if _may_be_companion(value):
+                yield key, value
+
+
+class Companions:
+    """The companions of some frozen parameters.
+
+    A tensor in the memory of a parameter is one wherever it is found: among the parameter's attributes, and in attributes of
+    modules and of objects that these hold. So are the other tensors of an object or parameter that has such a view.
+
+    Args:
+        modules: in which to look.
+        parameters: whose companions they are.
+
+    Attributes:
+        apart: of each parameter, the companions that have memory of their own.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
+        self._modules = list(modules)
+        self._parameters = [p for p in parameters if not (p.requires_grad or is_composed(p)) and _has_memory(p)]
+        self._views: list[View] = []
+        # The dicts of objects in which it looks.
+        self._objects: list[dict[str, Any]] = []
+        self.apart: dict[nn.Parameter, list[Tensor]] = {}
+        self._num_calls = 0
+        self._makes_views = False
+        if self._parameters:
+            self._find()
+
+    def _find(self) -> None:
+        bases = {p.untyped_storage()._cdata: p for p in self._parameters}
+        places = list(self._places({p: p for p in self._parameters}))
+        # Whose view each owner has, and which tensors are companions already.
+        owners: dict[int | None, nn.Parameter] = {}
+        seen: set[int] = set()
+        for place in places:
+            for _, tensor in place.tensors():
+                parameter = bases.get(tensor.untyped_storage()._cdata)
+                if parameter is None or tensor.dtype != parameter.dtype:
+                    continue
+                owners.setdefault(place.owner, parameter)
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    self._views.append(View.of(tensor, parameter, parameter))
+        self._note_objects(places, {p: p for p in self._parameters})
+        for place in places:
+            if place.owner is None or place.owner not in owners:
+                continue
+            for _, tensor in place.tensors():
+                if id(tensor) not in seen and _has_memory(tensor):
+                    seen.add(id(tensor))
+                    self.apart.setdefault(owners[place.owner], []).append(tensor)
+
+    def _note_objects(self, places: Iterable[_Place], leaves: Mapping[nn.Parameter, Tensor]) -> None:
+        of_parameters = {id(vars(leaf)) for leaf in leaves.values()}
+        found = [place.content for place in places if place.owner is not None and isinstance(place.content, dict)]
+        self._objects = [content for content in found if id(content) not in of_parameters]
+
+    def _places(self, leaves: Mapping[nn.Parameter, Tensor]) -> Iterator[_Place]:
+        """Where companions may be, given what has the attributes of each parameter."""
+        seen: set[int] = set()
+        for leaf in leaves.values():
+            seen.add(id(leaf))
+            yield from _within(vars(leaf), id(leaf), seen, 0)
+        for module in self._modules:
+            yield _Place(vars(module), None)
+            for name, value in list(vars(module).items()):
+                if name not in OF_TORCH:
+                    yield from _of_value(value, None, seen, 0)
+
+    def __bool__(self) -> bool:
+        return bool(self._views or self.apart)
+
+    @property
+    def with_views(self) -> set[nn.Parameter]:
+        """The parameters that have some in their memory."""
+        return {view.parameter for view in self._views}
+
+    @property
+    def parameters(self) -> set[nn.Parameter]:
+        """The parameters that have some."""
+        return self.with_views | self.apart.keys()
+
+    def restrict(self, beside: Mapping[nn.Parameter, Sequence[Tensor]]) -> None:
+        """Of those with memory of their own, only some are carried: those beside their parameters in the host store."""
+        self.apart = {p: list(beside[p]) for p in self._parameters if p in beside}
+
+    def within(self, parameter: nn.Parameter, base: Tensor) -> dict[int, Tensor]:
+        """Those in the memory of a parameter as they would be in that of another tensor, by their identities."""
+        views = [(view.tensor(), view) for view in self._views if view.parameter is parameter]
+        return {id(tensor): view.within(base) for tensor, view in views if tensor is not None}
+
+    def follow(self, parameter: nn.Parameter) -> None:
+        """Let those in the memory of a parameter lie where it is now."""
+        for view in self._views:
+            tensor = view.tensor()
+            if tensor is not None and view.parameter is parameter:
+                tensor.data = view.within(parameter)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return any(tensor is each for each in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        views = [tensor for view in self._views if (tensor := view.tensor()) is not None]
+        return [*views, *(tensor for tensors in self.apart.values() for tensor in tensors)]
+
+    def exchange(self, others: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Put others into their places.
+
+        Args:
+            others: by the identities of those whose places they take.
+
+        Returns:
+            What puts them back.
+        """
+        before = {id(others[id(tensor)]): tensor for tensor in self.tensors()}
+        for place in self._places({p: p for p in self._parameters}):
+            for key, tensor in place.tensors():
+                if id(tensor) in others and not isinstance(place.content, tuple):
+                    place.content[key] = others[id(tensor)]
+        views = [(view, each) for view in self._views if (each := view.tensor()) is not None]
+        self._views = [replace(view, tensor=weakref.ref(others[id(each)])) for view, each in views]
+        self.apart = {p: [others[id(tensor)] for tensor in tensors] for p, tensors in self.apart.items()}
+        return before
+
+    def move(self, device: torch.device) -> None:
+        """Move the parameters that have some to a device, and these with them."""
+        for parameter in self.parameters:
+            parameter.data = parameter.detach().to(device)
+            self.follow(parameter)
+            for tensor in self.apart.get(parameter, ()):
+                tensor.data = tensor.detach().to(device)
+
+    # ---- calls ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def bound(
+        self,
+        leaves: Mapping[nn.Parameter, Tensor],
+        apart: Mapping[Tensor, Tensor],
+        before: CallChanges | None = None,
+    ) -> Iterator[CallChanges]:
+        """Let the layer's code find companions on a device.
+
+        Args:
+            leaves: the parameters there.
+            apart: the companions there that have memory of their own.
+            before: of a call, whose attributes of parameters are what it has found, for the time of the context.
+
+        Yields:
+            What the code has changed, once the context is left.
+
+        Raises:
+            CompanionChangedError: if the code changes a companion in place, or its data.
+        """
+        found = CallChanges()
+        if not self._parameters:
+            yield found
+            return
+        attributes = {p: (vars(leaves[p]), dict(vars(leaves[p]))) for p in self._parameters}
+        if before is not None:
+            for parameter, values in before.attributes.items():
+                _update(vars(leaves[parameter]), values)
+        objects = [(content, copied_content(content)) for content in (self._objects if self else ())]
+        # Who watches what code reads is not to see this.
+        with DisableTorchFunctionSubclass():
+            bound = list(self._bind(leaves, apart))
+        try:
+            yield found
+            with DisableTorchFunctionSubclass():
+                if any(each.has_changed() for each in bound):
+                    raise CompanionChangedError
+        finally:
+            for parameter, (now, then) in attributes.items():
+                if before is not None:
+                    now.clear()
+                    now.update(then)
+                elif changed := _changed(now, then):
+                    found.attributes[parameter] = {name: then.get(name, _MISSING) for name in changed}
+                    _update(vars(parameter), {name: now.get(name, _MISSING) for name in changed})
+            found.objects += [(now, changed) for now, then in objects if (changed := _changed(now, then))]
+            with DisableTorchFunctionSubclass():
+                for each in bound:
+                    each.end()
+                self._find_new(leaves)
+
+    def _bind(self, leaves: Mapping[nn.Parameter, Tensor], apart: Mapping[Tensor, Tensor]) -> Iterator[_Bound]:
+        self._views = [view for view in self._views if view.tensor() is not None]
+        for view in self._views:
+            tensor = view.tensor()
+            if tensor is not None:
+                yield _Bound(tensor, view.within(leaves[view.parameter]))
+        for several in self.apart.values():
+            for tensor in several:
+                yield _Bound(tensor, apart[tensor])
+
+    def _find_new(self, leaves: Mapping[nn.Parameter, Tensor]) -> None:
+        """Let views of weights that a call has left in objects be companions from now on."""
+        if not self._makes_views and self._num_calls >= _WATCHED_CALLS:
+            return
+        self._num_calls += 1
+        # Of a model without data, there is nowhere for them to be.
+        bases = {p: leaves[p] for p in self._parameters if not p.is_meta}
+        places = list(self._places(bases))
+        self._note_objects(places, bases)
+        for place in places:
+            # What modules have themselves, calls own already: copies are there.
+            for _, tensor in place.tensors() if place.owner is not None else ():
+                parameter = next((p for p, leaf in bases.items() if _lies_in(tensor, leaf)), None)
+                if parameter is not None:
+                    self._makes_views = True
+                    view = View.of(tensor, parameter, leaves[parameter])
+                    self._views.append(view)
+                    tensor.data = view.within(parameter)
+
+
+def beside_parameters(companions: Iterable[Companions]) -> dict[nn.Parameter, list[Tensor]]:
+    """Of each parameter, the companions that have memory of their own, as several layers have found them."""
+    beside: dict[nn.Parameter, dict[int, Tensor]] = {}
+    for each in companions:
+        for parameter, tensors in each.apart.items():
+            beside.setdefault(parameter, {}).update({id(tensor): tensor for tensor in tensors})
+    return {parameter: list(tensors.values()) for parameter, tensors in beside.items()}
+
+
+@dataclass
+class CallChanges:
+    """What a call has changed of attributes.
+
+    Attributes:
+        attributes: of parameters, as they were before.
+        objects: the attributes of each object, and the dicts in such, with the names of those that are others now.
+    """
+
+    attributes: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+    objects: list[tuple[dict[str, Any], set[str]]] = field(default_factory=list)
+
+
+class _Bound:
+    """A companion on a device, until `end`."""
+
+    def __init__(self, tensor: Tensor, there: Tensor) -> None:
+        self._tensor, self._there = tensor, there
+        self._home = viewed(tensor, Tensor.detach)
+        tensor.data = there
+        self._version = tensor._version
+
+    def has_changed(self) -> bool:
+        """Whether it was changed in place, or has other data."""
+        tensor, there = self._tensor, self._there
+        places = [(each.untyped_storage()._cdata, each.storage_offset(), each.size()) for each in (tensor, there)]
+        return tensor._version != self._version or places[0] != places[1]
+
+    def end(self) -> None:
+        """It is on the host again."""
+        self._tensor.data = self._home
+
+
+def _changed(now: Mapping[str, Any], then: Mapping[str, Any]) -> set[str]:
+    return {name for name in {**then, **now} if now.get(name, _MISSING) is not then.get(name, _MISSING)}
+
+
+def _update(attributes: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if value is _MISSING:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = value
+
+
+def _may_be_companion(value: Any) -> bool:
+    return (
+        type(value) not in weakref.ProxyTypes
+        and isinstance(value, Tensor)
+        and not isinstance(value, nn.Parameter)
+        and value.layout is torch.strided
+        and not is_composed(value)
+        and not (value.requires_grad or value.is_inference())
+    )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def _lies_in(tensor: Tensor, leaf: Tensor) -> bool:
+    """Whether a tensor begins in a leaf, beside which others lie in the same memory."""
+    if tensor.dtype != leaf.dtype or tensor.untyped_storage()._cdata != leaf.untyped_storage()._cdata:
+        return False
+    return 0 <= tensor.storage_offset() - leaf.storage_offset() < leaf.numel()
+
+
+def _within(content: Any, owner: int | None, seen: set[int], depth: int) -> Iterator[_Place]:
+    yield _Place(content, owner)
+    for value in list(content.values() if isinstance(content, dict) else content):
+        yield from _of_value(value, owner, seen, depth)
+
+
+def _of_value(value: Any, owner: int | None, seen: set[int], depth: int) -> Iterator[_Place]:
+    """What a value holds: containers belong to who holds them, objects to none but themselves."""
+    if type(value) in weakref.ProxyTypes or isinstance(value, _ATOMS) or id(value) in seen or depth >= _DEEPEST:
+        return
+    if isinstance(value, list | tuple | dict):
+        if len(value) <= LONGEST:
+            seen.add(id(value))
+            yield from _within(value, owner, seen, depth + 1)
+        return
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict) and type(value).__module__.partition(".")[0] not in _LIBRARIES:
+        seen.add(id(value))
+        yield from _within(attributes, id(value), seen, depth + 1)

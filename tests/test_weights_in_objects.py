@@ -1,0 +1,324 @@
+"""Layers whose code keeps a frozen weight beside its parameter, as those of packages for quantized weights do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy, UnsupportedModelError
+from support import nets
+from support.same_training import Net, assert_same_training, root, train_harmony, trainer_for
+from support.taking_turns import takes_turns
+
+SIZE = 32
+SAMPLES = torch.randn(24, SIZE, generator=torch.Generator().manual_seed(1))
+# Where products found elements, in the forward and in the backward, while it is noted.
+FOUND: list[tuple[str, torch.device, int]] = []
+
+
+class Coded(nn.Parameter):
+    """A byte an element. As an attribute, it has these once more, and a scale a row, until a module takes them."""
+
+    codes: Tensor | None
+    scale: Tensor | None
+
+    @staticmethod
+    def of(codes: Tensor, scale: Tensor | None) -> Coded:
+        parameter: Coded = Tensor._make_subclass(Coded, codes, False)
+        parameter.codes, parameter.scale = parameter.data, scale
+        return parameter
+
+    @staticmethod
+    def random() -> Coded:
+        values = torch.randn(SIZE, SIZE) / SIZE
+        scale = values.abs().amax(1) / 127
+        return Coded.of((values / scale[:, None]).round().to(torch.int8), scale)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Coded:
+        made = memo[id(self)] = Coded.of(self.detach().clone(), copy.deepcopy(self.scale, memo))
+        return made
+
+
+class State:
+    """What a product computes with."""
+
+    codes: Tensor | None = None
+    scale: Tensor | None = None
+    newest: Tensor | None = None
+
+    def weight(self, phase: str) -> Tensor:
+        assert self.codes is not None
+        assert self.scale is not None
+        FOUND.append((phase, self.codes.device, self.codes.untyped_storage().data_ptr()))
+        FOUND.append((phase, self.scale.device, self.scale.untyped_storage().data_ptr()))
+        return self.codes.to(torch.float32) * self.scale[:, None]
+
+
+class Product(torch.autograd.Function):
+    """Saves nothing: its backward asks the state."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: State) -> Tensor:
+        ctx.state = state
+        state.newest = x.detach().abs().amax(0)
+        return x @ state.weight("forward").t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.state.weight("backward"), None
+
+
+class InState(nn.Module):
+    """The first call moves what the parameter has to a state object, and each call gives the parameter its data back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Coded.random()
+        self.state = State()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.codes is not None:
+            self.state.codes, self.state.scale = self.weight.codes, self.weight.scale
+            self.weight.codes = self.weight.scale = None
+        result: Tensor = Product.apply(x, self.state)  # type: ignore[no-untyped-call]
+        assert self.state.codes is not None
+        self.weight.data = self.state.codes
+        return result
+
+
+class StateMadeInTheForward(InState):
+    """The first call makes the state, of the parameter's data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.state
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "state"):
+            self.state = State()
+            self.state.codes, self.state.scale = self.weight.data, self.weight.scale
+            self.weight.codes = self.weight.scale = None
+        return super().forward(x)
+
+
+class AnewInEachCall(InState):
+    """Each call makes a state, and keeps it in an object within an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.state
+        self.kept = SimpleNamespace(within={})
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = State()
+        state.codes, state.scale = self.weight.data, self.weight.scale
+        self.kept.within["state"] = state
+        return Product.apply(x, state)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class AsAttribute(nn.Module):
+    """The module has the elements as an attribute, and the parameter none."""
+
+    def __init__(self, weight: Coded | None = None) -> None:
+        super().__init__()
+        self.weight = Coded.random() if weight is None else weight
+        self.codes, self.scale = self.weight.codes, self.weight.scale
+        self.weight.codes = self.weight.scale = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AsAttribute:
+        return AsAttribute(Coded.of(self.weight.detach().clone(), self.scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = State()
+        state.codes, state.scale = self.codes, self.scale
+        return Product.apply(x, state)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Adapted(nn.Module):
+    """A frozen weight and a trained product of two small ones."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(SIZE, 4, bias=False), nn.Linear(4, SIZE, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.base(x)) + self.up(self.down(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).pow(2).mean()  # type: ignore[no-any-return]
+
+
+class Twice(Stack):
+    """Calls its layers twice. They train nothing: gradients of several uses are summed in another order."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.first, self.last = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layers(torch.tanh(self.layers(self.first(x))))).pow(2).mean()  # type: ignore[no-any-return]
+
+
+KINDS = [InState, StateMadeInTheForward, AnewInEachCall]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_found() -> Iterator[None]:
+    FOUND.clear()
+    yield
+    FOUND.clear()
+
+
+@pytest.mark.devices(1, 2)
+@pytest.mark.parametrize("device_memory", [None, "28KiB"])
+@pytest.mark.parametrize("kind", [*KINDS, AsAttribute])
+def test_weights_in_objects_train_with_equal_bits(kind: type[nn.Module], device_memory: str | None) -> None:
+    assert_same_training(Net(Stack(*[Adapted(kind()) for _ in range(4)])), SAMPLES, device_memory=device_memory)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_device_of_a_spread_model_has_the_weight(kind: type[nn.Module]) -> None:
+    net = Stack(*[Adapted(kind()) for _ in range(3)])
+    # Gradients are summed on each device first.
+    assert_same_training(Net(net), SAMPLES, devices=2, parallel="data", tolerance=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_that_is_called_twice_finds_its_weight_in_each_call(kind: type[nn.Module]) -> None:
+    assert_same_training(Net(Twice(*[kind() for _ in range(3)])), SAMPLES, layers=(nn.Linear, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_that_no_saved_tensor_announces_finds_the_weight(kind: type[nn.Module]) -> None:
+    net = Stack(nn.Linear(SIZE, SIZE), kind(), nn.Linear(SIZE, SIZE), kind(), kind())
+    assert_same_training(Net(net), SAMPLES, layers=(nn.Linear, kind))
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_find_elements_and_scales_on_the_device_and_nowhere_else(
+    kind: type[nn.Module], is_alone: bool
+) -> None:
+    bases: list[Any] = [kind() for _ in range(4)]
+    # Where they are layers by themselves, no saved tensor announces their backward.
+    module = Net(Stack(nn.Linear(SIZE, SIZE), *bases) if is_alone else Stack(*map(Adapted, bases)))
+    home: set[int] = set()
+
+    class Noting(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            home.update(base.weight.untyped_storage().data_ptr() for base in bases)
+
+    training = train_harmony(
+        module,
+        SAMPLES,
+        HarmonyStrategy(num_microbatches=4, device_memory="28KiB", layers=(nn.Linear, kind) if is_alone else None),
+        8,
+        with_gradients=False,
+        more_callbacks=[Noting()],
+    )
+    assert {phase for phase, _, _ in FOUND} == {"forward", "backward"}
+    assert {device.type for _, device, _ in FOUND} == {root().type}
+    after = [base.kept.within["state"] if kind is AnewInEachCall else base.state for base in bases]
+    for base, state in zip(bases, after, strict=True):
+        # They are on the host again, and in the parameter's memory.
+        assert state.codes.device.type == state.scale.device.type == "cpu"
+        assert state.codes.data_ptr() == base.weight.data_ptr()
+        home |= {state.codes.untyped_storage().data_ptr(), state.scale.untyped_storage().data_ptr()}
+    assert not home & {memory for _, _, memory in FOUND}
+    # Elements, scales and adapters, once for the forward and once for the backward; arenas are padded to 512 bytes.
+    most = 4 * (SIZE * SIZE + SIZE * 4 + 2 * 4 * SIZE * 4 + 4 * 512) + (SIZE * (SIZE + 1) * 4 + 512 if is_alone else 0)
+    assert training.reports[-1].swapped_in_bytes["weights"] <= 2 * most
+
+
+@pytest.mark.parametrize("kind", [InState, StateMadeInTheForward])
+def test_microbatches_take_turns_where_an_object_has_the_weight(
+    kind: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    class First(Stack):
+        def forward(self, batch: Any) -> Tensor:
+            return super().forward(batch[0])
+
+    net = First(nn.Linear(nets.WIDTH, SIZE), *[Adapted(kind()) for _ in range(3)])
+    assert takes_turns(net, caplog) == (True, [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_and_objects_are_left_as_plain_lightning_leaves_them(kind: type[nn.Module]) -> None:
+    made = Net(Stack(*[Adapted(kind()) for _ in range(2)]))
+    plain, swapped = copy.deepcopy(made), copy.deepcopy(made)
+    trainer_for("auto", 1, []).fit(plain, DataLoader(SAMPLES, batch_size=8))
+    train_harmony(swapped, SAMPLES, HarmonyStrategy(num_microbatches=4), 8, with_gradients=False)
+    for one, other in zip(plain.net.layers, swapped.net.layers, strict=True):
+        assert vars(one.base.weight).keys() == vars(other.base.weight).keys()
+        for name, value in vars(one.base.weight).items():
+            assert (value is None) == (vars(other.base.weight)[name] is None), name
+
+
+def test_a_second_fit_and_an_evaluation_find_the_weight() -> None:
+    module = Net(Stack(*[Adapted(InState()) for _ in range(3)]))
+    plain, swapped = copy.deepcopy(module), copy.deepcopy(module)
+    outputs = []
+    for each, strategy in ((plain, "auto"), (swapped, None)):
+        for _ in range(2):
+            made = strategy or HarmonyStrategy(device_memory="28KiB", num_microbatches=1)
+            trainer = trainer_for(made, 2, [])
+            torch.manual_seed(0)
+            trainer.fit(each, DataLoader(SAMPLES, batch_size=8))
+        each.predict_step = lambda batch, index, net=each.net: net.layers(batch)
+        made = strategy or HarmonyStrategy(device_memory="28KiB", num_microbatches=1)
+        outputs.append(trainer_for(made, 2, []).predict(each, DataLoader(SAMPLES, batch_size=8)))
+    assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(*outputs, strict=True))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value.cpu(), swapped.state_dict()[name].cpu()), name
+
+
+class WritesToTheState(InState):
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        assert self.state.scale is not None
+        self.state.scale.mul_(0.5)
+        return result
+
+
+class TakesOtherData(InState):
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self.weight.data = self.weight.data + 1
+        return result
+
+
+@pytest.mark.parametrize("kind", [WritesToTheState, TakesOtherData])
+def test_a_layer_that_changes_what_it_keeps_of_a_weight_is_refused(kind: type[nn.Module]) -> None:
+    module = Net(Stack(*[Adapted(kind()) for _ in range(2)]))
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(UnsupportedModelError, match=r"'net\.layers\.0' changes the data of a parameter in its forward"):
+        train_harmony(module, SAMPLES, HarmonyStrategy(num_microbatches=4), 8, with_gradients=False)
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in before.items())
+
+
+def test_other_data_for_a_weight_that_an_object_has_too_is_refused() -> None:
+    module = Net(Stack(*[Adapted(InState()) for _ in range(2)]))
+
+    class Assigning(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                module.net.layers[0].base.weight.data = torch.zeros(SIZE, SIZE, dtype=torch.int8)
+
+    strategy = HarmonyStrategy(num_microbatches=4)
+    with pytest.raises(UnsupportedModelError, match="other data than an object has of it"):
+        train_harmony(module, SAMPLES, strategy, 8, with_gradients=False, more_callbacks=[Assigning()])
