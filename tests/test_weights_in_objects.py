@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +20,8 @@ from support.taking_turns import takes_turns
 
 SIZE = 32
 SAMPLES = torch.randn(24, SIZE, generator=torch.Generator().manual_seed(1))
-# Where products found elements, in the forward and in the backward, while it is noted.
-FOUND: list[tuple[str, torch.device, int]] = []
+# Where products found elements, in the forward and in the backward. Of a list here, microbatches could read what others add.
+FOUND: SimpleQueue[tuple[str, torch.device, int]] = SimpleQueue()
 
 
 class Coded(nn.Parameter):
@@ -57,8 +57,8 @@ class State:
     def weight(self, phase: str) -> Tensor:
         assert self.codes is not None
         assert self.scale is not None
-        FOUND.append((phase, self.codes.device, self.codes.untyped_storage().data_ptr()))
-        FOUND.append((phase, self.scale.device, self.scale.untyped_storage().data_ptr()))
+        FOUND.put((phase, self.codes.device, self.codes.untyped_storage().data_ptr()))
+        FOUND.put((phase, self.scale.device, self.scale.untyped_storage().data_ptr()))
         return self.codes.to(torch.float32) * self.scale[:, None]
 
 
@@ -177,11 +177,8 @@ class Twice(Stack):
 KINDS = [InState, StateMadeInTheForward, AnewInEachCall]
 
 
-@pytest.fixture(autouse=True)
-def _nothing_found() -> Iterator[None]:
-    FOUND.clear()
-    yield
-    FOUND.clear()
+def taken_from(queue: SimpleQueue[Any]) -> list[Any]:
+    return [queue.get() for _ in range(queue.qsize())]
 
 
 @pytest.mark.devices(1, 2)
@@ -223,6 +220,7 @@ def test_products_find_elements_and_scales_on_the_device_and_nowhere_else(
         def on_train_batch_start(self, *args: Any) -> None:
             home.update(base.weight.untyped_storage().data_ptr() for base in bases)
 
+    taken_from(FOUND)
     training = train_harmony(
         module,
         SAMPLES,
@@ -231,15 +229,16 @@ def test_products_find_elements_and_scales_on_the_device_and_nowhere_else(
         with_gradients=False,
         more_callbacks=[Noting()],
     )
-    assert {phase for phase, _, _ in FOUND} == {"forward", "backward"}
-    assert {device.type for _, device, _ in FOUND} == {root().type}
+    found = taken_from(FOUND)
+    assert {phase for phase, _, _ in found} == {"forward", "backward"}
+    assert {device.type for _, device, _ in found} == {root().type}
     after = [base.kept.within["state"] if kind is AnewInEachCall else base.state for base in bases]
     for base, state in zip(bases, after, strict=True):
         # They are on the host again, and in the parameter's memory.
         assert state.codes.device.type == state.scale.device.type == "cpu"
         assert state.codes.data_ptr() == base.weight.data_ptr()
         home |= {state.codes.untyped_storage().data_ptr(), state.scale.untyped_storage().data_ptr()}
-    assert not home & {memory for _, _, memory in FOUND}
+    assert not home & {memory for _, _, memory in found}
     # Elements, scales and adapters, once for the forward and once for the backward; arenas are padded to 512 bytes.
     most = 4 * (SIZE * SIZE + SIZE * 4 + 2 * 4 * SIZE * 4 + 4 * 512) + (SIZE * (SIZE + 1) * 4 + 512 if is_alone else 0)
     assert training.reports[-1].swapped_in_bytes["weights"] <= 2 * most

@@ -42,6 +42,7 @@ class Found:
         is_written: whether the microbatch changed it, too.
         is_apart: whether it did so elsewhere than where it was read.
         is_unseen: whether nothing tells that it is read.
+        is_in_new: whether the place itself was not there before: somebody has put it where it was found.
     """
 
     held: Held
@@ -54,6 +55,7 @@ class Found:
     is_written: bool = False
     is_apart: bool = False
     is_unseen: bool = False
+    is_in_new: bool = False
 
     def look(self, at: int | None) -> None:
         """Note whether it was changed.
@@ -168,15 +170,16 @@ class CarriedState:
             key for key, (_, version) in self._versions.items() if key in versions and versions[key][1] != version
         }
         for held, begun in places:
+            is_in_new = held.key not in self._begun
             before = self._begun.get(held.key, (held, {} if isinstance(begun, dict) else []))[1]
             if isinstance(begun, dict):
                 for name, value in begun.items():
                     then = before.get(name, MISSING)
                     is_new = value is not then and not _is_same(value, then) and not _keeps_nothing(value)
                     if is_new or (changed and id(value) in changed):
-                        yield _found(held, name)
+                        yield _found(held, name, is_in_new=is_in_new)
             elif any(id(value) in changed for value in begun) or not are_same(list(begun), list(before)):
-                yield _found(held, ALL)
+                yield _found(held, ALL, is_in_new=is_in_new)
 
     def _watch(self) -> None:
         """Watch where what was found is read."""
@@ -223,7 +226,7 @@ def target_of(held: Held, name: Any) -> tuple[type, str, int] | None:
     return None
 
 
-def _found(held: Held, name: Any) -> Found:
+def _found(held: Held, name: Any, *, is_in_new: bool) -> Found:
     """What is in a place now."""
     content = held.content
 
@@ -232,7 +235,7 @@ def _found(held: Held, name: Any) -> Found:
         return [*values, *map(version_of, _tensors_in(values))]
 
     begun = state()
-    return Found(held, name, state, begun, begun)
+    return Found(held, name, state, begun, begun, is_in_new=is_in_new)
 
 
 def are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:

@@ -196,10 +196,12 @@ class Watch:
             self._carried.begin([(each.held, each.begun) for each in self._watched])
             for held, name, left in self._left:
                 is_left = held.is_as(left) if name is ALL else are_same([held.content.get(name, MISSING)], [left])
-                if not is_left:
-                    self.seen.in_backward.add((held.name, name))
-                    if held.kind is not Kind.MODULE:
-                        self.seen.again = self.seen.again or in_words(held, name)
+                # What a layer sets in objects that keep its weights, its recompute finds as the call did.
+                if is_left or (held.kind is Kind.OBJECT and name in self._of_layers.get(id(held.content), ())):
+                    continue
+                self.seen.in_backward.add((held.name, name))
+                if held.kind is not Kind.MODULE:
+                    self.seen.again = self.seen.again or in_words(held, name)
 
     def at_call(self, layer: str) -> None:
         """The microbatch calls a layer."""
@@ -392,7 +394,8 @@ class Watch:
         """Note all that was changed."""
         seen, all_found = self.seen, self._carried.all()
         keys = {*seen.changed, *seen.at_calls, *seen.in_place}
-        in_backward = {(found.held.name, found.name) for found in all_found if not found.is_buffer} - keys
+        others = [found for found in all_found if not found.is_buffer and not found.is_in_new]
+        in_backward = {(found.held.name, found.name) for found in others} - keys
         for place, name in (*keys, *in_backward):
             known.changed.setdefault(place, set()).add(name)
         known.in_backward |= seen.in_backward | in_backward
