@@ -25,9 +25,9 @@ PACKAGE = Path(lightning_harmony.__file__).parent
 ADAPTER = [file for file in PACKAGE.rglob("*.py") if file.relative_to(PACKAGE).parts[0] not in ("engine", "plan")]
 # Of torch, of transformers and of the standard library.
 OF_OTHERS = {
-    *("_C", "_BatchNorm", "_apply", "_backward_hooks", "_buffers", "_compiled_call_impl", "_modules", "_version"),
+    *("_C", "_BatchNorm", "_apply", "_backward_hooks", "_buffers", "_compiled_call_impl", "_modules", "_parameters"),
     *("_growth_tracker", "_lazy_init_scale_growth_tracker", "_scale", "_step_supports_amp_scaling"),
-    *("_cdata", "_current_level", "_data", "_opt_called", "_wrapped_by_lr_sched"),
+    *("_cdata", "_current_level", "_data", "_opt_called", "_version", "_wrapped_by_lr_sched"),
     *("_from_config", "_getframe", "_lock", "_replace", "_value"),
 }
 

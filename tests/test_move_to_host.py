@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.fit.move_to_host import move_to_host
-from support.same_training import Net, assert_same_training
+from lightning_harmony.fit.move_to_host import move_companions, move_to_host
+from lightning_harmony.fit.unregistered import move_unregistered
+from support.same_training import Net, assert_same_training, root
 
 
 class QuantizedWhenMoved(nn.Parameter):
@@ -24,7 +27,7 @@ class QuantizedWhenMoved(nn.Parameter):
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         if self.codes is None:
-            self.data = self.codes = (self.data * 64).round().to(torch.int8)
+            self.data = self.codes = (self.data.to(args[0]) * 64).round().to(torch.int8)
             return self
         return super().to(*args, **kwargs)
 
@@ -69,3 +72,130 @@ def test_parameters_without_a_move_of_their_own_stay_as_they_are() -> None:
         assert weight.dtype is torch.int8
         assert weight.codes is not None
         assert weight.codes.data_ptr() == weight.data_ptr()
+
+
+class State:
+    def __init__(self, codes: Tensor) -> None:
+        self.codes, self.scale = codes, torch.ones(8, device=codes.device)
+
+
+class InState(nn.Module):
+    """A state object has the weight, or a copy of it, and is asked to move where the module is moved."""
+
+    def __init__(self, values: Tensor, *, is_copy: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.state = State(values.clone() if is_copy else self.weight.data)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.state.codes, self.state.scale = fn(self.state.codes), fn(self.state.scale)
+        return self
+
+
+def codes(*size: int, dtype: torch.dtype = torch.int8) -> Tensor:
+    """Of a weight, on the accelerator."""
+    return torch.arange(8 * 8).reshape(size or (8, 8)).to(root(), dtype)
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_objects_have_the_memory_of_their_weight_on_the_host(is_copy: bool) -> None:
+    layer = InState(codes(), is_copy=is_copy)
+    kept, scale = layer.state.codes, layer.state.scale
+    move_to_host(nn.Sequential(layer), root())
+    assert layer.state.codes is kept
+    assert layer.state.scale is scale
+    assert {each.device.type for each in (kept, scale, layer.weight)} == {"cpu"}
+    assert kept.data_ptr() == layer.weight.data_ptr()
+    assert torch.equal(kept, codes().cpu())
+
+
+def test_copies_that_may_be_there_to_stay_are_not_joined_with_weights() -> None:
+    layers = [
+        InState(codes(dtype=torch.float32), is_copy=True),
+        InState(codes(64), is_copy=True),
+        InState(codes(), is_copy=True),
+    ]
+    layers[-1].state.codes[0, 0] = 5
+    move_to_host(nn.Sequential(*layers), root())
+    assert all(layer.state.codes.data_ptr() != layer.weight.data_ptr() for layer in layers)
+    assert layers[-1].state.codes[0, 0] == 5
+    assert layers[-1].weight[0, 0] == 0
+
+
+def test_what_moves_beside_parameters_leaves_what_objects_have_of_them() -> None:
+    layer = InState(codes())
+    model = nn.Sequential(layer)
+    move_to_host(model, root())
+    address = layer.weight.data_ptr()
+    move_unregistered(model, torch.device("meta"))
+    assert layer.state.codes.data_ptr() == layer.weight.data_ptr() == address
+    assert not layer.state.scale.is_meta
+
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def place_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], str]:
+    """Where tensors would be, had moves to a GPU brought them there. They have other memory only."""
+    move = Tensor.to
+    places: dict[int, str] = {}
+    moved: list[Tensor] = []
+
+    def where(tensor: Tensor) -> str:
+        return places.get(tensor.untyped_storage()._cdata, "cpu")
+
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        device = args[0]
+        if not isinstance(device, torch.device):
+            return move(tensor, *args, **kwargs)
+        if device.type == where(tensor):
+            return tensor
+        # Kept, for another storage may have the identity of one that ends.
+        moved.append(tensor.detach().clone())
+        places[moved[-1].untyped_storage()._cdata] = device.type
+        return moved[-1]
+
+    monkeypatch.setattr(Tensor, "to", to)
+    return where
+
+
+@pytest.mark.cpu
+def test_what_was_quantized_on_a_device_comes_to_the_host_with_its_companions(
+    place_of: Callable[[Tensor], str],
+) -> None:
+    module = Stack().to(GPU)
+    move_companions(module, GPU)
+    weights: list[Any] = [layer.weight for layer in module.layers]
+    assert {place_of(each) for weight in weights for each in (weight, weight.codes)} == {"cuda"}
+    move_to_host(module, GPU)
+    assert [layer.weight for layer in module.layers] == weights
+    assert {place_of(each) for weight in weights for each in (weight, weight.codes)} == {"cpu"}
+    assert all(weight.codes.data_ptr() == weight.data_ptr() for weight in weights)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("is_left_behind", [False, True])
+def test_objects_come_to_the_host_with_their_weight(place_of: Callable[[Tensor], str], is_left_behind: bool) -> None:
+    layer = InState(codes())
+    model = nn.Sequential(layer)
+    kept, scale = layer.state.codes, layer.state.scale
+    move_companions(model, GPU)
+    if is_left_behind:
+        nn.Module._apply(layer, lambda tensor: tensor.to(torch.device("cpu")))
+    assert (place_of(kept), place_of(scale)) == ("cuda", "cuda")
+    move_to_host(model, GPU)
+    assert (layer.state.codes is kept, layer.state.scale is scale) == (True, True)
+    assert (place_of(kept), place_of(scale), place_of(layer.weight)) == ("cpu", "cpu", "cpu")
+    assert kept.data_ptr() == layer.weight.data_ptr()
+
+
+@pytest.mark.cpu
+def test_what_the_model_itself_has_of_a_layers_weight_stays_where_it_is(place_of: Callable[[Tensor], str]) -> None:
+    layer = InState(codes())
+    model: Any = nn.Sequential(layer)
+    model.table = State(layer.weight.data)
+    move_companions(model, GPU)
+    assert {place_of(layer.weight), place_of(layer.state.codes)} == {"cuda"}
+    assert {place_of(model.table.codes), place_of(model.table.scale)} == {"cpu"}

@@ -1,5 +1,7 @@
 """Frozen weights of bitsandbytes and torchao, with adapters beside them, train as in plain Lightning.
 
+They are made on the accelerator, as packages load them: `module.to` would leave behind what objects have of them.
+
 Where a package is not installed, its tests are skipped: `pip install bitsandbytes torchao` (both run on the CPU).
 """
 
@@ -22,7 +24,7 @@ from lightning_harmony.estimating.estimation import estimate
 from lightning_harmony.plan.outlook.outlook import Outlook
 from lightning_harmony.plan.values.machine import H200
 from support import nets
-from support.same_training import Net, assert_same_training, train_harmony, trainer_for
+from support.same_training import Net, assert_same_training, root, train_harmony, train_plain, trainer_for
 from support.taking_turns import takes_turns
 
 SIZE = 64
@@ -56,19 +58,19 @@ def four_bits() -> nn.Module:
     bnb = _imported("bitsandbytes")
     base = bnb.nn.Linear4bit(SIZE, SIZE, bias=False, compute_dtype=torch.float32, quant_type="nf4")
     base.weight = bnb.nn.Params4bit(torch.randn(SIZE, SIZE) / SIZE, requires_grad=False, quant_type="nf4")
-    return base.to("cpu")  # type: ignore[no-any-return]
+    return base.to(root())  # type: ignore[no-any-return]
 
 
 def twice_quantized() -> nn.Module:
     bnb = _imported("bitsandbytes")
     base = bnb.nn.Linear4bit(SIZE, SIZE, compute_dtype=torch.float32, compress_statistics=True)
-    return base.requires_grad_(False).to("cpu")  # type: ignore[no-any-return]
+    return base.requires_grad_(False).to(root())  # type: ignore[no-any-return]
 
 
 def eight_bits(*, bias: bool = True, threshold: float = 0.0) -> nn.Module:
     bnb = _imported("bitsandbytes")
     base = bnb.nn.Linear8bitLt(SIZE, SIZE, bias=bias, has_fp16_weights=False, threshold=threshold)
-    return base.requires_grad_(False).to("cpu")  # type: ignore[no-any-return]
+    return base.requires_grad_(False).to(root())  # type: ignore[no-any-return]
 
 
 def eight_bits_with_outliers() -> nn.Module:
@@ -221,15 +223,16 @@ def test_checkpoints_of_eight_bits_hold_their_scales_and_load_both_ways(tmp_path
         states[name] = torch.load(tmp_path / name, weights_only=False)["state_dict"]
     assert states["plain"].keys() == states["swapped"].keys()
     assert any(name.endswith("SCB") for name in states["plain"])
-    assert all(torch.equal(value, states["swapped"][name]) for name, value in states["plain"].items())
+    # Plain Lightning leaves scales on the accelerator.
+    assert all(torch.equal(value.cpu(), states["swapped"][name].cpu()) for name, value in states["plain"].items())
     # On from there, each from the checkpoint of the other, and with weights of other values at first.
     after = []
     for name, make in (("swapped", lambda: "auto"), ("plain", lambda: HarmonyStrategy(num_microbatches=1))):
         fresh = Net(Stack(eight_bits))
         trainer_for(make(), 2, []).fit(fresh, DataLoader(SAMPLES, batch_size=8), ckpt_path=tmp_path / name)
         after.append(fresh.state_dict())
-    assert all(torch.equal(value, after[1][name]) for name, value in after[0].items())
-    assert any(not torch.equal(value, states["plain"][name]) for name, value in after[0].items())
+    assert all(torch.equal(value.cpu(), after[1][name].cpu()) for name, value in after[0].items())
+    assert any(not torch.equal(value.cpu(), states["plain"][name].cpu()) for name, value in after[0].items())
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -242,6 +245,30 @@ def test_a_bias_that_the_forward_casts_is_refused() -> None:
     made()
     with pytest.raises(UnsupportedModelError, match="changes the data of a parameter in its forward"):
         train_harmony(Net(Stack(made)), SAMPLES, HarmonyStrategy(num_microbatches=4), 8, with_gradients=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_eight_bits_train_with_equal_bits_after_a_fit_of_plain_lightning() -> None:
+    # On a GPU that fit brings the weight to the host, and leaves there what the layer computes with.
+    module = Net(Stack(eight_bits))
+    train_plain(module, SAMPLES[:8], 1, 8)
+    module.losses.clear()
+    assert_same_training(module, SAMPLES, device_memory="80KiB")
+
+
+@pytest.mark.in_memory
+@pytest.mark.filterwarnings("ignore")
+def test_eight_bits_that_were_swapped_are_evaluated_where_the_model_fits() -> None:
+    module: Any = Net(Stack(eight_bits))
+    module.predict_step = lambda batch, *index: module.net.layers(batch)
+    outputs = []
+    for is_swapped in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if is_swapped:
+                patch.setattr("lightning_harmony.strategy.fits", lambda lasting, device: False)
+            trainer = trainer_for(HarmonyStrategy(num_microbatches=1), 1, [])
+            outputs.append(trainer.predict(module, DataLoader(SAMPLES, batch_size=8)))
+    assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(*outputs, strict=True))
 
 
 @pytest.mark.in_memory

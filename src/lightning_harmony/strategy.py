@@ -21,7 +21,7 @@ from lightning_harmony.fit.in_memory import InMemory, move_optimizer_state
 from lightning_harmony.fit.lasting_bytes import LastingBytes, fits
 from lightning_harmony.fit.loop_ends import LoopEnds
 from lightning_harmony.fit.memory_watch import DoesNotFit
-from lightning_harmony.fit.move_to_host import move_to_host
+from lightning_harmony.fit.move_to_host import move_companions, move_to_host
 from lightning_harmony.fit.swapped import Swapped
 from lightning_harmony.fit.unregistered import move_unregistered
 from lightning_harmony.microbatches.split_check import SplitCheck
@@ -198,6 +198,7 @@ class StrategyMixin(GivenPlugins):
         if trains:
             self._torn = None
         if self._may_be_in_memory(devices) and fits(LastingBytes.of(self._module, [] if trains else None), devices[0]):
+            move_companions(self._module, self.root_device)
             self.model.to(self.root_device)
             if trains:
                 self.setup_optimizers(trainer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.model.companions import Companions
+from lightning_harmony.engine.model.companions import Companions, join_copies
 from lightning_harmony.engine.structures.parts import is_composed
 
 _HOST = torch.device("cpu")
@@ -22,26 +22,48 @@ def move_to_host(module: nn.Module, device: torch.device) -> None:
         device: where plain Lightning would move it.
     """
     for owner in module.modules():
-        for name in [name for name, parameter in owner._parameters.items() if _moves_itself(parameter)]:
-            # What code keeps of a parameter stays behind when that is moved. It is quantized already.
-            if not _companions_of(owner, name):
+        join_copies(owner)
+    companions = companions_of(module)
+    if device.type != _HOST.type:
+        for each in companions:
+            each.move(_HOST)
+    # What code keeps of a parameter stays behind when that is moved. It is quantized already.
+    quantized = {parameter for each in companions for parameter in each.parameters}
+    for owner in module.modules():
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is None or not _moves_itself(parameter):
+                continue
+            if parameter not in quantized:
                 _move_own(owner, name, device)
             if device.type != _HOST.type:
-                _companions_of(owner, name).move(_HOST)
+                # It is another object where the move makes one.
+                moved = owner._parameters[name]
+                Companions([owner], [] if moved is None else [moved]).move(_HOST)
                 # At once: a device may have no room for all of them.
                 _move_own(owner, name, _HOST)
     if device.type != _HOST.type:
         module.to(_HOST)
 
 
-def _moves_itself(parameter: nn.Parameter | None) -> bool:
+def move_companions(module: nn.Module, device: torch.device) -> None:
+    """Move frozen parameters to a device together with what Python code keeps of them, of which `module.to` knows nothing."""
+    for each in companions_of(module):
+        each.move(device)
+
+
+def companions_of(module: nn.Module) -> list[Companions]:
+    """The companions of a model's parameters.
+
+    What the model itself keeps of weights in its submodules is for the code between layers, and no companion.
+    """
+    inner = [each for each in module.modules() if each is not module]
+    parameters = dict.fromkeys(parameter for each in inner for parameter in each.parameters(recurse=False))
+    return [Companions(inner, parameters), Companions([module], module.parameters(recurse=False))]
+
+
+def _moves_itself(parameter: nn.Parameter) -> bool:
     """Whether code of its own class moves a parameter."""
-    return parameter is not None and type(parameter).to is not Tensor.to and not is_composed(parameter)
-
-
-def _companions_of(owner: nn.Module, name: str) -> Companions:
-    parameter = owner._parameters[name]
-    return Companions([owner], [] if parameter is None else [parameter])
+    return type(parameter).to is not Tensor.to and not is_composed(parameter)
 
 
 def _move_own(owner: nn.Module, name: str, device: torch.device) -> None:

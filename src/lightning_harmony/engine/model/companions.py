@@ -8,6 +8,7 @@ tensors, wherever code passes them on to: their data is on the host between call
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -180,10 +181,7 @@ class Companions:
 
     def follow(self, parameter: nn.Parameter) -> None:
         """Let those in the memory of a parameter lie where it is now."""
-        for view in self._views:
-            tensor = view.tensor()
-            if tensor is not None and view.parameter is parameter:
-                tensor.data = view.within(parameter)
+        _follow(view for view in self._views if view.parameter is parameter)
 
     def __contains__(self, tensor: Tensor) -> bool:
         return any(tensor is each for each in self.tensors())
@@ -214,9 +212,12 @@ class Companions:
 
     def move(self, device: torch.device) -> None:
         """Move the parameters that have some to a device, and these with them."""
+        views: defaultdict[nn.Parameter, list[View]] = defaultdict(list)
+        for view in self._views:
+            views[view.parameter].append(view)
         for parameter in self.parameters:
             parameter.data = parameter.detach().to(device)
-            self.follow(parameter)
+            _follow(views[parameter])
             for tensor in self.apart.get(parameter, ()):
                 tensor.data = tensor.detach().to(device)
 
@@ -301,6 +302,44 @@ class Companions:
                     view = View.of(tensor, parameter, leaves[parameter])
                     self._views.append(view)
                     tensor.data = view.within(parameter)
+
+
+def _follow(views: Iterable[View]) -> None:
+    """Let companions lie where their parameters are now."""
+    for view in views:
+        tensor = view.tensor()
+        if tensor is not None:
+            tensor.data = view.within(view.parameter)
+
+
+def join_copies(module: nn.Module) -> None:
+    """Let objects that have a copy of one of a module's own weights have the weight's memory, as before they were moved apart.
+
+    Moves make such copies: `module.to` leaves behind what objects have, or moves it by itself. Weights of floating-point
+    numbers stay as they are. They may be trained one day, and the copy may be there to stay what it is.
+    """
+    parameters = [parameter for parameter in module.parameters(recurse=False) if _is_packed(parameter)]
+    places = Companions([module], parameters)._places({p: p for p in parameters}) if parameters else ()
+    for place in places:
+        for _, tensor in place.tensors() if place.owner is not None else ():
+            for parameter in parameters:
+                if _is_copy(tensor, parameter):
+                    tensor.data = viewed(parameter, Tensor.detach)
+
+
+def _is_packed(parameter: nn.Parameter) -> bool:
+    """Whether a weight is a matrix of integers. Shorter ones are none: counters may have equal values by chance."""
+    is_matrix = parameter.layout is torch.strided and parameter.dim() > 1 and parameter.numel() > 0
+    is_of_integers = not (parameter.is_floating_point() or parameter.is_complex())
+    return is_matrix and is_of_integers and not (parameter.is_meta or is_composed(parameter))
+
+
+def _is_copy(tensor: Tensor, parameter: nn.Parameter) -> bool:
+    kinds = [(each.dtype, each.size(), each.stride()) for each in (tensor, parameter)]
+    if kinds[0] != kinds[1] or tensor.is_meta:
+        return False
+    is_apart = tensor.untyped_storage()._cdata != parameter.untyped_storage()._cdata
+    return is_apart and torch.equal(tensor.to(parameter.device), viewed(parameter, Tensor.detach))
 
 
 def beside_parameters(companions: Iterable[Companions]) -> dict[nn.Parameter, list[Tensor]]:
