@@ -106,24 +106,69 @@ class Evaluated(Model):
         self.net(batch)
 
 
-def test_a_layer_that_changes_its_weight_in_evaluation_alone_is_refused() -> None:
-    """Without a backward, nobody looked, and the change was lost."""
-    model = Evaluated()
-    model.net[2] = Decaying()
-    samples = DataLoader(list(torch.randn(32, 16)), batch_size=8)
-    with pytest.raises(UnsupportedModelError, match=r"layer 'net.2' modifies a parameter in place"):
-        trainer_for(HarmonyStrategy(profile_cache=False), 4, []).fit(model, samples, samples)
+def decay(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(0.9)
+
+
+def decay_past_autograd(weight: nn.Parameter) -> None:
+    torch._foreach_mul_([weight.data], 0.9)
 
 
 class Decaying(nn.Linear):
-    def __init__(self) -> None:
+    """Changes its weight in evaluation, or in training from its third call on."""
+
+    def __init__(self, change: Callable[[nn.Parameter], None], *, in_training: bool = False) -> None:
         super().__init__(16, 16)
+        self.change, self.in_training, self.num_calls = change, in_training, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            with torch.no_grad():
-                self.weight.mul_(0.9)
+        if self.training:
+            self.num_calls += 1
+        if self.num_calls > 2 if self.in_training else not self.training:
+            self.change(self.weight)
         return super().forward(x)
+
+
+@pytest.mark.parametrize("change", [decay, decay_past_autograd])
+def test_a_layer_that_changes_its_weight_in_evaluation_alone_is_refused(change: Callable[[nn.Parameter], None]) -> None:
+    """Without a backward, nobody looked, and the change was lost."""
+    model = Evaluated()
+    model.net[2] = Decaying(change)
+    samples = DataLoader(list(torch.randn(32, 16)), batch_size=8)
+    with pytest.raises(UnsupportedModelError, match=r"layer 'net.2' (modifies|changes the data of) a parameter"):
+        trainer_for(HarmonyStrategy(profile_cache=False), 4, []).fit(model, samples, samples)
+
+
+class ByHand(Model):
+    """Optimizes manually."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(batch).square().mean())
+        optimizer.step()
+
+
+def test_a_layer_that_changes_its_weight_past_autograd_is_refused_in_manual_optimization() -> None:
+    model = ByHand()
+    model.net[2] = Decaying(decay_past_autograd, in_training=True)
+    with pytest.raises(UnsupportedModelError, match=r"layer 'net.2' changes the data of a parameter"):
+        fit(model)
+
+
+def test_a_layer_that_changes_its_weight_in_a_step_without_a_backward_is_refused() -> None:
+    model = Model()
+    model.net[2] = Decaying(decay_past_autograd, in_training=True)
+    model.of_step = lambda model, loss: loss.detach()
+    with pytest.raises(
+        UnsupportedModelError, match=r"one of the layers 'net.0 … net.4' changes the data of a parameter"
+    ):
+        fit(model)
 
 
 class Reading(nn.Linear):

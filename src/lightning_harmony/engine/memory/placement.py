@@ -42,6 +42,15 @@ class Placement:
         """The packs as they are on the root device; other devices have the same ones."""
         return self.residents[0].packs
 
+    def refuse_changed_weights(self) -> None:
+        """Refuse a step in whose forward layers have changed weights.
+
+        Raises:
+            UnsupportedModelError: naming the pack.
+        """
+        for residents in self.residents:
+            residents.weight_checks.refuse_changed()
+
     def use(self, plan: Plan, layers: Sequence[SwappedLayer]) -> None:
         """Place these layers by a plan from now on."""
         self.plan = plan

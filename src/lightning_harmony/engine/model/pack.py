@@ -134,6 +134,7 @@ class Residency:
         as_of: how often the host's buffers had been written when these were copied.
         masters: the parameters as they are on the host, as far as they are there. An update takes them over.
         is_handed_over: whether an update has the weights themselves, and is the last to use them.
+        checksum: of the weights before layers ran; None if they are not compared.
     """
 
     device: Device
@@ -145,6 +146,7 @@ class Residency:
     as_of: int = 0
     masters: Masters | None = None
     is_handed_over: bool = False
+    checksum: Tensor | None = None
     last_use: Event | None = None
     dirty_buffers: set[BufferKey] = field(default_factory=set)
 

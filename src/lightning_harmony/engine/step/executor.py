@@ -230,6 +230,7 @@ class Executor:
         self._runner.begin(microbatches)
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
             self._runner.drive(Phase.FORWARD)
+            self._end_forward(is_training=is_training)
             # Hooks before the backward draw as others do, not as a microbatch.
             self._step.random.switch_back()
             # What comes next is user code that sees parameters, and gradients that take the place of those it uses.
@@ -328,6 +329,22 @@ class Executor:
         if plan is not None:
             self._use(plan)
 
+    def _end_forward(self, *, is_training: bool) -> None:
+        for residents in self._placement.residents:
+            with residents.device.scheduling():
+                residents.end_forward()
+        if not is_training:
+            # Nothing else will come. In training, gradients that are handed over have to wait for it.
+            self.refuse_changed_weights()
+
+    def refuse_changed_weights(self) -> None:
+        """Refuse a forward in which layers have changed weights.
+
+        Raises:
+            UnsupportedModelError: naming the pack.
+        """
+        self._placement.refuse_changed_weights()
+
     def note_seconds(self, seconds: float) -> None:
         """How long the training step took that has ended."""
         self._planner.note_seconds(seconds)
@@ -389,6 +406,8 @@ class Executor:
             intercepted.remove()
         self._model.close()
         self.updater.close()
+        for residents in self._placement.residents:
+            residents.weight_checks.close()
         for device in self.devices:
             device.close()
         self.store.close()
