@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
-from support.same_training import trainer_for
+from support.same_training import Net, assert_same_training, trainer_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -197,3 +199,100 @@ def test_a_layer_may_read_the_data_of_its_weights() -> None:
     trainer_for(HarmonyStrategy(num_microbatches=1, profile_cache=False), 4, []).fit(swapped, samples)
     for (name, expected), found in zip(plain.state_dict().items(), swapped.state_dict().values(), strict=True):
         assert torch.equal(expected, found), name
+
+
+# ---- narrow weights ----------------------------------------------------------------------------------------------------
+
+
+def without_autocast(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(weight.dtype), weight)
+
+
+def scaled_by_norm(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.no_grad():
+        norm = weight.norm()
+    return F.linear(x, weight) / norm
+
+
+def in_numpy(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight) * float(weight.detach().cpu().numpy().std())
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row: Tensor) -> Tensor:
+        ctx.save_for_backward(x, row)
+        return x * row
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, row = ctx.saved_tensors
+        return (gradient * row).sum_to_size(x.shape), (gradient * x).sum_to_size(row.shape)
+
+
+READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a penalty": lambda x, w: F.linear(x, w) + 0.01 * w.pow(2).sum(),
+    "a penalty before the cast": lambda x, w: 0.01 * w.pow(2).sum() + F.linear(x, w),
+    "three gradients": lambda x, w: 0.1 * w.pow(2).sum() + F.linear(x, w) * w.exp().mean() + w.sigmoid().std(),
+    "two casts": lambda x, w: F.linear(F.linear(x, w), w),
+    "autocast is off": without_autocast,
+    "its type": lambda x, w: F.linear(x, w) + (1.001 * x).to(w.dtype).sigmoid(),
+    "its norm": scaled_by_norm,
+    "its data": lambda x, w: F.linear(x, w) / w.data.norm(),
+    "an array": in_numpy,
+    "a product": lambda x, w: F.linear(x, 2.1 * w),
+    "a function": lambda x, w: F.linear(x, w) + Product.apply(x.sum(0), w).mean(),
+    "a list": lambda x, w: F.linear(x, w) / torch._foreach_norm([w])[0],
+    "a transposed part": lambda x, w: x @ w.t() + x[:, :2] @ w[:, :2].T,
+    "a copy": lambda x, w: F.linear(x, copy.deepcopy(w)) + F.linear(x, w),
+    "einsum": lambda x, w: torch.einsum("bi,oi->bo", x, w) + torch.einsum("bi,ii->bi", x, w),
+}
+
+
+class ReadsLater(nn.Linear):
+    """Its weight is what autocast alone reads at first, and from its fourth step on it reads it in another way, too."""
+
+    def __init__(self, read: str, calls: int) -> None:
+        super().__init__(16, 16)
+        self.read, self.calls, self.num_calls = READS[read], calls, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls <= 4 * self.calls:
+            return super().forward(x)
+        y: Tensor = self.read(x, self.weight)
+        return y + self.bias
+
+
+def assert_read_later_as_in_plain_training(read: str, num_microbatches: int, devices: int, memory: str | None) -> None:
+    torch.manual_seed(3)
+    module = Net(nn.Sequential(*[ReadsLater(read, num_microbatches) for _ in range(3)], Loss()))
+    assert_same_training(
+        module,
+        torch.randn(64, 16),
+        layers=[ReadsLater],
+        device_memory=memory,
+        num_microbatches=num_microbatches,
+        devices=devices,
+        precision="bf16-mixed",
+    )
+
+
+class Loss(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("read", READS)
+def test_a_weight_that_autocast_alone_has_read_is_as_wide_as_it_is_when_code_reads_it(
+    read: str, num_microbatches: int
+) -> None:
+    """It was narrow from the first steps on, whatever code did with it later."""
+    assert_read_later_as_in_plain_training(read, num_microbatches, 1, None if num_microbatches == 1 else "16KiB")
+
+
+@pytest.mark.parametrize("read", ["a penalty", "two casts", "autocast is off"])
+def test_a_weight_that_autocast_alone_has_read_is_as_wide_as_it_is_on_two_devices(read: str) -> None:
+    assert_read_later_as_in_plain_training(read, 4, 2, "12KiB")

@@ -143,6 +143,12 @@ class Interleaving:
                     raise _Unsafe(f"{buffer} is changed")
                 if engine.read_buffer() is not None:
                     raise _Unsafe(f"{engine.read_buffer()} is read outside of its layer")
+                layer = engine.layer_with_wide_weights()
+                if layer is not None:
+                    # Not for its values: the step was planned with less memory than its backward takes.
+                    raise _Unsafe(
+                        f"layer {layer!r} reads weights for the first time that autocast alone had read before"
+                    )
         if engine.is_sequential:
             self._conclude(watch, len(sizes))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +129,7 @@ class Residency:
         leaves: each parameter, as a view of the buffer.
         buffers: the layers' buffers.
         staging: what they pass through on the host; None where there are none.
+        shown: what layers' code finds in the places of weights that are narrow.
         last_use: the end of the last work that used them, if it is known. What is evicted makes way for the next pack, which
             would otherwise wait for all that was launched since.
         dirty_buffers: those that layers changed.
@@ -147,6 +149,7 @@ class Residency:
     masters: Masters | None = None
     is_handed_over: bool = False
     checksum: Tensor | None = None
+    shown: dict[nn.Parameter, Any] = field(default_factory=dict)
     last_use: Event | None = None
     dirty_buffers: set[BufferKey] = field(default_factory=set)
 
@@ -270,10 +273,11 @@ class SwappedPack:
                 owners.setdefault(parameter, []).append(layer)
         return {p: layers[0].narrow[p] for p, layers in owners.items() if all(p in layer.narrow for layer in layers)}
 
-    def widen(self) -> None:
-        """From now on, swap all of its parameters in as they are."""
+    def widen(self, parameters: Collection[nn.Parameter] | None = None) -> None:
+        """From now on, swap parameters in as they are: some, or all."""
         for layer in self.layers:
-            layer.narrow = {}
+            kept = {} if parameters is None else {p: d for p, d in layer.narrow.items() if p not in parameters}
+            layer.narrow = kept
         self._layouts.pop(True, None)
 
     def swap_in_bytes(self, *, keeps_masters: bool) -> int:

@@ -136,6 +136,10 @@ class Executor:
                 return found
         return None
 
+    def layer_with_wide_weights(self) -> str | None:
+        """In a step, the name of a layer that needed weights as they are that had come narrow; None if none did."""
+        return next((layer.name for layer in self._model.layers if layer.read_wide), None)
+
     def read_buffer(self) -> str | None:
         """In a step, the buffer of a layer that the code between layers has read after a call had changed it."""
         return self._step.read_buffer
@@ -312,6 +316,7 @@ class Executor:
         num_microbatches = len(self._step.turns.running)
         for progress in self._step.turns.running:
             observer.work.note_calls(progress.calls)
+        self._reset()
         seen = SeenStep(
             calls,
             num_microbatches,
@@ -320,7 +325,6 @@ class Executor:
             is_cast=observer.has_seen_casts,
             is_timed=observer.is_timing,
         )
-        self._reset()
         if observer.is_profiling:
             observer.work.occupied_bytes = max(device.allocated_bytes() for device in self.devices)
         self.pool.trim()
@@ -382,6 +386,9 @@ class Executor:
         self._model.end_step()
         for residents in self._placement.residents:
             residents.reset()
+        # Also where the step has failed, and is run again.
+        if self._placement.widen_read():
+            self._planner.note_widened()
 
     @contextmanager
     def _unwinding_on_error(self) -> Iterator[None]:
