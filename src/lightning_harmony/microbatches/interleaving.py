@@ -22,6 +22,7 @@ from lightning_harmony.microbatches.lane_attributes import (
     LaneAttributes,
 )
 from lightning_harmony.microbatches.logs import MicrobatchLogs
+from lightning_harmony.microbatches.microbatch_ends import MicrobatchEnds
 from lightning_harmony.microbatches.step_undo import Undo, Versions
 from lightning_harmony.microbatches.watch import Watch
 from lightning_harmony.setup import compat
@@ -47,6 +48,7 @@ class Interleaving:
         self._others = (("the profiler", trainer.profiler),)
         self._known = KnownChanges()
         self._attributes = LaneAttributes(self._model, self._known, self._others)
+        self._ends = MicrobatchEnds(self._model, self._others)
         self._changing: set[int] = set()
         self._is_shown = False
         self.hazard: str | None = None
@@ -64,6 +66,8 @@ class Interleaving:
             sizes: how many samples each has. What they log is logged as one batch's.
         """
         engine = self._engine
+        # Of a step that has failed.
+        self._ends.finish()
         if len(sizes) == 1:
             engine.notify()
             forward(False)
@@ -104,6 +108,7 @@ class Interleaving:
 
     def finish(self) -> None:
         """The step is over."""
+        self._ends.finish()
         self._attributes.finish()
 
     def _run_in_turns(self, forward: Callable[[bool], None], sizes: Sequence[int], undo: Undo) -> None:
@@ -120,6 +125,8 @@ class Interleaving:
             if not engine.is_sequential:
                 undo.note_turn(microbatch)
                 self._attributes.switch(microbatch)
+            elif not engine.runs_whole:
+                self._ends.switch(microbatch)
 
         # Larger microbatches than ever before run one after the other.
         watch = Watch(self._model, self._others)
@@ -150,6 +157,7 @@ class Interleaving:
                         f"layer {layer!r} reads weights for the first time that autocast alone had read before"
                     )
         if engine.is_sequential:
+            self._end_forward()
             self._conclude(watch, len(sizes))
 
     def _run_in_sequence(self, forward: Callable[[bool], None], sizes: Sequence[int]) -> None:
@@ -157,6 +165,8 @@ class Interleaving:
 
         def switch(microbatch: int) -> None:
             logs.microbatch = microbatch
+            if not self._engine.runs_whole:
+                self._ends.switch(microbatch)
 
         # Once there is a hazard, nothing that is seen would let them take turns again.
         watch = Watch(self._model, self._others) if self.hazard is None else None
@@ -164,9 +174,14 @@ class Interleaving:
         self._engine.notify(Listeners(switch, None if watch is None else watch.set_by_layer, watch))
         with logs, nullcontext() if watch is None else closing(watch):
             forward(False)
+        self._end_forward()
         if watch is not None and before is not None:
             self._changing |= before.changed()
             self._conclude(watch, len(sizes))
+
+    def _end_forward(self) -> None:
+        if not self._engine.runs_whole:
+            self._ends.end_forward()
 
     def _conclude(self, watch: Watch, num_microbatches: int) -> None:
         hazard, buffer = watch.conclude(self._known, num_microbatches), self._engine.buffer_of_several_visits()

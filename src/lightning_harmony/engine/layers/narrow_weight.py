@@ -32,19 +32,23 @@ class NarrowUse:
 
     Gradients of a weight are summed as in plain training, in the order in which autograd comes to its uses, the last one
     first. So the narrow one is the first use or none: where a second follows, its sum comes before, and where the weight was
-    read as it is, it is cast by autocast itself.
+    read as it is, it is cast by autocast itself. Uses without a gradient are in no order.
 
     Args:
         narrow: the weight on the device.
         load: brings the parameter as it is, without a graph, which the host waits for.
         attach: puts that in the call's graph; None where it has none.
+
+    Attributes:
+        narrow: the weight on the device.
+        is_cast: whether autocast would have cast the parameter.
     """
 
     def __init__(
         self, narrow: Tensor, load: Callable[[], Tensor], attach: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self.narrow = narrow
-        self.is_cast = False
+        self.is_cast = self._has_gradient = False
         self._load, self._attach = load, attach
         self._value: Tensor | None = None
         self._attached: Tensor | None = None
@@ -62,11 +66,10 @@ class NarrowUse:
 
     def cast(self) -> Tensor:
         """For what autocast casts the weight for."""
-        if not (torch.is_grad_enabled() and self.narrow.requires_grad):
-            self.is_cast = True
-            return self.narrow
-        if self.is_cast or self._attached is not None:
-            return self.wide()
+        if torch.is_grad_enabled() and self.narrow.requires_grad:
+            if self._has_gradient or self._attached is not None:
+                return self.wide()
+            self._has_gradient = True
         self.is_cast = True
         return self.narrow
 

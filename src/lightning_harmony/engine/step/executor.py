@@ -128,6 +128,11 @@ class Executor:
         """Whether the microbatches of the step run one after the other, in the calling thread."""
         return self._step.is_sequential
 
+    @property
+    def runs_whole(self) -> bool:
+        """Whether the backward of each microbatch of the step follows its forward at once, before the next one begins."""
+        return self._step.runs_whole
+
     def buffer_of_several_visits(self) -> str | None:
         """In a step, a buffer that a microbatch changes in one visit of a layer and finds in another; None if none is."""
         for progress in self._step.turns.running:
