@@ -201,19 +201,20 @@ class LayerCall:
         return found
 
     def _forget_uses(self) -> None:
-        for parameter, use in self._uses.items():
-            use.close(self.residency.leaves[parameter])
+        for use in self._uses.values():
+            use.close()
         self._uses = {}
 
     def _use_of(self, parameter: nn.Parameter, narrow: Tensor) -> NarrowUse:
-        runtime, device = self.runtime, self.residency.device
+        # Not the weight itself, which would be kept with what code keeps.
+        runtime, device, place = self.runtime, self.residency.device, narrow.device
 
         def load() -> Tensor:
             self.layer.read_wide.add(parameter)
             # For its gradient, too.
             runtime.make_room(2 * num_bytes_of(parameter), device)
             with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
-                return parameter.detach().to(narrow.device, copy=True)
+                return parameter.detach().to(place, copy=True)
 
         if narrow.is_leaf or not narrow.requires_grad:
             return NarrowUse(narrow, load)

@@ -8,6 +8,7 @@ cast the weight for computes with the narrow one. To any other the parameter com
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cache
 from types import EllipsisType, FunctionType, new_class
 from typing import Any, cast
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_harmony.engine.glue.glue import ANSWERED, one_element
 from lightning_harmony.engine.layers.narrow import autocast_dtype
-from lightning_harmony.engine.model.shown_wide import ShownWide
+from lightning_harmony.engine.model.shown_wide import ShownWide, take_mode
 from lightning_harmony.engine.structures.checksum import checksum
 from lightning_harmony.engine.structures.operations import detached
 
@@ -42,13 +43,16 @@ class NarrowUse:
     Attributes:
         narrow: the weight on the device.
         is_cast: whether autocast would have cast the parameter.
+        like: looks as the narrow weight, and has no memory.
     """
+
+    like: Tensor
 
     def __init__(
         self, narrow: Tensor, load: Callable[[], Tensor], attach: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self.narrow = narrow
-        self.is_cast = self._has_gradient = False
+        self.is_cast = self._has_gradient = self._is_closed = False
         self._load, self._attach = load, attach
         self._value: Tensor | None = None
         self._attached: Tensor | None = None
@@ -59,13 +63,18 @@ class NarrowUse:
         """Whether the parameter was needed as it is."""
         return self._value is not None
 
-    def close(self, narrow: Tensor) -> None:
-        """The call is over: keep nothing of its graph where code keeps what it was shown, which has no gradients then."""
-        self.narrow = narrow
+    def close(self) -> None:
+        """The call is over: keep no memory and no graph of it, where code keeps what it was shown.
+
+        What is used from then on is the parameter, without a gradient.
+        """
+        self.narrow, self._is_closed = self.like, True
         self._attach = self._value = self._attached = None
 
     def cast(self) -> Tensor:
         """For what autocast casts the weight for."""
+        if self._is_closed:
+            return self.wide()
         if torch.is_grad_enabled() and self.narrow.requires_grad:
             if self._has_gradient or self._attached is not None:
                 return self.wide()
@@ -108,10 +117,11 @@ class NarrowWeight(ShownWide):
     """What is shown of a narrow weight. `show` makes it a tensor, of the class of the weight, too."""
 
     _harmony_use: NarrowUse
+    _harmony_like: Tensor
 
     def of(self, use: NarrowUse) -> Tensor:
         """What is shown in a call that uses the weight so."""
-        self._harmony_use = use
+        self._harmony_use, use.like = use, self._harmony_like
         return cast(Tensor, self)
 
     def wide(self) -> Tensor:
@@ -128,7 +138,7 @@ class NarrowWeight(ShownWide):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function with what it needs in the place of weights."""
-        kwargs = kwargs or {}
+        kwargs, mode = kwargs or {}, take_mode()
         if func in ANSWERED and func not in _OF_LAYOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -144,7 +154,8 @@ class NarrowWeight(ShownWide):
                 return use.cast().to(use.narrow.dtype, copy=True)
         name = _CASTING.get(func)
         if name is None and (opened := _opened(func)) is not None:
-            return opened(*args, **kwargs)
+            with nullcontext() if mode is None else mode:
+                return opened(*args, **kwargs)
 
         def real(shown: Any) -> Any:
             if not isinstance(shown, NarrowWeight):
@@ -154,7 +165,8 @@ class NarrowWeight(ShownWide):
             is_cast = name is not None and autocast_dtype(narrow.device) is narrow.dtype
             return use.cast() if is_cast and _is_cast_on(name, narrow.device.type) else use.wide()
 
-        return func(*map(real, args), **{key: real(value) for key, value in kwargs.items()})
+        args, kwargs = tuple(map(real, args)), {key: real(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs) if mode is None else mode.run(func, args, kwargs)
 
 
 def can_show(parameter: nn.Parameter, leaf: Tensor) -> bool:
@@ -174,6 +186,7 @@ def show(parameter: nn.Parameter, leaf: Tensor, refuse: Callable[[Tensor], None]
     element = one_element(parameter.shape, parameter.dtype, leaf.device)
     shown: Any = Tensor._make_subclass(_shown(type(leaf)), element, leaf.requires_grad)
     shown.__dict__.update(vars(leaf))
+    shown._harmony_like = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
     if leaf.requires_grad:
         with torch._C.DisableTorchFunctionSubclass():
             shown.register_hook(refuse)
