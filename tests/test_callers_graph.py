@@ -528,19 +528,26 @@ def test_a_layer_that_is_called_twice_differs_by_the_rounding_of_its_sum_only() 
 class SetsData(Block):
     """Changes the data of a weight by one of the ways there are, from a call on."""
 
-    def __init__(self, change: Callable[[nn.Parameter], Any]) -> None:
+    def __init__(self, change: Callable[[nn.Parameter], Any], after: int) -> None:
         super().__init__()
-        self.change, self.num_calls = change, 0
+        self.change, self.after, self.num_calls = change, after, 0
 
     def forward(self, x: Tensor) -> Any:
         self.num_calls += 1
-        if self.num_calls > 2:
+        if self.num_calls > self.after:
             self.change(self.up.weight)
         return super().forward(x)
 
 
 def assign(weight: nn.Parameter) -> None:
     weight.data = weight.data * 0.5
+
+
+def change_in_numpy(weight: nn.Parameter) -> None:
+    array = weight.detach().cpu().numpy() if weight.is_cuda else weight.detach().numpy()
+    array *= 0.5
+    if weight.is_cuda:
+        torch._foreach_copy_([weight.data], [torch.from_numpy(array).to(weight.device)])
 
 
 @pytest.mark.parametrize(
@@ -550,14 +557,22 @@ def assign(weight: nn.Parameter) -> None:
         lambda weight: weight.data.copy_(weight.data.clamp(-0.1, 0.1)),
         lambda weight: weight.data[0].zero_(),
         assign,
+        lambda weight: weight.view(-1).data.mul_(0.9),
+        lambda weight: torch._foreach_mul_([weight.data], 0.9),
+        lambda weight: weight.data.data.copy_(weight.roll(1, 0)),
+        lambda weight: torch.from_dlpack(weight.detach()).clamp_(-0.1, 0.1),
+        change_in_numpy,
     ],
 )
-def test_a_change_of_a_weights_data_is_found_in_the_step_in_which_it_is_made(change: Callable[[Any], Any]) -> None:
-    """Weights were compared in the first step alone."""
-    strategy = HarmonyStrategy(num_microbatches=1, layers=[Block])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_change_of_a_weights_data_is_found_in_the_step_in_which_it_is_made(
+    change: Callable[[Any], Any], num_microbatches: int
+) -> None:
+    """Weights were compared in the first step alone, and then the versions of some of their aliases."""
+    strategy = HarmonyStrategy(num_microbatches=num_microbatches, layers=[Block])
     trainer = trainer_for(strategy, 4, [])
-    with pytest.raises(UnsupportedModelError, match=r"layer 'net\.blocks\.\d' (modifies a parameter|changes the data)"):
-        trainer.fit(Net(Stack(lambda: SetsData(change))), DataLoader(samples(), batch_size=8))
+    with pytest.raises(UnsupportedModelError, match=r"'net\.blocks\.\d.*' (modifies a parameter|changes the data)"):
+        trainer.fit(Net(Stack(lambda: SetsData(change, 2 * num_microbatches))), DataLoader(samples(), batch_size=8))
     assert trainer.global_step == 2
 
 

@@ -273,6 +273,7 @@ class Training:
 
     def _abandon(self) -> None:
         """No backward will come."""
+        self.engine.refuse_changed_weights()
         self.engine.abandon()
         self._interleaving.finish()
 

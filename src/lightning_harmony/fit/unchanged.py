@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_harmony.engine.batches.split import shared_tensors
 from lightning_harmony.engine.model.layer import version_of
@@ -25,14 +26,14 @@ class UnchangedParameters:
     """
 
     hooks: list[str]
-    _parameters: dict[str, tuple[nn.Parameter, bool, tuple[int, int]]]
+    _parameters: dict[str, tuple[nn.Parameter, bool, int, Tensor]]
 
     @classmethod
     def of(cls, tree: LightningTree, trainer: Any) -> UnchangedParameters:
         """The forward of a batch has ended. All parameters are read, but only where a hook could change them."""
         hooks = between_passes(tree, trainer)
         named = trainer.lightning_module.named_parameters() if hooks else ()
-        return cls(hooks, {name: (each, each.requires_grad, _state(each)) for name, each in named})
+        return cls(hooks, {name: (each, each.requires_grad, version_of(each), checksum(each)) for name, each in named})
 
     def check(self) -> None:
         """The backward begins.
@@ -40,10 +41,11 @@ class UnchangedParameters:
         Raises:
             UnsupportedModelError: if a parameter has changed.
         """
-        for name, (parameter, required_grad, state) in self._parameters.items():
+        for name, (parameter, required_grad, version, bits) in self._parameters.items():
             if parameter.requires_grad != required_grad:
                 self._refuse("requires_grad", name)
-            if _state(parameter) != state:
+            # Autograd counts changes in place, but not those through `data`.
+            if version_of(parameter) != version or not torch.equal(checksum(parameter), bits):
                 self._refuse("the data", name)
 
     def _refuse(self, what: str, name: str) -> None:
@@ -77,8 +79,3 @@ class UnchangedBatch:
                     "samples and is the same for all microbatches: change a copy of it, or use "
                     "HarmonyStrategy(num_microbatches=1)"
                 )
-
-
-def _state(parameter: nn.Parameter) -> tuple[int, int]:
-    """What changes with a parameter: autograd counts changes in place, but not those through `.data`."""
-    return version_of(parameter), int(checksum(parameter))

@@ -23,6 +23,7 @@ from lightning_harmony.microbatches.lane_attributes import (
     LaneAttributes,
 )
 from lightning_harmony.microbatches.logs import MicrobatchLogs
+from lightning_harmony.microbatches.microbatch_ends import MicrobatchEnds
 from lightning_harmony.microbatches.stale_reads import StaleReads
 from lightning_harmony.microbatches.step_undo import Undo, Versions
 from lightning_harmony.microbatches.watch import Watch
@@ -53,6 +54,7 @@ class Interleaving:
         self._others = (("the profiler", trainer.profiler),)
         self._known = KnownChanges()
         self._attributes = LaneAttributes(self._model, self._known, self._others)
+        self._ends = MicrobatchEnds(self._model, self._others)
         self._changing: set[int] = set()
         self._is_shown = False
         self.hazard: str | None = None
@@ -70,6 +72,8 @@ class Interleaving:
             sizes: how many samples each has. What they log is logged as one batch's.
         """
         engine = self._engine
+        # Of a step that has failed.
+        self._ends.finish()
         if len(sizes) == 1:
             engine.notify()
             forward(False)
@@ -117,6 +121,7 @@ class Interleaving:
 
     def finish(self) -> None:
         """The step is over."""
+        self._ends.finish()
         self._attributes.finish()
 
     def _run_in_turns(
@@ -137,6 +142,8 @@ class Interleaving:
                 reads.leave()
                 self._attributes.switch(microbatch)
                 reads.enter(microbatch)
+            elif not engine.runs_whole:
+                self._ends.switch(microbatch)
 
         def note_compiled(given: Sequence[Tensor]) -> None:
             (watch if engine.is_sequential else reads).note_compiled(given)
@@ -169,7 +176,14 @@ class Interleaving:
                     raise _Unsafe(f"{buffer} is changed")
                 if engine.read_buffer() is not None:
                     raise _Unsafe(f"{engine.read_buffer()} is read outside of its layer")
+                layer = engine.layer_with_wide_weights()
+                if layer is not None:
+                    # Not for its values: the step was planned with less memory than its backward takes.
+                    raise _Unsafe(
+                        f"layer {layer!r} reads weights for the first time that autocast alone had read before"
+                    )
         if engine.is_sequential:
+            self._end_forward()
             self._conclude(watch, len(sizes))
 
     def _buffers_between_layers(self) -> Iterator[tuple[Held, list[str]]]:
@@ -187,6 +201,8 @@ class Interleaving:
 
         def switch(microbatch: int) -> None:
             logs.microbatch = microbatch
+            if not self._engine.runs_whole:
+                self._ends.switch(microbatch)
 
         # Once there is a hazard, nothing that is seen would let them take turns again.
         watch = Watch(self._model, self._others) if self.hazard is None else None
@@ -196,9 +212,14 @@ class Interleaving:
         )
         with logs, nullcontext() if watch is None else closing(watch):
             forward(False)
+        self._end_forward()
         if watch is not None and before is not None:
             self._changing |= before.changed()
             self._conclude(watch, len(sizes))
+
+    def _end_forward(self) -> None:
+        if not self._engine.runs_whole:
+            self._ends.end_forward()
 
     def _conclude(self, watch: Watch, num_microbatches: int) -> None:
         hazard, buffer = watch.conclude(self._known, num_microbatches), self._engine.buffer_of_several_visits()

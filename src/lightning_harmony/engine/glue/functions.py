@@ -12,6 +12,7 @@ from torch.overrides import _get_current_function_mode
 
 from lightning_harmony.engine.glue.glue import StandIn, with_parameters
 from lightning_harmony.engine.glue.one_device import OneDevice
+from lightning_harmony.engine.model.shown_wide import ShownWide
 
 # Below `Function.apply`, which the user's code may have got hold of before: `double = Double.apply`.
 _BOTTOM: Any = torch.autograd.function._SingleLevelFunction
@@ -49,6 +50,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     own = _TORCHS_APPLY.__get__(None, function)
     if function.__module__.partition(".")[0] == _OURS:
         return own(*args)
+    args = tuple(arg.wide() if isinstance(arg, ShownWide) else arg for arg in args)
     given = [arg for arg in args if isinstance(arg, StandIn)]
     if given:
         for stand_in in given:

@@ -21,6 +21,7 @@ from lightning_harmony.engine.glue.glue import StandIn
 from lightning_harmony.engine.memory.tensor_class import in_place_of
 from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers, changed_since
 from lightning_harmony.engine.model.layer import version_of
+from lightning_harmony.engine.model.shown_wide import ShownWide, hand_on
 from lightning_harmony.engine.structures.operations import changes_first
 from lightning_harmony.engine.structures.tree import tensors_of, unwrapped
 
@@ -70,6 +71,8 @@ class OneDevice(TorchFunctionMode):
         if any(isinstance(tensor, StandIn | BufferStandIn) for tensor in tensors):
             # It comes again, with parameters and buffers in their stand-ins' places.
             return func(*args, **kwargs)
+        if any(isinstance(tensor, ShownWide) for tensor in tensors):
+            return hand_on(self, func, args, kwargs)
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
         if func in _DIFFERENTIATING and not is_transformed:
             return self._differentiate(func, args, kwargs)

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.narrow import CastWatch
+from lightning_harmony.engine.layers.narrow_weight import NarrowUse, NarrowWeight, can_show, really, show
 from lightning_harmony.engine.layers.owned_results import OwnedResults
 from lightning_harmony.engine.layers.recompute import Recompute, note_use
 from lightning_harmony.engine.layers.runtime import Runtime
@@ -31,7 +32,7 @@ from lightning_harmony.engine.model.layer import (
 )
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import detached, viewed
-from lightning_harmony.engine.structures.parts import parts_of
+from lightning_harmony.engine.structures.parts import num_bytes_of, parts_of
 from lightning_harmony.engine.structures.tree import flatten, tensors_of
 from lightning_harmony.engine.updates.requested_gradients import requested_gradients
 from lightning_harmony.errors import UnsupportedModelError
@@ -74,6 +75,8 @@ class LayerCall:
         self._anchor = anchor
         self._saves = Saves()
         self._with_graph = torch.is_grad_enabled()
+        # What the running code does with narrow weights.
+        self._uses: dict[nn.Parameter, NarrowUse] = {}
         self._trained = [parameter for parameter in self.layer.parameters if parameter.requires_grad]
         # In the graph, too: with it the node of the weights lives where no other node is behind that.
         self._end: Tensor | None = None
@@ -115,12 +118,12 @@ class LayerCall:
         gathered, composed = self._storages_of(layer.gathered), self._storages_of(layer.composed)
         self._is_running = True
         with self._saving() if with_graph else nullcontext():
-            bound = self._weights() if with_graph else residency.leaves
+            bound = self._shown(self._weights() if with_graph else residency.leaves)
             with recompute.beside(residency), layer.bound(bound, recompute.buffers) as left, watch or nullcontext():
                 result = self._run(*args, **kwargs)
         self._is_running = False
         has_written = gathered == self._storages_of(layer.gathered) and residency.weights._version != version
-        if has_written or composed != self._storages_of(layer.composed):
+        if has_written or self._has_changed_wide() or composed != self._storages_of(layer.composed):
             raise UnsupportedModelError(
                 f"layer {layer.name!r} modifies a parameter in place in its forward, or its data, which swapping would lose; "
                 "do that in a hook such as on_train_batch_start"
@@ -130,10 +133,11 @@ class LayerCall:
         has_changed = recompute.take_over(residency, left)
         if watch is not None and (recompute.has_inputs or not has_changed):
             self._try_narrow(watch, flatten(result)[0])
-        result = self._owned(result)
+        owned = self._owned(result)
+        self._forget_uses()
         if with_graph and layer.companions:
-            self._open_before(result)
-        return result
+            self._open_before(owned)
+        return owned
 
     def _prepare_backward(self) -> None:
         """Keep what a recompute needs."""
@@ -172,9 +176,62 @@ class LayerCall:
     def _weights_again(self) -> Mapping[nn.Parameter, Tensor]:
         """The same weights, in the same graph: code that runs in the backward may differentiate to them."""
         if self._end is None or not self._with_graph:
-            return self.residency.leaves
+            return self._shown(self.residency.leaves)
         node: Any = self._end.grad_fn
-        return self._as_found(self._gradients.parameters, node.saved_tensors)
+        return self._shown(self._as_found(self._gradients.parameters, node.saved_tensors))
+
+    def _shown(self, weights: Mapping[nn.Parameter, Tensor]) -> Mapping[nn.Parameter, Tensor]:
+        """The weights, each as wide as the parameter is: what is shown of narrow ones computes as they are needed."""
+        narrow = {} if self._is_compiled or self.layer.compute_dtype is not None else self.layer.narrow
+        shown = [
+            p
+            for p in narrow
+            if (dtype := weights[p].dtype) is not p.dtype and dtype is narrow[p] and can_show(p, weights[p])
+        ]
+        if not shown:
+            return weights
+        self._uses = {parameter: self._use_of(parameter, weights[parameter]) for parameter in shown}
+        return {**weights, **{parameter: self._show(parameter).of(use) for parameter, use in self._uses.items()}}
+
+    def _show(self, parameter: nn.Parameter) -> NarrowWeight:
+        """What all calls are shown of a narrow weight while it is there."""
+        known, leaf = self.residency.shown, self.residency.leaves[parameter]
+        if parameter not in known:
+            with torch.inference_mode(False):
+                known[parameter] = show(parameter, leaf, partial(_refuse_gradient, self.layer))
+        found: NarrowWeight = known[parameter]
+        return found
+
+    def _forget_uses(self) -> None:
+        for use in self._uses.values():
+            use.close()
+        self._uses = {}
+
+    def _use_of(self, parameter: nn.Parameter, narrow: Tensor) -> NarrowUse:
+        # Not the weight itself, which would be kept with what code keeps.
+        runtime, device, place = self.runtime, self.residency.device, narrow.device
+
+        def load() -> Tensor:
+            self.layer.read_wide.add(parameter)
+            # For its gradient, too.
+            runtime.make_room(2 * num_bytes_of(parameter), device)
+            with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
+                return parameter.detach().to(place, copy=True)
+
+        if narrow.is_leaf or not narrow.requires_grad:
+            return NarrowUse(narrow, load)
+        end, take = self._end, partial(self._gradients.take_wide, parameter)
+
+        def attach(value: Tensor) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(_drop, _unpack):
+                tap: Tensor = _Widened.apply(end, value, take)
+            return tap
+
+        return NarrowUse(narrow, load, attach)
+
+    def _has_changed_wide(self) -> bool:
+        """Whether the code has changed what it was given as a parameter in the place of a narrow weight."""
+        return any(use.has_changed() for use in self._uses.values())
 
     def _as_found(self, parameters: Sequence[nn.Parameter], taps: Sequence[Tensor]) -> Mapping[nn.Parameter, Tensor]:
         """The weights, some of them in a graph: of the classes that the layer's code finds, and with the same attributes."""
@@ -277,15 +334,22 @@ class LayerCall:
                 trained = self._trained if self._with_graph else []
                 # Leaves of no graph, and else what the layer found.
                 weights = [self.residency.leaves[parameter].detach().requires_grad_() for parameter in trained]
-                with self._recompute.bound(self.residency, self._as_found(trained, weights)):
+                found = self._as_found(trained, weights)
+                uses = {
+                    p: NarrowUse(found[p], partial(Tensor.detach, leaves[p])) for p in casts if can_show(p, found[p])
+                }
+                refuse = partial(_refuse_gradient, self.layer)
+                found = {**found, **{p: show(p, narrow[p], refuse).of(use) for p, use in uses.items()}}
+                with self._recompute.bound(self.residency, found):
                     again = flatten(self._recompute.run(self.residency, self._run))[0]
         except torch.OutOfMemoryError:
             # No room to try in: they stay as they are.
             return
         finally:
             self.residency.leaves = leaves
-        if all(_same(one, other) for one, other in zip(outputs, again, strict=True)):
-            self.layer.narrow = dict.fromkeys(casts, dtype)
+        if all(_same(one, really(other)) for one, other in zip(outputs, again, strict=True)):
+            # Functions of which it isn't known what they make of the weight get it as it is.
+            self.layer.narrow = {p: dtype for p, use in uses.items() if use.is_cast and not use.is_read}
 
     # ---- backward ------------------------------------------------------------------------------------------------------
 
@@ -334,6 +398,7 @@ class LayerCall:
         stack.enter_context(self._recompute.bound(residency, self._weights_again()))
 
     def _leave(self) -> None:
+        self._forget_uses()
         del self.residency
         self._saves.clear()
         if self.runtime.is_last_backward():
@@ -397,6 +462,8 @@ class WeightGradients:
         self._layer, self._runtime, self._use = call.layer, call.runtime, call.use
         self._call = weakref.ref(call)
         self._unsaved = iter(parameters)
+        # Of parameters that were needed as they are, where the weights are narrow.
+        self._wide: dict[nn.Parameter, Tensor] = {}
 
     def save(self, weight: Tensor) -> tuple[nn.Parameter, torch.dtype]:
         """The node saves the next weight."""
@@ -410,6 +477,15 @@ class WeightGradients:
         leaf = detached(call.residency.leaves[parameter])
         return leaf if leaf.dtype is dtype else leaf.to(dtype)
 
+    def take_wide(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """The gradient of a parameter that was needed as it is. That of the narrow weight comes last, if one does."""
+        earlier = self._wide.get(parameter)
+        self._wide[parameter] = gradient if earlier is None else earlier + gradient
+
+    def _summed(self, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
+        wide = self._wide.pop(parameter, None)
+        return gradient if wide is None else wide if gradient is None else wide + gradient
+
     def take(self, gradients: Sequence[Tensor | None], anchor: Any) -> None:
         """Gradients have come.
 
@@ -421,7 +497,7 @@ class WeightGradients:
         if torch.is_grad_enabled():
             raise _double_backward(layer)
         summed = requested_gradients(anchor, layer.parameters, f"layer {layer.name!r}")
-        pairs = zip(self.parameters, gradients, strict=True)
+        pairs = [(p, self._summed(p, gradient)) for p, gradient in zip(self.parameters, gradients, strict=True)]
         wanted = [(p, gradient) for p, gradient in pairs if gradient is not None and p in summed]
         with runtime.calling():
             if call is not None:
@@ -451,6 +527,28 @@ class _Weights(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.gradients.take(gradients[:-1], ctx.next_functions[0][0])
         return None, None, None
+
+
+class _Widened(torch.autograd.Function):
+    """A parameter as it is in the graph of a call whose weight is narrow: behind the node of the weights, which runs later."""
+
+    @staticmethod
+    def forward(ctx: Any, end: Tensor, value: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        ctx.take = take
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        ctx.take(gradient)
+        return None, None, None
+
+
+def _refuse_gradient(layer: SwappedLayer, gradient: Tensor) -> None:
+    raise UnsupportedModelError(
+        f"a gradient of a parameter of layer {layer.name!r} comes to what stands for it while it is narrow: code that torch "
+        "tells nobody of, such as torch.jit.script, a function that is vectorized over the parameter (torch.vmap) or an "
+        "extension, computes with the parameter itself. Give it a copy, parameter.clone()"
+    )
 
 
 def _double_backward(layer: SwappedLayer) -> UnsupportedModelError:

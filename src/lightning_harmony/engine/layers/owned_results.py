@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_harmony.engine.layers.narrow_weight import NarrowWeight, really
 from lightning_harmony.engine.memory.opaque import with_tensors
 from lightning_harmony.engine.memory.tensor_class import TensorClass
 from lightning_harmony.engine.model.attributes import Attributes
@@ -30,11 +31,12 @@ class OwnedResults:
         if type(value) is Tensor and not value.__dict__:
             return self._tensor(value)
         leaves, unflatten = flatten(value)
+        given, leaves = leaves, list(map(really, leaves))
         for leaf in leaves:
             if isinstance(leaf, Tensor) and TensorClass.of(leaf) is not None:
                 leaf.__dict__.update({name: self._leaf(inner) for name, inner in leaf.__dict__.items()})
         owned = list(map(self._leaf, leaves))
-        is_owned = all(one is other for one, other in zip(leaves, owned, strict=True))
+        is_owned = all(one is other for one, other in zip(given, owned, strict=True))
         return value if is_owned else unflatten(iter(owned))
 
     def attributes(self, left: Attributes) -> None:
@@ -47,6 +49,7 @@ class OwnedResults:
         return self._tensor(leaf) if isinstance(leaf, Tensor) else self._object(leaf)
 
     def _tensor(self, tensor: Tensor) -> Tensor:
+        tensor = really(tensor)
         if not lies_in(tensor, self._residency.weights):
             return tensor
         # Not in the lane's own work: what takes the weights' place waits for what the last lane did, and for what computed.
@@ -58,4 +61,7 @@ class OwnedResults:
 
     def _copies(self, tensors: list[Tensor]) -> dict[int, Tensor]:
         """What takes the places of some, by their identity."""
-        return {id(tensor): self._tensor(tensor) for tensor in tensors if lies_in(tensor, self._residency.weights)}
+        return {id(tensor): self._tensor(tensor) for tensor in tensors if self._is_borrowed(tensor)}
+
+    def _is_borrowed(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, NarrowWeight) or lies_in(tensor, self._residency.weights)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.layers.narrow import CastWatch
 from lightning_harmony.engine.layers.open_call import OpenCall
 from lightning_harmony.engine.memory.residents import HasGraph
@@ -37,6 +38,9 @@ class Runtime(Protocol):
 
     def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
         """A tensor on a layer's device, without its graph."""
+
+    def make_room(self, num_bytes: int, device: Device) -> None:
+        """A layer is about to allocate more than it was seen to."""
 
     def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
         """What a layer made goes to its caller."""

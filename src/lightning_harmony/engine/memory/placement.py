@@ -42,6 +42,28 @@ class Placement:
         """The packs as they are on the root device; other devices have the same ones."""
         return self.residents[0].packs
 
+    def refuse_changed_weights(self) -> None:
+        """Refuse a step in whose forward layers have changed weights.
+
+        Raises:
+            UnsupportedModelError: naming the pack.
+        """
+        for residents in self.residents:
+            residents.weight_checks.refuse_changed()
+
+    def widen_read(self) -> bool:
+        """Let parameters that layers needed as they are come so from the next step on; whether there were any."""
+        has_widened = False
+        for pack in self.packs:
+            read = {parameter for layer in pack.layers for parameter in layer.read_wide}
+            if read:
+                has_widened = True
+                for copy in self.copies(pack.index):
+                    copy.widen(read)
+                for layer in pack.layers:
+                    layer.read_wide.clear()
+        return has_widened
+
     def use(self, plan: Plan, layers: Sequence[SwappedLayer]) -> None:
         """Place these layers by a plan from now on."""
         self.plan = plan

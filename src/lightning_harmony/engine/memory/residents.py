@@ -16,6 +16,7 @@ from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.memory.stash import Stash
 from lightning_harmony.engine.memory.sums import Sums
 from lightning_harmony.engine.memory.swap import Swapper
+from lightning_harmony.engine.memory.weight_checks import WeightChecks
 from lightning_harmony.engine.model.pack import SwappedPack
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.simulate.lowering import Moves
@@ -74,6 +75,7 @@ class Residents:
         pinned: the packs that lanes behind the running one will come through, wherever that is.
         visit: where lanes are on this device.
         waited_seconds: how long the host has waited for copies to leave room.
+        weight_checks: compare weights from before and after the forward.
         follows_moves: whether a step visits packs as moves were made for: not if microbatches run one after the other.
     """
 
@@ -89,6 +91,7 @@ class Residents:
         self.swapper = swapper
         self.sums = sums
         self.stash = stash
+        self.weight_checks = WeightChecks(device)
         self._number = number
         self._graphs: dict[int, weakref.WeakSet[HasGraph]] = {}
         # The visits of this step that moves were made for, and the packs that were to come with them, and are not yet there.
@@ -161,6 +164,12 @@ class Residents:
         self.waited_seconds += time.perf_counter() - start
         return has_waited
 
+    def end_forward(self) -> None:
+        """The forward of all lanes is over: compare the weights of packs that are still there."""
+        for pack in self.packs:
+            self.weight_checks.end(pack)
+        self.weight_checks.conclude()
+
     def admit(self, num_bytes: int) -> None:
         """Free what isn't needed now for something that comes from another device."""
         if self.visit is not None and not self.device.room_for(num_bytes):
@@ -183,6 +192,7 @@ class Residents:
             self.sums.drop(pack)
             self.evict(pack)
             pack.is_narrow = False
+        self.weight_checks.forget()
         self.drain()
 
     def bring(self, place: Place, work_bytes: int) -> None:
@@ -331,6 +341,7 @@ class Residents:
     def evict(self, pack: SwappedPack) -> None:
         """Take a pack off the device."""
         self._forget_graphs(pack)
+        self.weight_checks.end(pack)
         self.swapper.evict(pack)
 
     def _forget_graphs(self, pack: SwappedPack) -> bool:

@@ -134,6 +134,7 @@ class SwappedLayer:
         is_parametrized: whether modules of it compute weights with `torch.nn.utils.parametrize`.
         narrow: the parameters that are narrower on the device: with a compute type all that it narrows, else those that
             the layer reads through a cast alone. And to which type.
+        read_wide: those of them that its code needed as they are, in this step.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class SwappedLayer:
         alone = [parameter for parameter in self.parameters if parameter not in with_companions]
         types = {parameter: dtype_on_device(parameter, compute_dtype) for parameter in alone}
         self.narrow = {parameter: dtype for parameter, dtype in types.items() if dtype != parameter.dtype}
+        self.read_wide: set[nn.Parameter] = set()
         self._places = places_of(module, self.parameters) if module is not None else []
         self._containers = containers_of(module, self._places) if module is not None else []
         self._derived = derived_weights(module) if module is not None else []

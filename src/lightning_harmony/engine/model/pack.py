@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -129,12 +130,14 @@ class Residency:
         buffers: the layers' buffers.
         companions: those of frozen parameters that have memory of their own.
         staging: what they pass through on the host; None where there are none.
+        shown: what layers' code finds in the places of weights that are narrow.
         last_use: the end of the last work that used them, if it is known. What is evicted makes way for the next pack, which
             would otherwise wait for all that was launched since.
         dirty_buffers: those that layers changed.
         as_of: how often the host's buffers had been written when these were copied.
         masters: the parameters as they are on the host, as far as they are there. An update takes them over.
         is_handed_over: whether an update has the weights themselves, and is the last to use them.
+        checksum: of the weights before layers ran; None if they are not compared.
     """
 
     device: Device
@@ -147,6 +150,8 @@ class Residency:
     as_of: int = 0
     masters: Masters | None = None
     is_handed_over: bool = False
+    checksum: Tensor | None = None
+    shown: dict[nn.Parameter, Any] = field(default_factory=dict)
     last_use: Event | None = None
     dirty_buffers: set[BufferKey] = field(default_factory=set)
 
@@ -270,10 +275,11 @@ class SwappedPack:
                 owners.setdefault(parameter, []).append(layer)
         return {p: layers[0].narrow[p] for p, layers in owners.items() if all(p in layer.narrow for layer in layers)}
 
-    def widen(self) -> None:
-        """From now on, swap all of its parameters in as they are."""
+    def widen(self, parameters: Collection[nn.Parameter] | None = None) -> None:
+        """From now on, swap parameters in as they are: some, or all."""
         for layer in self.layers:
-            layer.narrow = {}
+            kept = {} if parameters is None else {p: d for p, d in layer.narrow.items() if p not in parameters}
+            layer.narrow = kept
         self._layouts.pop(True, None)
 
     def swap_in_bytes(self, *, keeps_masters: bool) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Happened
 from lightning_harmony.engine.glue.functions import functions_as_operations
 from lightning_harmony.engine.glue.glue import Glue
@@ -253,6 +254,9 @@ class _Rehearsal:
     def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
         """It is there."""
         return tensor
+
+    def make_room(self, num_bytes: int, device: Device) -> None:
+        """There is no limit."""
 
     def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
         """It is there."""

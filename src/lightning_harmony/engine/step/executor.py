@@ -129,6 +129,11 @@ class Executor:
         """Whether the microbatches of the step run one after the other, in the calling thread."""
         return self._step.is_sequential
 
+    @property
+    def runs_whole(self) -> bool:
+        """Whether the backward of each microbatch of the step follows its forward at once, before the next one begins."""
+        return self._step.runs_whole
+
     def buffer_of_several_visits(self) -> str | None:
         """In a step, a buffer that a microbatch changes in one visit of a layer and finds in another; None if none is."""
         for progress in self._step.turns.running:
@@ -140,6 +145,10 @@ class Executor:
     def buffers_of_layers(self) -> Iterator[BufferKey]:
         """The buffers of layers, which their own code alone changes."""
         return (key for layer in self._model.layers for key in layer.buffers)
+
+    def layer_with_wide_weights(self) -> str | None:
+        """In a step, the name of a layer that needed weights as they are that had come narrow; None if none did."""
+        return next((layer.name for layer in self._model.layers if layer.read_wide), None)
 
     def read_buffer(self) -> str | None:
         """A buffer of a layer that others have read in this step, and that the layer has changed in it, in words."""
@@ -235,6 +244,7 @@ class Executor:
         self._runner.begin(microbatches)
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
             self._runner.drive(Phase.FORWARD)
+            self._end_forward(is_training=is_training)
             # Hooks before the backward draw as others do, not as a microbatch.
             self._step.random.switch_back()
             # What comes next is user code that sees parameters, and gradients that take the place of those it uses.
@@ -316,6 +326,7 @@ class Executor:
         num_microbatches = len(self._step.turns.running)
         for progress in self._step.turns.running:
             observer.work.note_calls(progress.calls)
+        self._reset()
         seen = SeenStep(
             calls,
             num_microbatches,
@@ -324,7 +335,6 @@ class Executor:
             is_cast=observer.has_seen_casts,
             is_timed=observer.is_timing,
         )
-        self._reset()
         if observer.is_profiling:
             observer.work.occupied_bytes = max(device.allocated_bytes() for device in self.devices)
         self.pool.trim()
@@ -332,6 +342,22 @@ class Executor:
         plan = self._planner.after_step(seen)
         if plan is not None:
             self._use(plan)
+
+    def _end_forward(self, *, is_training: bool) -> None:
+        for residents in self._placement.residents:
+            with residents.device.scheduling():
+                residents.end_forward()
+        if not is_training:
+            # Nothing else will come. In training, gradients that are handed over have to wait for it.
+            self.refuse_changed_weights()
+
+    def refuse_changed_weights(self) -> None:
+        """Refuse a forward in which layers have changed weights.
+
+        Raises:
+            UnsupportedModelError: naming the pack.
+        """
+        self._placement.refuse_changed_weights()
 
     def note_seconds(self, seconds: float) -> None:
         """How long the training step took that has ended."""
@@ -370,6 +396,9 @@ class Executor:
         self._model.end_step()
         for residents in self._placement.residents:
             residents.reset()
+        # Also where the step has failed, and is run again.
+        if self._placement.widen_read():
+            self._planner.note_widened()
 
     @contextmanager
     def _unwinding_on_error(self) -> Iterator[None]:
@@ -394,6 +423,8 @@ class Executor:
             intercepted.remove()
         self._model.close()
         self.updater.close()
+        for residents in self._placement.residents:
+            residents.weight_checks.close()
         for device in self.devices:
             device.close()
         self.store.close()

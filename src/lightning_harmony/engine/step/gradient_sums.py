@@ -181,6 +181,8 @@ class GradientSums:
     def _deliver(self, packs: Iterable[int]) -> None:
         placement = self._placement
         for index in packs:
+            if not self._delivered:
+                placement.refuse_changed_weights()
             self._delivered.add(index)
             summing = self._summing(index)
             if self._updates_there(index, summing):

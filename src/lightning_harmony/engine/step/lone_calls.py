@@ -66,7 +66,10 @@ class LoneCalls:
             assert pack.residency is not None
             pack.residency.ready.wait()
             self._recorder.enter(0, Task(index, phase, 0), pack)
+            residents.weight_checks.begin(pack)
             yield pack.residency
+            residents.end_forward()
+            residents.weight_checks.refuse_changed()
         except torch.OutOfMemoryError as error:
             what = f"layer {pack.name!r}, called outside of a step or in manual optimization,"
             raise exceeded(what, residents.device, error, self._discard_record(), smaller="batches") from error

@@ -102,6 +102,9 @@ class PackPreparation:
             self._widen(residents, Place(pack, phase, progress.position[phase]))
         residency = pack.residency
         assert residency is not None
+        if phase is Phase.FORWARD and residency.checksum is None:
+            with residents.device.scheduling():
+                residents.weight_checks.begin(pack)
         # Not known while it lasts. Nor afterwards, where an error ended it, or where glue uses its parameters later on.
         residency.last_use = None
         if layer.module is None:

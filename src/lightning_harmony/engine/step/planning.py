@@ -68,6 +68,7 @@ class Planner:
         # The step that has shown it, until the next one begins.
         self._cast: SeenStep | None = None
         self._calls: list[int] = []
+        self._has_widened = False
         # Whether a step has begun, and whether that rests on the record and is yet to be checked.
         self._has_begun = self._is_to_be_checked = False
         # In the first steps by the plan, of which there were so many.
@@ -108,10 +109,14 @@ class Planner:
             has_room: whether the host has room for all gradients, which a step that is measured leaves there.
         """
         cast, self._cast = self._cast, None
+        if self._has_widened:
+            self._has_widened, self.measured_elements = False, -1
+            if self.is_planned:
+                return self._measured_anew(self._calls)
         if cast is not None:
             # What was measured is the work with weights as they are: once more, with the narrow ones, which need less.
             if has_room():
-                return self._measured_anew(cast)
+                return self._measured_anew(cast.calls, is_cast=cast.is_cast)
             self._calls = cast.calls
             return self._planned(cast.num_elements, cast.num_microbatches)
         if self._has_begun:
@@ -184,6 +189,10 @@ class Planner:
         self._measured.forget_layers()
         return self.layer_by_layer(range(len(self._layers)))
 
+    def note_widened(self) -> None:
+        """Layers needed weights as they are that had come narrow: they take more than was planned with, as may the work."""
+        self._has_widened = True
+
     def note_seconds(self, seconds: float) -> None:
         """How long a training step took."""
         predicted = self._plan.predicted
@@ -193,7 +202,7 @@ class Planner:
         """After a first step that ran by a record: whether it was like those that the record is of."""
         record = self._record.confirmed(seen.calls, is_cast=seen.is_cast)
         if record is None:
-            return self._measured_anew(seen)
+            return self._measured_anew(seen.calls, is_cast=seen.is_cast)
         if self.is_planned:
             return None
         self.knows_casts = True
@@ -201,12 +210,12 @@ class Planner:
         self._record.recall(record, seen.num_elements)
         return self._planned(seen.num_elements, seen.num_microbatches)
 
-    def _measured_anew(self, seen: SeenStep) -> Plan:
+    def _measured_anew(self, calls: list[int], *, is_cast: bool = False) -> Plan:
         """Measure anew, layer by layer."""
-        self.knows_casts = self.knows_casts or seen.is_cast
+        self.knows_casts = self.knows_casts or is_cast
         self.is_planned, self.measured_elements = False, -1
         self._measured.forget_layers()
-        return self.layer_by_layer(seen.calls)
+        return self.layer_by_layer(calls)
 
     def _from_measured(self, seen: SeenStep) -> Plan:
         """Plan from what a step that went layer by layer was seen to do, and let later fits do so, too."""

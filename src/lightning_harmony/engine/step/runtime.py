@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.glue.one_device import OneDevice
 from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.layers.open_call import OpenCall
@@ -26,6 +27,7 @@ from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.pack_preparation import PackPreparation
 from lightning_harmony.engine.step.step import Step
 from lightning_harmony.engine.step.swapped_model import SwappedModel
+from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.structures.parts import is_composed
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
@@ -112,6 +114,11 @@ class Runtime:
         if len(self._devices) == 1 or progress is None:
             return tensor
         return progress.transfers.copy(tensor, self._devices.index(residency.device))
+
+    def make_room(self, num_bytes: int, device: Device) -> None:
+        """Let what isn't needed now make way for what a layer allocates beside its usual work."""
+        with Unseen():
+            self._placement.residents[self._devices.index(device)].admit(num_bytes)
 
     def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
         """What a layer made goes to the lane."""

@@ -1,0 +1,145 @@
+"""What each microbatch has left in Python when its forward ended: its backward, in which layers run again, finds that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_harmony.engine.model.attributes import OF_TORCH
+from lightning_harmony.engine.structures.containers import copied_content, have_same_content
+from lightning_harmony.microbatches.held_state import Held, Kind, held_by
+from lightning_harmony.microbatches.lane_attributes import NUMBERS
+from lightning_harmony.microbatches.variables import MISSING
+
+
+class _Place(NamedTuple):
+    """A name in a dict, or all of a list or set, of which microbatches have left different things.
+
+    Attributes:
+        content: the dict, list or set itself.
+        name: None for all of it.
+    """
+
+    content: Any
+    name: Any
+
+    def get(self) -> Any:
+        """What is there."""
+        return copied_content(self.content) if self.name is None else self.content.get(self.name, MISSING)
+
+    def set(self, value: Any) -> None:
+        """Let that be there."""
+        if self.name is None:
+            self.content.clear()
+            (self.content.update if isinstance(self.content, set) else self.content.extend)(value)
+        elif value is MISSING:
+            self.content.pop(self.name, None)
+        else:
+            self.content[self.name] = value
+
+    def are_same(self, one: Any, other: Any) -> bool:
+        """Whether two values of it are the same."""
+        return have_same_content(one, other) if self.name is None else one is other
+
+
+class MicrobatchEnds:
+    """Lets the backward of each microbatch find what its forward has left, where all forwards come before all backwards.
+
+    Plain accumulation runs each backward at once. What is put back is what microbatches have left different things of:
+    attributes, entries and globals. In the end all is what the last one has left, and what backwards have changed since.
+
+    Args:
+        model: whose step it is.
+        others: what else may be changed, with its names.
+    """
+
+    def __init__(self, model: nn.Module, others: Sequence[tuple[str, Any]] = ()) -> None:
+        self._model, self._others = model, others
+        self._current: int | None = None
+        self._found: dict[int, list[tuple[Held, Any]]] = {}
+        # When forwards are over: of each place, what each microbatch has left, and what is to be there in the end.
+        self._left: list[tuple[_Place, dict[int, Any]]] | None = None
+        self._last: list[Any] = []
+        self._now: list[Any] = []
+
+    def switch(self, microbatch: int) -> None:
+        """A microbatch goes on."""
+        if microbatch == self._current:
+            return
+        if self._left is not None:
+            self._leave()
+            self._now = [self._put(place, values[microbatch]) for place, values in self._left]
+        elif self._current is not None:
+            self._note_end()
+        self._current = microbatch
+
+    def end_forward(self) -> None:
+        """All forwards are over."""
+        if self._current is None:
+            return
+        self._note_end()
+        contents = {held.key: held for found in self._found.values() for held, _ in found}
+        by_microbatch = {m: {held.key: copy for held, copy in found} for m, found in self._found.items()}
+        self._left = []
+        for key, held in contents.items():
+            # What one alone holds, none of the others finds.
+            copies = {m: copies[key] for m, copies in by_microbatch.items() if key in copies}
+            if len(copies) == len(by_microbatch):
+                self._left += _differing(held, copies)
+        self._found = {}
+        self._now = self._last = [values[self._current] for _, values in self._left]
+
+    def finish(self) -> None:
+        """The step is over."""
+        if self._left is not None:
+            self._leave()
+            for (place, _), value in zip(self._left, self._last, strict=True):
+                place.set(value)
+        self._left, self._current, self._found, self._last, self._now = None, None, {}, [], []
+
+    def _note_end(self) -> None:
+        assert self._current is not None
+        held = held_by(self._model, self._others)
+        self._found[self._current] = [(each, each.copied()) for each in held]
+
+    def _leave(self) -> None:
+        """Keep what a backward has changed."""
+        assert self._left is not None
+        places = [place for place, _ in self._left]
+        self._last = [
+            last if place.are_same(before, now := place.get()) else _changed(last, before, now)
+            for place, before, last in zip(places, self._now, self._last, strict=True)
+        ]
+
+    def _put(self, place: _Place, value: Any) -> Any:
+        if not place.are_same(place.get(), value):
+            place.set(value)
+        return value
+
+
+def _differing(held: Held, copies: dict[int, Any]) -> list[tuple[_Place, dict[int, Any]]]:
+    first, *others = copies.values()
+    if all(have_same_content(first, other) for other in others):
+        return []
+    if not held.is_named:
+        return [(_Place(held.content, None), copies)]
+    names = {name for copy in copies.values() for name in copy}
+    if held.kind is Kind.MODULE:
+        names -= OF_TORCH
+    by_name = {name: {m: copy.get(name, MISSING) for m, copy in copies.items()} for name in names}
+    return [
+        (_Place(held.content, name), values)
+        for name, values in by_name.items()
+        if len({id(value) for value in values.values()}) > 1
+    ]
+
+
+def _changed(last: Any, before: Any, now: Any) -> Any:
+    """What is to be there in the end, where a backward has found one thing and left another."""
+    if type(now) in NUMBERS and type(before) in NUMBERS and type(last) in NUMBERS:
+        return last + (now - before)
+    if isinstance(now, list) and isinstance(before, list) and have_same_content(now[: len(before)], before):
+        return [*last, *now[len(before) :]]
+    return now
