@@ -21,7 +21,7 @@ from lightning_harmony import CapacityError, HarmonyStrategy, PlanError, StepRep
 from lightning_harmony.engine.devices.stream import HostStream
 from lightning_harmony.engine.lanes.lane import current_lane
 from lightning_harmony.engine.measure.profile import Speed, UpdateSpeeds
-from lightning_harmony.engine.model.host_store import HostPool
+from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.plan.search.graphs import fused_alone
 from lightning_harmony.plan.simulate.lowering import lower
 from lightning_harmony.plan.simulate.replay import predict

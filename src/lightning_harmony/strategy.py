@@ -214,10 +214,9 @@ class StrategyMixin(GivenPlugins):
 
     def _may_be_in_memory(self, devices: Sequence[Device]) -> bool:
         """Whether nothing was asked for that takes swapping, or there is nothing to swap."""
-        if self._settings.plan is not None:
-            return False
         computes_narrow = getattr(self.precision_plugin, "compute_dtype", None) is not None
-        return next(self._module.parameters(), None) is None or (len(devices) == 1 and not computes_narrow)
+        is_simple = len(devices) == 1 and not computes_narrow
+        return self._settings.plan is None and (is_simple or next(self._module.parameters(), None) is None)
 
     def _swap_layers(self, trainer: Trainer, devices: Sequence[Device], *, sets_up_optimizers: bool) -> None:
         """From now on, layers are swapped."""

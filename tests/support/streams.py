@@ -41,7 +41,7 @@ from lightning_harmony.engine.devices.stream import HostEvent, HostStream
 from lightning_harmony.engine.lanes.lane import Lane, LanePool
 from lightning_harmony.engine.layers import saved_tensors
 from lightning_harmony.engine.memory import stash, sums
-from lightning_harmony.engine.model.host_store import HostPool
+from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.structures import operations
 
 # Of the arena, so much is one place in memory. Parameters begin at its multiples.

@@ -13,7 +13,8 @@ from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.sums import Sums
 from lightning_harmony.engine.memory.swap import Swapper
-from lightning_harmony.engine.model.host_store import HostPool, HostStore
+from lightning_harmony.engine.model.host_pool import HostPool
+from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
 from lightning_harmony.engine.updates.postponed import Overlap, PostponedUpdate

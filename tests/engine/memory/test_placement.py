@@ -11,7 +11,8 @@ from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.memory.stash import Stash
 from lightning_harmony.engine.memory.sums import Sums
 from lightning_harmony.engine.memory.swap import Swapper
-from lightning_harmony.engine.model.host_store import HostPool, HostStore
+from lightning_harmony.engine.model.host_pool import HostPool
+from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.updates.postponed import Overlap, PostponedUpdate
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate

@@ -16,7 +16,7 @@ from lightning_harmony.engine.devices.virtual_device import DeviceOutOfMemoryErr
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory import stash as stash_module
 from lightning_harmony.engine.memory.stash import Alias, LaneStash, Stash, Stashed
-from lightning_harmony.engine.model.host_store import HostPool
+from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.errors import UnsupportedModelError
 from support.composed import Packed
 

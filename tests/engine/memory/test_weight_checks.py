@@ -13,7 +13,8 @@ from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.swap import Swapper
 from lightning_harmony.engine.memory.weight_checks import WeightChecks
-from lightning_harmony.engine.model.host_store import HostPool, HostStore
+from lightning_harmony.engine.model.host_pool import HostPool
+from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
 from lightning_harmony.engine.updates.postponed import Overlap, PostponedUpdate

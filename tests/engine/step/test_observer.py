@@ -16,7 +16,8 @@ from lightning_harmony.engine.measure.profile import Profiler
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.memory.stash import Stash
-from lightning_harmony.engine.model.host_store import HostPool, HostStore
+from lightning_harmony.engine.model.host_pool import HostPool
+from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
 from lightning_harmony.engine.step.observer import Observer

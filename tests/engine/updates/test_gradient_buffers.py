@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.stream import Happened
-from lightning_harmony.engine.model.host_store import HostPool, lay_out
+from lightning_harmony.engine.model.host_pool import HostPool
+from lightning_harmony.engine.model.host_store import lay_out
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import SummedGradients
 from lightning_harmony.engine.updates.gradient_buffers import GradientBuffers

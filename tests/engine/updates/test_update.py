@@ -12,7 +12,8 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from lightning_harmony.engine.devices.stream import Event, Happened
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
-from lightning_harmony.engine.model.host_store import HostPool, lay_out
+from lightning_harmony.engine.model.host_pool import HostPool
+from lightning_harmony.engine.model.host_store import lay_out
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import SummedGradients
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate, _Stage

@@ -133,12 +133,17 @@ class NarrowWeight(ShownWide):
         copy = memo[id(self)] = nn.Parameter(self.wide().detach().clone(), self._harmony_use.narrow.requires_grad)
         return copy
 
-    # Nothing is to be traced through what brings parameters.
     @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function with what it needs in the place of weights."""
-        kwargs, mode = kwargs or {}, take_mode()
+        # A compiler is not to trace through what brings parameters. To ask takes less than what keeps it out.
+        run = _out_of_sight if torch.compiler.is_dynamo_compiling() else _run
+        return run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    mode, name = take_mode(), _CASTING.get(func)
+    if name is None:
         if func in ANSWERED and func not in _OF_LAYOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -152,21 +157,29 @@ class NarrowWeight(ShownWide):
             if _casts_by_hand(func, use.narrow.dtype, args, kwargs):
                 # Not the weight itself: a cast makes memory of its own.
                 return use.cast().to(use.narrow.dtype, copy=True)
-        name = _CASTING.get(func)
-        if name is None and (opened := _opened(func)) is not None:
+        if (opened := _opened(func)) is not None:
             with nullcontext() if mode is None else mode:
                 return opened(*args, **kwargs)
 
-        def real(shown: Any) -> Any:
-            if not isinstance(shown, NarrowWeight):
-                return tree_map_only(NarrowWeight, real, shown) if isinstance(shown, list | tuple | dict) else shown
-            use = shown._harmony_use
-            narrow = use.narrow
-            is_cast = name is not None and autocast_dtype(narrow.device) is narrow.dtype
-            return use.cast() if is_cast and _is_cast_on(name, narrow.device.type) else use.wide()
+    def real(shown: Any) -> Any:
+        if not isinstance(shown, NarrowWeight):
+            return tree_map_only(NarrowWeight, real, shown) if isinstance(shown, list | tuple | dict) else shown
+        use = shown._harmony_use
+        return use.wide() if name is None or not _would_cast(name, use.narrow) else use.cast()
 
-        args, kwargs = tuple(map(real, args)), {key: real(value) for key, value in kwargs.items()}
-        return func(*args, **kwargs) if mode is None else mode.run(func, args, kwargs)
+    args = [real(value) for value in args]
+    if kwargs:
+        kwargs = {key: real(value) for key, value in kwargs.items()}
+    return func(*args, **kwargs) if mode is None else mode.run(func, args, kwargs)
+
+
+_out_of_sight: Any = torch.compiler.disable(_run)
+
+
+def _would_cast(name: str, narrow: Tensor) -> bool:
+    """Whether autocast, as it is now, casts operands of an operation to the type of a narrow weight."""
+    device = narrow.device
+    return autocast_dtype(device) is narrow.dtype and _is_cast_on(name, device.type)
 
 
 def can_show(parameter: nn.Parameter, leaf: Tensor) -> bool:

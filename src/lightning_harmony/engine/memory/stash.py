@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event, current_cuda_stream
 from lightning_harmony.engine.measure.report import Traffic
-from lightning_harmony.engine.model.host_store import HostPool
+from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.structures.operations import detached, viewed
 from lightning_harmony.engine.structures.parts import is_composed

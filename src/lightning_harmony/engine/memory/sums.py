@@ -12,7 +12,8 @@ from torch.utils._mode_utils import no_dispatch
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import Traffic
-from lightning_harmony.engine.model.host_store import HostPool, lay_out
+from lightning_harmony.engine.model.host_pool import HostPool
+from lightning_harmony.engine.model.host_store import lay_out
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import Accumulator, GradientKey, SummedGradients, SwappedPack
 from lightning_harmony.engine.updates.norms import norms_of

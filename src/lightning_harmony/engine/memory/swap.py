@@ -12,7 +12,8 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.tensor_class import parameter_like
-from lightning_harmony.engine.model.host_store import ALONE, HostPool, HostStore, Slot, lay_out, num_users
+from lightning_harmony.engine.model.host_pool import HostPool
+from lightning_harmony.engine.model.host_store import ALONE, HostStore, Slot, lay_out, num_users
 from lightning_harmony.engine.model.layer import BufferKey, make_resident, set_host_buffer
 from lightning_harmony.engine.model.pack import (
     LeavingBuffers,

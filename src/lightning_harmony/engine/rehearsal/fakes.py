@@ -16,6 +16,7 @@ from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.layers.narrow import CastWatch, may_be_narrow
 from lightning_harmony.engine.model.companions import Companions, beside_parameters
 from lightning_harmony.engine.model.host_store import HostStore, Slot, lay_out
+from lightning_harmony.engine.model.layer import SwappedLayer, buffers_of
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of
 
@@ -128,3 +129,47 @@ class FakeWatch(CastWatch):
         if tensor.layout is not torch.strided:
             return None
         return self._owners.get(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def faked_companions(layers: Sequence[SwappedLayer]) -> Iterator[None]:
+    """Fakes take the place of what layers keep of their weights."""
+    companions = [layer.companions for layer in layers]
+    before = [each.exchange({id(tensor): fake(tensor) for tensor in each.tensors()}) for each in companions]
+    try:
+        yield
+    finally:
+        for each, others in zip(companions, before, strict=True):
+            each.exchange(others)
+
+
+@contextmanager
+def faked_others(model: nn.Module, layers: Sequence[SwappedLayer], count: Callable[[Tensor], None]) -> Iterator[None]:
+    """Fakes take the place of the tensors that no layer owns: buffers, and what modules refer to by an attribute.
+
+    Args:
+        model: whose they are.
+        layers: its layers.
+        count: told of each.
+    """
+    owned = {key for layer in layers for key in layer.buffers}
+    places: list[tuple[Any, str, Tensor]] = [
+        (owner._buffers, name, tensor)
+        for owner, name in buffers_of(model)
+        if (owner, name) not in owned and (tensor := owner._buffers[name]) is not None
+    ]
+    for module in model.modules():
+        places += [
+            (vars(module), name, value)
+            for name, value in vars(module).items()
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            if not any(value in layer.companions for layer in layers)
+        ]
+    for container, name, tensor in places:
+        container[name] = fake(tensor)
+        count(container[name])
+    try:
+        yield
+    finally:
+        for container, name, tensor in places:
+            container[name] = tensor

@@ -29,10 +29,18 @@ from lightning_harmony.engine.memory.residents import HasGraph
 from lightning_harmony.engine.memory.stash import Alias, LaneStash, Stash, Stashed, is_small
 from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.decompose import Layer
-from lightning_harmony.engine.model.host_store import HostPool, lies_in
-from lightning_harmony.engine.model.layer import COMPARED_CALLS, BufferKey, SwappedLayer, buffers_of, places_of
+from lightning_harmony.engine.model.host_pool import HostPool
+from lightning_harmony.engine.model.host_store import lies_in
+from lightning_harmony.engine.model.layer import COMPARED_CALLS, BufferKey, SwappedLayer, places_of
 from lightning_harmony.engine.model.pack import Residency, SwappedPack, buffer_of
-from lightning_harmony.engine.rehearsal.fakes import FakeDevice, FakeStore, FakeWatch, fake
+from lightning_harmony.engine.rehearsal.fakes import (
+    FakeDevice,
+    FakeStore,
+    FakeWatch,
+    fake,
+    faked_companions,
+    faked_others,
+)
 from lightning_harmony.engine.rehearsal.rehearsed_call import CallProfile, Measured, RehearsedForward
 from lightning_harmony.engine.rehearsal.work_by_layer import WorkByLayer
 from lightning_harmony.engine.rehearsal.work_counter import WorkCounter
@@ -132,7 +140,12 @@ class _Rehearsal:
 
     def _run_on_fakes(self, step: Callable[[Any], Tensor], microbatch: Any, casting: Callable[[], Any]) -> None:
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        with fakes, self._fake_companions(), self._fake_others(), torch.enable_grad():
+        with (
+            fakes,
+            faked_companions(self._layers),
+            faked_others(self._model, self._layers, self._count),
+            torch.enable_grad(),
+        ):
             self._buffer_bytes = self.device.allocated_bytes()
             batch = tree_map_only(Tensor, fake, microbatch)
             for leaf in tree_leaves(batch):
@@ -155,42 +168,6 @@ class _Rehearsal:
         self._by_layer.work.note_calls(self._by_layer.calls)
         for layer, watch in self._watches:
             self.narrow[layer.index] = tuple(n for n, p in enumerate(layer.parameters) if p in watch.found())
-
-    @contextmanager
-    def _fake_companions(self) -> Iterator[None]:
-        """Fakes take the place of what layers keep of their weights."""
-        companions = [layer.companions for layer in self._layers]
-        before = [each.exchange({id(tensor): fake(tensor) for tensor in each.tensors()}) for each in companions]
-        try:
-            yield
-        finally:
-            for each, others in zip(companions, before, strict=True):
-                each.exchange(others)
-
-    @contextmanager
-    def _fake_others(self) -> Iterator[None]:
-        """Fakes take the place of the tensors that no layer owns: buffers, and what modules refer to by an attribute."""
-        owned = {key for layer in self._layers for key in layer.buffers}
-        places: list[tuple[Any, str, Tensor]] = [
-            (owner._buffers, name, tensor)
-            for owner, name in buffers_of(self._model)
-            if (owner, name) not in owned and (tensor := owner._buffers[name]) is not None
-        ]
-        for module in self._model.modules():
-            places += [
-                (vars(module), name, value)
-                for name, value in vars(module).items()
-                if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-                if not any(value in layer.companions for layer in self._layers)
-            ]
-        for container, name, tensor in places:
-            container[name] = fake(tensor)
-            self._count(container[name])
-        try:
-            yield
-        finally:
-            for container, name, tensor in places:
-                container[name] = tensor
 
     def _count(self, leaf: Any) -> None:
         if isinstance(leaf, Tensor):

@@ -24,7 +24,8 @@ from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.memory.transfer import Transfers
 from lightning_harmony.engine.model.derived import out_of_reach
-from lightning_harmony.engine.model.host_store import HostPool, HostStore
+from lightning_harmony.engine.model.host_pool import HostPool
+from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import BufferKey
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.microbatch_runner import MicrobatchRunner

@@ -15,7 +15,7 @@ from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.measure.workspace import WorkSpace
 from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.memory.residents import Place, Residents
-from lightning_harmony.engine.model.host_store import HostPool
+from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
 from lightning_harmony.engine.step.step import Grant, Step

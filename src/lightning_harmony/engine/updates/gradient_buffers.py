@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_harmony.engine.model.host_store import HostPool, lies_in, num_users
+from lightning_harmony.engine.model.host_pool import HostPool
+from lightning_harmony.engine.model.host_store import lies_in, num_users
 from lightning_harmony.engine.model.pack import SummedGradients
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_harmony.engine.devices.stream import Event, HostEvent, HostStream, Urgency, wait_for_one
 from lightning_harmony.engine.measure.profile import Speed, UpdateSpeeds
-from lightning_harmony.engine.model.host_store import HostPool
+from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.pack import SummedGradients
 from lightning_harmony.engine.updates.gradient_buffers import GradientBuffers
 from lightning_harmony.engine.updates.norms import Norms
