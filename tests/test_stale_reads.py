@@ -368,11 +368,3 @@ def test_what_hooks_keep_is_each_microbatchs_own(hook: Any) -> None:
 @pytest.mark.parametrize("hook", HOOKS, ids=named)
 def test_what_hooks_keep_does_not_keep_microbatches_from_taking_turns(hook: Any, caplog: Any) -> None:
     assert takes_turns(Hooked(hook), caplog) == (True, [])
-
-
-def test_what_a_recompute_changes_once_more_is_said(caplog: Any) -> None:
-    net = Hooked(count_of_a_closure)
-    hook, net.read = count_of_a_closure(net)
-    net.blocks[1].up.register_forward_hook(hook)  # type: ignore[union-attr, arg-type]
-    with pytest.warns(UserWarning, match=r"count' is changed in the forward of a microbatch, and again"):
-        takes_turns(net, caplog)

@@ -25,6 +25,7 @@ from lightning_harmony.microbatches.lane_attributes import (
 from lightning_harmony.microbatches.logs import MicrobatchLogs
 from lightning_harmony.microbatches.microbatch_ends import MicrobatchEnds
 from lightning_harmony.microbatches.stale_reads import StaleReads
+from lightning_harmony.microbatches.state_elsewhere import StateElsewhere
 from lightning_harmony.microbatches.step_undo import Undo, Versions
 from lightning_harmony.microbatches.watch import Watch
 from lightning_harmony.setup import compat
@@ -55,6 +56,7 @@ class Interleaving:
         self._known = KnownChanges()
         self._attributes = LaneAttributes(self._model, self._known, self._others)
         self._ends = MicrobatchEnds(self._model, self._others)
+        self._elsewhere = StateElsewhere(self._model, self._others)
         self._changing: set[int] = set()
         self._is_shown = False
         self.hazard: str | None = None
@@ -75,7 +77,7 @@ class Interleaving:
         # Of a step that has failed.
         self._ends.finish()
         if len(sizes) == 1:
-            engine.notify()
+            engine.notify(Listeners(on_call=self._elsewhere.begin()))
             forward(False)
             return
         if not self.is_earned:
@@ -155,7 +157,7 @@ class Interleaving:
             self._attributes.set_by_layer(attributes, names)
             watch.set_by_layer(attributes, names)
 
-        engine.notify(Listeners(switch, set_by_layer, watch, note_compiled))
+        engine.notify(Listeners(switch, set_by_layer, watch, note_compiled, self._elsewhere.begin()))
         with logs, closing(watch), closing(reads):
             forward(True)
             if not engine.is_sequential:
@@ -207,8 +209,11 @@ class Interleaving:
         # Once there is a hazard, nothing that is seen would let them take turns again.
         watch = Watch(self._model, self._others) if self.hazard is None else None
         before = Versions(self._model) if watch is not None else None
+        on_call = self._elsewhere.begin()
         self._engine.notify(
-            Listeners(switch) if watch is None else Listeners(switch, watch.set_by_layer, watch, watch.note_compiled)
+            Listeners(switch, on_call=on_call)
+            if watch is None
+            else Listeners(switch, watch.set_by_layer, watch, watch.note_compiled, on_call)
         )
         with logs, nullcontext() if watch is None else closing(watch):
             forward(False)
@@ -224,12 +229,6 @@ class Interleaving:
     def _conclude(self, watch: Watch, num_microbatches: int) -> None:
         hazard, buffer = watch.conclude(self._known, num_microbatches), self._engine.buffer_of_several_visits()
         read = self._engine.read_buffer()
-        if watch.seen.again is not None:
-            self._tree.warn(
-                f"{watch.seen.again} is changed in the forward of a microbatch, and again while its backward runs. If the "
-                "code of a layer changes it, or a hook within one, the layer's recompute does so a second time, unlike plain "
-                "training: keep it in an attribute of one of the layer's modules"
-            )
         self._is_shown = True
         if hazard is not None:
             self._refuse_turns(hazard, num_microbatches)

@@ -144,7 +144,6 @@ class _Seen:
         drawn: by place and name, when microbatches draw from a generator.
         in_place: the tensors, by place and name, that are changed in place behind the last layer.
         in_backward: what is changed, by place and name, when the backward of a microbatch runs.
-        again: what a microbatch has changed in its forward and once more in its backward, as the recompute of a layer does.
     """
 
     at_calls: dict[tuple[str, Any], str] = field(default_factory=dict)
@@ -158,7 +157,6 @@ class _Seen:
     drawn: dict[tuple[str, Any], Draws] = field(default_factory=dict)
     in_place: set[tuple[str, Any]] = field(default_factory=set)
     in_backward: set[tuple[str, Any]] = field(default_factory=set)
-    again: str | None = None
 
 
 class Watch:
@@ -200,8 +198,6 @@ class Watch:
                 if is_left or (held.kind is Kind.OBJECT and name in self._of_layers.get(id(held.content), ())):
                     continue
                 self.seen.in_backward.add((held.name, name))
-                if held.kind is not Kind.MODULE:
-                    self.seen.again = self.seen.again or in_words(held, name)
 
     def at_call(self, layer: str) -> None:
         """The microbatch calls a layer."""

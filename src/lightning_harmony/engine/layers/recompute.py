@@ -69,6 +69,7 @@ class Recompute:
             is_certain: whether it will run again: else the state of the process and of generators may not be needed.
         """
         if is_certain:
+            self._elsewhere = self._runtime.note_call()
             self._random, self._ambient = RandomState.capture(_cuda_device(residency)), AmbientState.capture()
         self._unchanged = _Unchanged(self._arguments.tensors)
         self._buffers = CallBuffers(self._layer, residency, copies=with_graph)
@@ -139,7 +140,7 @@ class Recompute:
         self._random.restore(device, now)
         try:
             attributes = self._layer.attributes.as_they_were(self.attributes)
-            with self._ambient.entered(), self._runtime.recomputing(), attributes:
+            with self._ambient.entered(), self._runtime.recomputing(), self._elsewhere(), attributes:
                 return self._ambient.run(own, *args, **kwargs)
         finally:
             now.restore(device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -87,6 +87,9 @@ class Runtime(Protocol):
 
     def recomputing(self) -> AbstractContextManager[None]:
         """The context of a layer's own code when it runs again."""
+
+    def note_call(self) -> Callable[[], AbstractContextManager[None]]:
+        """A layer's own code is about to run; what gives one more context in which it runs again."""
 
     def is_last_backward(self) -> bool:
         """Whether no other backward of the current microbatch will follow."""

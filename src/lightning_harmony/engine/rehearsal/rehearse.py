@@ -292,6 +292,10 @@ class _Rehearsal:
         """Never: what recompute takes is to be seen."""
         return False
 
+    def note_call(self) -> Callable[[], AbstractContextManager[None]]:
+        """It finds what it finds."""
+        return nullcontext
+
     def recomputing(self) -> AbstractContextManager[None]:
         """Nobody hears it."""
         return nullcontext()

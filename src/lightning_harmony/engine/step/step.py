@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,12 +41,14 @@ class Listeners:
         on_set: told what attributes the own code of a layer has set: those of a module, and the names of the new ones.
         watch: told of microbatches that run one after the other, if there are several.
         on_compiled: told the tensors with which a compiled layer is called.
+        on_call: called before a layer's own code runs that will run again; gives what makes the context for that.
     """
 
     on_switch: Callable[[int], None] | None = None
     on_set: Callable[[dict[str, Any], set[str]], None] | None = None
     watch: StepWatch | None = None
     on_compiled: Callable[[Sequence[Tensor]], None] | None = None
+    on_call: Callable[[], Callable[[], AbstractContextManager[None]]] | None = None
 
 
 @dataclass

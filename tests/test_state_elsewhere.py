@@ -1,0 +1,228 @@
+"""What layers' own code keeps in objects, closures, functions, classes and globals counts once, though it runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from support import nets
+from support.same_training import Net, assert_same_training
+from support.taking_turns import samples
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+COUNT = 0
+CALLS: list[int] = []
+BY_NAME = {"calls": 0}
+
+
+class Counts(nets.Block):
+    """Computes with how often it was called, which it counts itself."""
+
+    def count(self) -> int:
+        raise NotImplementedError
+
+    def counted(self) -> Any:
+        """All that was counted."""
+
+    def begin(self) -> None:
+        """Nothing was counted yet."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # First: a recompute ends with the last tensor that is saved.
+        y: Tensor = super().forward(x * (1 + 0.1 * (self.count() % 7)))
+        return y
+
+
+class InAGlobal(Counts):
+    def count(self) -> int:
+        global COUNT  # noqa: PLW0603
+        COUNT += 1
+        return COUNT
+
+    def counted(self) -> Any:
+        return COUNT
+
+    def begin(self) -> None:
+        global COUNT  # noqa: PLW0603
+        COUNT = 0
+
+
+class InAListOfGlobals(Counts):
+    def count(self) -> int:
+        CALLS.append(len(CALLS))
+        return len(CALLS)
+
+    def counted(self) -> Any:
+        return list(CALLS)
+
+    def begin(self) -> None:
+        CALLS.clear()
+
+
+class InADictOfGlobals(Counts):
+    def count(self) -> int:
+        BY_NAME["calls"] += 1
+        return BY_NAME["calls"]
+
+    def counted(self) -> Any:
+        return dict(BY_NAME)
+
+    def begin(self) -> None:
+        BY_NAME["calls"] = 0
+
+
+class InItsClass(Counts):
+    calls = 0
+
+    def count(self) -> int:
+        type(self).calls += 1
+        return self.calls
+
+    def counted(self) -> Any:
+        return self.calls
+
+    def begin(self) -> None:
+        type(self).calls = 0
+
+
+class InAnObject(Counts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = SimpleNamespace(calls=0, inner=SimpleNamespace(seen=[]))
+
+    def count(self) -> int:
+        self.kept.calls += 1
+        self.kept.inner.seen.append(self.kept.calls)
+        return len(self.kept.inner.seen)
+
+    def counted(self) -> Any:
+        return self.kept.calls, list(self.kept.inner.seen)
+
+
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class InASlot(Counts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Slotted()
+
+    def count(self) -> int:
+        self.kept.calls += 1
+        return self.kept.calls
+
+    def counted(self) -> Any:
+        return self.kept.calls
+
+
+def counter() -> tuple[Callable[[], int], Callable[[], int]]:
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count, lambda: calls
+
+
+class InAClosure(Counts):
+    def begin(self) -> None:
+        self.how, self.so_far = counter()
+
+    def count(self) -> int:
+        return self.how()
+
+    def counted(self) -> Any:
+        return self.so_far()
+
+
+def called() -> int:
+    called.calls += 1  # type: ignore[attr-defined]
+    return called.calls  # type: ignore[attr-defined,no-any-return]
+
+
+class InAFunction(Counts):
+    def begin(self) -> None:
+        called.calls = 0  # type: ignore[attr-defined]
+
+    def count(self) -> int:
+        return called()
+
+    def counted(self) -> Any:
+        return called.calls  # type: ignore[attr-defined]
+
+
+class InAHookWithinIt(Counts):
+    def begin(self) -> None:
+        how, self.so_far = counter()
+        self.up.register_forward_hook(lambda module, args, output: output * (1 + 0.1 * (how() % 5)))
+
+    def count(self) -> int:
+        return 0
+
+    def counted(self) -> Any:
+        return self.so_far()
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[Counts]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(kind(), kind(), nets.Block(), kind())
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(self.blocks(batch[0]), batch[1])
+
+
+class Counting(Net):
+    """Begins to count with the fit, and compares in the end what was counted, as one loss more."""
+
+    def of_layers(self) -> list[Counts]:
+        return [block for block in self.net.blocks if isinstance(block, Counts)]
+
+    def on_train_start(self) -> None:
+        for block in self.of_layers():
+            block.begin()
+
+    def on_train_end(self) -> None:
+        self.losses.append(torch.tensor(tree_leaves([block.counted() for block in self.of_layers()])))
+
+
+KINDS = [
+    InAGlobal,
+    InAListOfGlobals,
+    InADictOfGlobals,
+    InItsClass,
+    InAnObject,
+    InASlot,
+    InAClosure,
+    InAFunction,
+    InAHookWithinIt,
+]
+
+
+@pytest.mark.devices(1, 2)
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_layer_counts_elsewhere_counts_once(kind: type[Counts], num_microbatches: int) -> None:
+    assert_same_training(
+        Counting(Model(kind)),
+        samples(40),
+        batch_size=8,
+        num_microbatches=num_microbatches,
+        device_memory="44KiB",
+        updates=["just in time"],
+    )
