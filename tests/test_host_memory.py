@@ -7,7 +7,8 @@ import threading
 import time
 import weakref
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -35,18 +36,16 @@ BATCH_SIZE = 4
 class Wide(pl.LightningModule):
     """Many weights and few activations. Looks at reports where nothing waits for it."""
 
-    reports: ClassVar[list[Any]] = []
+    # Not in a list: what one microbatch adds there, the next one could find.
+    seen: ClassVar[SimpleQueue[Any]] = SimpleQueue()
+    reports: Sequence[Any] = ()
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
-        # Not on the module: what one microbatch adds there, the next one would have to find.
-        self.reports.clear()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        report = self.trainer.strategy.step_report
-        if report is not None and report not in self.reports:
-            self.reports.append(report)
+        self.seen.put(self.trainer.strategy.step_report)
         for layer in self.layers:
             batch = torch.relu(layer(batch))
         return batch.square().mean()
@@ -68,7 +67,10 @@ def fit(strategy: HarmonyStrategy, **options: Any) -> Wide:
     module = Wide()
     trainer = trainer_for(strategy, **options)
     trainer.fit(module, DataLoader(torch.randn(NUM_STEPS * BATCH_SIZE, WIDTH), batch_size=BATCH_SIZE))
-    module.reports.append(trainer.strategy.step_report)
+    seen = [module.seen.get() for _ in range(module.seen.qsize())]
+    module.reports = list(
+        {id(each): each for each in [*seen, trainer.strategy.step_report] if each is not None}.values()
+    )
     assert len(module.reports) == NUM_STEPS
     assert module.reports[-1].num_packs == NUM_LAYERS
     return module
