@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_harmony.microbatches.held_state import Held, Kind, held_by
+from lightning_harmony.microbatches.held_state import SWITCHED, Held, Kind, held_by
 from lightning_harmony.microbatches.lane_attributes import has_tensors
+from lightning_harmony.microbatches.variables import Variables
 
 # So many first steps are looked at for what recomputes change.
 _WATCHED_STEPS = 2
@@ -40,11 +41,11 @@ class _Place:
         """Let it be as it was."""
         content = self.held.content
         if self.held.is_named:
-            for name in [name for name in content if name not in before]:
+            for name in [name for name in content if name not in before and not _is_of_python(name)]:
                 del content[name]
-            # One by one: in a class, each name that is set costs what it costs to forget what is known of the class.
+            # One by one: whoever sets a name in a class makes Python forget what it knows of the class.
             for name, value in before.items():
-                if name not in content or content[name] is not value:
+                if (name not in content or content[name] is not value) and not _is_of_python(name):
                     content[name] = value
             return
         content.clear()
@@ -77,7 +78,9 @@ class StateElsewhere:
         if is_watched or self._known:
             # Modules' own is looked at with the layers. Hooks are not called by layers' code alone.
             held = (each for each in held_by(self._model, self._others) if each.kind not in (Kind.MODULE, Kind.HOOKS))
-            self._places = [_Place(each) for each in held if is_watched or each.name in self._known]
+            self._places = [
+                _Place(each) for each in held if _is_plain(each.content) and (is_watched or each.name in self._known)
+            ]
         return self._at_call if self._places else None
 
     def _at_call(self) -> Callable[[], AbstractContextManager[None]]:
@@ -99,6 +102,16 @@ class StateElsewhere:
                     self._known.add(place.held.name)
                 if place.copied() is not left:
                     place.put(left)
+
+
+def _is_plain(content: Any) -> bool:
+    """Whether what is in a place can be read and put back. Other classes may make it as it is asked for."""
+    return isinstance(content, Variables) or type(content) in SWITCHED
+
+
+def _is_of_python(name: Any) -> bool:
+    """Whether a name is one of Python's own, or of a compiler's, which adds what it has compiled to globals."""
+    return isinstance(name, str) and name.startswith("__")
 
 
 def _values(content: Any) -> list[Any]:
