@@ -9,16 +9,18 @@ for longer than the user does: a recompute finds them as they are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
+from operator import is_, methodcaller
+from types import CellType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_harmony.microbatches.held_state import SWITCHED, Held, Kind, held_by
-from lightning_harmony.microbatches.lane_attributes import has_tensors
-from lightning_harmony.microbatches.variables import Variables
+from lightning_harmony.microbatches.variables import MISSING, AttributesOfClass, SlotsOf, VariableOfClosure, Variables
 
 # So many first steps are looked at for what recomputes change.
 _WATCHED_STEPS = 2
@@ -40,6 +42,8 @@ class _Place:
     def put(self, before: Any) -> None:
         """Let it be as it was."""
         content = self.held.content
+        if self.held.is_as(before):
+            return
         if self.held.is_named:
             for name in [name for name in content if name not in before and not _is_of_python(name)]:
                 del content[name]
@@ -50,6 +54,31 @@ class _Place:
             return
         content.clear()
         (content.extend if isinstance(content, list | deque) else content.update)(before)
+
+
+class _Places:
+    """Places, and what was in them last. To see that nothing has changed, all are looked at in one go."""
+
+    def __init__(self, places: Iterable[Held]) -> None:
+        self.all = [_Place(each) for each in places]
+        contents = [each.held.content for each in self.all]
+        self._dicts = [each for each in contents if isinstance(each, dict)]
+        self._classes = [vars(each.owner) for each in contents if isinstance(each, AttributesOfClass)]
+        self._cells = [each.owner for each in contents if isinstance(each, VariableOfClosure)]
+        self._slots = [each for each in contents if isinstance(each, SlotsOf)]
+        self._lists = [each for each in contents if isinstance(each, list | deque | set)]
+        self._values: list[Any] = []
+        self._contents: list[Any] = []
+
+    def contents(self) -> list[Any]:
+        """A copy of what is in each: the same list as long as nothing has changed."""
+        now = list(chain.from_iterable(map(dict.values, self._dicts)))
+        now += chain.from_iterable(map(methodcaller("values"), self._classes))
+        now += chain.from_iterable(chain(self._lists, map(methodcaller("values"), self._slots)))
+        now += map(_content_of, self._cells)
+        if not self._contents or len(now) != len(self._values) or not all(map(is_, now, self._values)):
+            self._values, self._contents = now, [each.copied() for each in self.all]
+        return self._contents
 
 
 class StateElsewhere:
@@ -64,7 +93,7 @@ class StateElsewhere:
         self._model, self._others = model, others
         self._known: set[str] = set()
         self._num_steps = 0
-        self._places: list[_Place] = []
+        self._places = _Places(())
 
     def begin(self) -> Callable[[], Callable[[], AbstractContextManager[None]]] | None:
         """A step begins.
@@ -74,34 +103,43 @@ class StateElsewhere:
         """
         is_watched = self._num_steps < _WATCHED_STEPS
         self._num_steps += 1
-        self._places = []
-        if is_watched or self._known:
-            # Modules' own is looked at with the layers. Hooks are not called by layers' code alone.
-            held = (each for each in held_by(self._model, self._others) if each.kind not in (Kind.MODULE, Kind.HOOKS))
-            self._places = [
-                _Place(each) for each in held if _is_plain(each.content) and (is_watched or each.name in self._known)
-            ]
-        return self._at_call if self._places else None
+        if not is_watched and not self._known:
+            return None
+        # Modules' own is looked at with the layers. Hooks are not called by layers' code alone.
+        held = (each for each in held_by(self._model, self._others) if each.kind not in (Kind.MODULE, Kind.HOOKS))
+        self._places = _Places(
+            each for each in held if _is_plain(each.content) and (is_watched or each.name in self._known)
+        )
+        return self._at_call if self._places.all else None
 
     def _at_call(self) -> Callable[[], AbstractContextManager[None]]:
-        found = [(place, content) for place in self._places if not has_tensors(_values(content := place.copied()))]
-        return partial(self._as_it_was, found)
+        return partial(self._as_it_was, self._places, self._places.contents())
 
     @contextmanager
-    def _as_it_was(self, found: Sequence[tuple[_Place, Any]]) -> Iterator[None]:
-        now = [(place, place.copied()) for place in self._places]
-        for place, before in found:
-            if place.copied() is not before:
-                place.put(before)
-        begun = [place.copied() for place, _ in now]
+    def _as_it_was(self, places: _Places, found: list[Any]) -> Iterator[None]:
+        left = places.contents()
+        if left is not found:
+            for place, content in zip(places.all, found, strict=True):
+                if not _has_tensors(content):
+                    place.put(content)
+        begun = places.contents()
         try:
             yield
         finally:
-            for (place, left), before in zip(now, begun, strict=True):
-                if place.copied() is not before:
-                    self._known.add(place.held.name)
-                if place.copied() is not left:
-                    place.put(left)
+            now = places.contents()
+            if now is not begun:
+                changed = [place for place, one, other in zip(places.all, begun, now, strict=True) if one is not other]
+                self._known |= {place.held.name for place in changed}
+            if now is not left:
+                for place, content in zip(places.all, left, strict=True):
+                    place.put(content)
+
+
+def _content_of(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
 
 
 def _is_plain(content: Any) -> bool:
@@ -114,5 +152,7 @@ def _is_of_python(name: Any) -> bool:
     return isinstance(name, str) and name.startswith("__")
 
 
-def _values(content: Any) -> list[Any]:
-    return list(content.values()) if isinstance(content, dict) else list(content)
+def _has_tensors(content: Any) -> bool:
+    """Whether tensors are in a place, also within tuples. Lists and dicts there are places of their own."""
+    values = content.values() if isinstance(content, dict) else content
+    return any(isinstance(each, Tensor) or (type(each) is tuple and _has_tensors(each)) for each in values)
