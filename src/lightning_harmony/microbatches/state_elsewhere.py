@@ -1,7 +1,7 @@
 """What the own code of layers keeps elsewhere than on their modules: its recompute finds and leaves it as the call did.
 
 Objects, variables of closures, attributes of functions and classes, and globals are copied before each call of the first
-steps, the same copies where nothing has changed. What a recompute changes there is taken back. From then on only places are
+step, the same copies where nothing has changed. What a recompute changes there is taken back. From then on only places are
 looked at in which recomputes have changed something. Places with tensors are not copied for calls, for that would keep these
 for longer than the user does: a recompute finds them as they are.
 """
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from lightning_harmony.microbatches.held_state import SWITCHED, Held, Kind, held_by
 from lightning_harmony.microbatches.variables import MISSING, AttributesOfClass, SlotsOf, VariableOfClosure, Variables
 
-# So many first steps are looked at for what recomputes change.
-_WATCHED_STEPS = 2
+# So many first steps of a kind are looked at for what recomputes change.
+_WATCHED_STEPS = 1
 
 
 class _Place:
@@ -117,12 +117,12 @@ class StateElsewhere:
 
     @contextmanager
     def _as_it_was(self, places: _Places, found: list[Any]) -> Iterator[None]:
-        left = places.contents()
+        left = begun = places.contents()
         if left is not found:
             for place, content in zip(places.all, found, strict=True):
                 if not _has_tensors(content):
                     place.put(content)
-        begun = places.contents()
+            begun = places.contents()
         try:
             yield
         finally:
