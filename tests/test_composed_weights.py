@@ -18,6 +18,7 @@ from lightning_harmony.engine.structures.parts import num_bytes_of, parts_of
 from lightning_harmony.estimating.estimation import estimate
 from lightning_harmony.fit.lasting_bytes import LastingBytes
 from lightning_harmony.plan.values.machine import H200
+from support.adapters import Adapted, Stack
 from support.composed import Composed, Lookup, Nested, Overlapping, Packed, Scaled, Unsteady, Views
 from support.same_training import Net, assert_same_training, room, train_harmony, trainer_for
 
@@ -36,29 +37,8 @@ def base(kind: type[Any]) -> nn.Linear:
     return linear
 
 
-class Adapted(nn.Module):
-    """A frozen weight and a trained product of two small ones."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-        self.down, self.up = nn.Linear(SIZE, 4, bias=False), nn.Linear(4, SIZE, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.base(x)) + self.up(self.down(x))
-
-
-class Stack(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).pow(2).mean()  # type: ignore[no-any-return]
-
-
 def stack(kind: type[Any]) -> nn.Module:
-    return Stack(*[Adapted(base(kind)) for _ in range(4)])
+    return Stack(*[Adapted(base(kind), SIZE) for _ in range(4)])
 
 
 @pytest.mark.devices(1, 2)
@@ -156,7 +136,7 @@ class Tied(nn.Module):
 
     def __init__(self, kind: type[Any]) -> None:
         super().__init__()
-        self.first, self.second, self.head = Adapted(base(kind)), Adapted(base(kind)), nn.Linear(SIZE, SIZE)
+        self.first, self.second, self.head = Adapted(base(kind), SIZE), Adapted(base(kind), SIZE), nn.Linear(SIZE, SIZE)
         self.second.base.weight = self.first.base.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -270,7 +250,7 @@ class Embedding(nn.Module):
         self.embed = nn.Embedding(SIZE, SIZE).requires_grad_(False)
         self.embed.weight = frozen(kind)
         self.embed.weight.gain = 0.5  # type: ignore[attr-defined]
-        self.blocks = nn.ModuleList(Adapted(base(kind)) for _ in range(2))
+        self.blocks = nn.ModuleList(Adapted(base(kind), SIZE) for _ in range(2))
         self.head = nn.Linear(SIZE, SIZE, bias=False)
         self.head.weight = self.embed.weight
 
@@ -364,7 +344,7 @@ class Replacing(Adapted):
     """Changes what its weight is made of in its forward."""
 
     def __init__(self, base: nn.Module, how: str) -> None:
-        super().__init__(base)
+        super().__init__(base, SIZE)
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from lightning_harmony.estimating.estimation import estimate
 from lightning_harmony.plan.outlook.outlook import Outlook
 from lightning_harmony.plan.values.machine import H200
 from support import nets
+from support.adapters import Adapted, Stack
 from support.same_training import Net, assert_same_training, root, train_harmony, train_plain, trainer_for
 from support.taking_turns import takes_turns
 
@@ -31,27 +32,8 @@ SIZE = 64
 SAMPLES = torch.randn(16, SIZE, generator=torch.Generator().manual_seed(1))
 
 
-class Adapted(nn.Module):
-    """A frozen weight and a trained product of two small ones."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-        self.down, self.up = nn.Linear(SIZE, 4, bias=False), nn.Linear(4, SIZE, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.base(x)) + self.up(self.down(x))
-
-
-class Stack(nn.Module):
-    """Several of them, and the loss of what comes of that."""
-
-    def __init__(self, base: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*[Adapted(base()) for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).pow(2).mean()  # type: ignore[no-any-return]
+def stack(base: Callable[[], nn.Module]) -> Stack:
+    return Stack(*[Adapted(base(), SIZE) for _ in range(4)])
 
 
 def four_bits() -> nn.Module:
@@ -108,14 +90,14 @@ def base(request: pytest.FixtureRequest) -> Callable[[], nn.Module]:
 def test_adapters_beside_a_quantized_weight_train_with_equal_bits(
     base: Callable[[], nn.Module], device_memory: str | None
 ) -> None:
-    assert_same_training(Net(Stack(base)), SAMPLES, device_memory=device_memory)
+    assert_same_training(Net(stack(base)), SAMPLES, device_memory=device_memory)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_quantized_weights_are_swapped_in_packed(base: Callable[[], nn.Module]) -> None:
     def swapped_in_bytes(base: Callable[[], nn.Module]) -> int:
         strategy = HarmonyStrategy(device_memory="80KiB", num_microbatches=4)
-        training = train_harmony(Net(Stack(base)), SAMPLES, strategy, 8, with_gradients=False)
+        training = train_harmony(Net(stack(base)), SAMPLES, strategy, 8, with_gradients=False)
         return training.reports[-1].swapped_in_bytes["weights"]
 
     plain = swapped_in_bytes(lambda: nn.Linear(SIZE, SIZE, bias=False).requires_grad_(False))
@@ -128,7 +110,7 @@ def test_estimates_count_quantized_weights_packed(base: Callable[[], nn.Module])
     def estimated(base: Callable[[], nn.Module]) -> Outlook:
         machine = replace(H200, host_bytes=2**40, device_bytes=None, library_bytes=0)
         batch = torch.empty(8, SIZE, device="meta")
-        return estimate(Net(Stack(base)), batch, device_memory="80KiB", num_microbatches=4, machine=machine).outlook
+        return estimate(Net(stack(base)), batch, device_memory="80KiB", num_microbatches=4, machine=machine).outlook
 
     plain = estimated(lambda: nn.Linear(SIZE, SIZE, bias=False).requires_grad_(False))
     quantized = estimated(base)
@@ -140,7 +122,7 @@ def test_estimates_count_quantized_weights_packed(base: Callable[[], nn.Module])
 @pytest.mark.parametrize("made", [eight_bits, not_yet_quantized])
 def test_weights_are_quantized_as_the_first_move_to_the_device_does_it(made: Callable[[], nn.Module]) -> None:
     made()
-    assert_same_training(Net(Stack(made)), SAMPLES, devices=2)
+    assert_same_training(Net(stack(made)), SAMPLES, devices=2)
 
 
 def use_the_function_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +140,7 @@ def test_eight_bits_train_with_equal_bits_as_on_a_gpu(
     threshold: float, device_memory: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_the_function_of_gpus(monkeypatch)
-    assert_same_training(Net(Stack(lambda: eight_bits(threshold=threshold))), SAMPLES, device_memory=device_memory)
+    assert_same_training(Net(stack(lambda: eight_bits(threshold=threshold))), SAMPLES, device_memory=device_memory)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -171,7 +153,7 @@ def test_microbatches_take_turns_with_eight_bits(
     class First(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.stack = nn.Linear(nets.WIDTH, SIZE), Stack(lambda: eight_bits(threshold=threshold))
+            self.first, self.stack = nn.Linear(nets.WIDTH, SIZE), stack(lambda: eight_bits(threshold=threshold))
 
         def forward(self, batch: Any) -> Tensor:
             return self.stack(self.first(batch[0]))  # type: ignore[no-any-return]
@@ -186,7 +168,7 @@ def test_eight_bits_are_evaluated_with_equal_bits(threshold: float) -> None:
         return eight_bits(threshold=threshold)
 
     made()
-    module = Net(Stack(made))
+    module = Net(stack(made))
     outputs = []
     for strategy in ("auto", HarmonyStrategy(device_memory="80KiB", num_microbatches=4)):
         each: Any = copy.deepcopy(module)
@@ -214,7 +196,7 @@ def test_eight_bits_alone_in_a_layer_and_called_twice_train_with_equal_bits(laye
 
 @pytest.mark.filterwarnings("ignore")
 def test_checkpoints_of_eight_bits_hold_their_scales_and_load_both_ways(tmp_path: Path) -> None:
-    module = Net(Stack(eight_bits))
+    module = Net(stack(eight_bits))
     states = {}
     for name, make in (("plain", lambda: "auto"), ("swapped", lambda: HarmonyStrategy(num_microbatches=1))):
         trainer = trainer_for(make(), 1, [])
@@ -228,7 +210,7 @@ def test_checkpoints_of_eight_bits_hold_their_scales_and_load_both_ways(tmp_path
     # On from there, each from the checkpoint of the other, and with weights of other values at first.
     after = []
     for name, make in (("swapped", lambda: "auto"), ("plain", lambda: HarmonyStrategy(num_microbatches=1))):
-        fresh = Net(Stack(eight_bits))
+        fresh = Net(stack(eight_bits))
         trainer_for(make(), 2, []).fit(fresh, DataLoader(SAMPLES, batch_size=8), ckpt_path=tmp_path / name)
         after.append(fresh.state_dict())
     assert all(torch.equal(value.cpu(), after[1][name].cpu()) for name, value in after[0].items())
@@ -244,13 +226,13 @@ def test_a_bias_that_the_forward_casts_is_refused() -> None:
 
     made()
     with pytest.raises(UnsupportedModelError, match="changes the data of a parameter in its forward"):
-        train_harmony(Net(Stack(made)), SAMPLES, HarmonyStrategy(num_microbatches=4), 8, with_gradients=False)
+        train_harmony(Net(stack(made)), SAMPLES, HarmonyStrategy(num_microbatches=4), 8, with_gradients=False)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_eight_bits_train_with_equal_bits_after_a_fit_of_plain_lightning() -> None:
     # On a GPU that fit brings the weight to the host, and leaves there what the layer computes with.
-    module = Net(Stack(eight_bits))
+    module = Net(stack(eight_bits))
     train_plain(module, SAMPLES[:8], 1, 8)
     module.losses.clear()
     assert_same_training(module, SAMPLES, device_memory="80KiB")
@@ -259,7 +241,7 @@ def test_eight_bits_train_with_equal_bits_after_a_fit_of_plain_lightning() -> No
 @pytest.mark.in_memory
 @pytest.mark.filterwarnings("ignore")
 def test_eight_bits_that_were_swapped_are_evaluated_where_the_model_fits() -> None:
-    module: Any = Net(Stack(eight_bits))
+    module: Any = Net(stack(eight_bits))
     module.predict_step = lambda batch, *index: module.net.layers(batch)
     outputs = []
     for is_swapped in (True, False):
@@ -276,4 +258,4 @@ def test_eight_bits_that_were_swapped_are_evaluated_where_the_model_fits() -> No
 @pytest.mark.parametrize("made", [eight_bits, of_torchao])
 def test_quantized_bases_train_with_equal_bits_where_the_model_fits(made: Callable[[], nn.Module]) -> None:
     made()
-    assert_same_training(Net(Stack(made)), SAMPLES)
+    assert_same_training(Net(stack(made)), SAMPLES)

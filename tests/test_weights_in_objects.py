@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from support import nets
+from support.adapters import Adapted, Stack
 from support.same_training import Net, assert_same_training, root, train_harmony, trainer_for
 from support.taking_turns import ONE_AFTER_THE_OTHER, takes_turns
 
@@ -182,27 +183,6 @@ class AsAttribute(nn.Module):
         return Product.apply(x, state)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Adapted(nn.Module):
-    """A frozen weight and a trained product of two small ones."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-        self.down, self.up = nn.Linear(SIZE, 4, bias=False), nn.Linear(4, SIZE, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.base(x)) + self.up(self.down(x))
-
-
-class Stack(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).pow(2).mean()  # type: ignore[no-any-return]
-
-
 class Twice(Stack):
     """Calls its layers twice. They train nothing: gradients of several uses are summed in another order."""
 
@@ -226,12 +206,12 @@ def taken_from(queue: SimpleQueue[Any]) -> list[Any]:
 @pytest.mark.parametrize("device_memory", [None, "28KiB"])
 @pytest.mark.parametrize("kind", [*KINDS, AsAttribute, *MOVED])
 def test_weights_in_objects_train_with_equal_bits(kind: type[nn.Module], device_memory: str | None) -> None:
-    assert_same_training(Net(Stack(*[Adapted(kind()) for _ in range(4)])), SAMPLES, device_memory=device_memory)
+    assert_same_training(Net(Stack(*[Adapted(kind(), SIZE) for _ in range(4)])), SAMPLES, device_memory=device_memory)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_device_of_a_spread_model_has_the_weight(kind: type[nn.Module]) -> None:
-    net = Stack(*[Adapted(kind()) for _ in range(3)])
+    net = Stack(*[Adapted(kind(), SIZE) for _ in range(3)])
     # Gradients are summed on each device first.
     assert_same_training(Net(net), SAMPLES, devices=2, parallel="data", tolerance=1e-5)
 
@@ -254,7 +234,7 @@ def test_products_find_elements_and_scales_on_the_device_and_nowhere_else(
 ) -> None:
     bases: list[Any] = [kind() for _ in range(4)]
     # Where they are layers by themselves, no saved tensor announces their backward.
-    module = Net(Stack(nn.Linear(SIZE, SIZE), *bases) if is_alone else Stack(*map(Adapted, bases)))
+    module = Net(Stack(nn.Linear(SIZE, SIZE), *bases) if is_alone else Stack(*[Adapted(each, SIZE) for each in bases]))
     home: set[int] = set()
 
     class Noting(pl.Callback):
@@ -292,13 +272,13 @@ def test_microbatches_take_turns_where_an_object_has_the_weight(
         def forward(self, batch: Any) -> Tensor:
             return super().forward(batch[0])
 
-    net = First(nn.Linear(nets.WIDTH, SIZE), *[Adapted(kind()) for _ in range(3)])
+    net = First(nn.Linear(nets.WIDTH, SIZE), *[Adapted(kind(), SIZE) for _ in range(3)])
     assert takes_turns(net, caplog) == (True, [])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_and_objects_are_left_as_plain_lightning_leaves_them(kind: type[nn.Module]) -> None:
-    made = Net(Stack(*[Adapted(kind()) for _ in range(2)]))
+    made = Net(Stack(*[Adapted(kind(), SIZE) for _ in range(2)]))
     plain, swapped = copy.deepcopy(made), copy.deepcopy(made)
     trainer_for("auto", 1, []).fit(plain, DataLoader(SAMPLES, batch_size=8))
     train_harmony(swapped, SAMPLES, HarmonyStrategy(num_microbatches=4), 8, with_gradients=False)
@@ -309,7 +289,7 @@ def test_parameters_and_objects_are_left_as_plain_lightning_leaves_them(kind: ty
 
 
 def test_a_second_fit_and_an_evaluation_find_the_weight() -> None:
-    module = Net(Stack(*[Adapted(InState()) for _ in range(3)]))
+    module = Net(Stack(*[Adapted(InState(), SIZE) for _ in range(3)]))
     plain, swapped = copy.deepcopy(module), copy.deepcopy(module)
     outputs = []
     for each, strategy in ((plain, "auto"), (swapped, None)):
@@ -343,7 +323,7 @@ class TakesOtherData(InState):
 
 @pytest.mark.parametrize("kind", [WritesToTheState, TakesOtherData])
 def test_a_layer_that_changes_what_it_keeps_of_a_weight_is_refused(kind: type[nn.Module]) -> None:
-    module = Net(Stack(*[Adapted(kind()) for _ in range(2)]))
+    module = Net(Stack(*[Adapted(kind(), SIZE) for _ in range(2)]))
     before = copy.deepcopy(module.state_dict())
     with pytest.raises(UnsupportedModelError, match=r"'net\.layers\.0' changes the data of a parameter in its forward"):
         train_harmony(module, SAMPLES, HarmonyStrategy(num_microbatches=4), 8, with_gradients=False)
@@ -351,7 +331,7 @@ def test_a_layer_that_changes_what_it_keeps_of_a_weight_is_refused(kind: type[nn
 
 
 def test_other_data_for_a_weight_that_an_object_has_too_is_refused() -> None:
-    module = Net(Stack(*[Adapted(InState()) for _ in range(2)]))
+    module = Net(Stack(*[Adapted(InState(), SIZE) for _ in range(2)]))
 
     class Assigning(pl.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.derived import OutOfReach
+from lightning_harmony.engine.structures.containers import put_content
 from lightning_harmony.microbatches.held_state import Held, Kind, held_by
-from lightning_harmony.microbatches.variables import MISSING, VariableOfClosure
+from lightning_harmony.microbatches.variables import MISSING, VariableOfClosure, put_value
 
 _PASSED_BY = frozenset((__name__.partition(".")[0], "torch", "threading", "lightning", "pytorch_lightning"))
 NUMBERS = (int, float)
@@ -199,13 +200,10 @@ class _Space:
 
     def _set(self, values: dict[Any, Any]) -> None:
         for name, value in values.items():
-            if not self.is_named:
-                self.content.clear()
-                (self.content.update if isinstance(self.content, set) else self.content.extend)(value)
-            elif value is MISSING:
-                self.content.pop(name, None)
+            if self.is_named:
+                put_value(self.content, name, value)
             else:
-                self.content[name] = value
+                put_content(self.content, value)
 
 
 def is_switched(kind: Kind, name: Any, value: Any, before: Any, *, of_layer: bool) -> bool:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
-from lightning_harmony.engine.structures.containers import copied_content, have_same_content
+from lightning_harmony.engine.structures.containers import copied_content, have_same_content, put_content
 from lightning_harmony.microbatches.held_state import Held, Kind, held_by
 from lightning_harmony.microbatches.lane_attributes import NUMBERS
-from lightning_harmony.microbatches.variables import MISSING
+from lightning_harmony.microbatches.variables import MISSING, put_value
 
 
 class _Place(NamedTuple):
@@ -32,12 +32,9 @@ class _Place(NamedTuple):
     def set(self, value: Any) -> None:
         """Let that be there."""
         if self.name is None:
-            self.content.clear()
-            (self.content.update if isinstance(self.content, set) else self.content.extend)(value)
-        elif value is MISSING:
-            self.content.pop(self.name, None)
+            put_content(self.content, value)
         else:
-            self.content[self.name] = value
+            put_value(self.content, self.name, value)
 
     def are_same(self, one: Any, other: Any) -> bool:
         """Whether two values of it are the same."""

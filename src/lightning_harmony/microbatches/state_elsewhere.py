@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_harmony.engine.structures.containers import put_content
 from lightning_harmony.microbatches.held_state import SWITCHED, Held, Kind, held_by
 from lightning_harmony.microbatches.variables import MISSING, AttributesOfClass, SlotsOf, VariableOfClosure, Variables
 
@@ -52,8 +53,7 @@ class _Place:
                 if (name not in content or content[name] is not value) and not _is_of_python(name):
                     content[name] = value
             return
-        content.clear()
-        (content.extend if isinstance(content, list | deque) else content.update)(before)
+        put_content(content, before)
 
 
 class _Places:

@@ -13,6 +13,7 @@ from lightning_harmony.engine.model.attributes import restore_of_generator
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.microbatches.held_state import Held, mark_of, marked_in, state_of_generator
 from lightning_harmony.microbatches.lane_attributes import Draws, KnownChanges
+from lightning_harmony.microbatches.reads import version_of
 from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED
 from lightning_harmony.microbatches.snapshot import undo_of_array, undo_of_tensor
 from lightning_harmony.setup import compat
@@ -25,11 +26,11 @@ class Versions:
     """Tells which buffers of a model change."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(buffer, _version(buffer)) for buffer in model.buffers()]
+        self._buffers = [(buffer, version_of(buffer)) for buffer in model.buffers()]
 
     def changed(self) -> set[int]:
         """Those that have changed since, by their identity."""
-        return {id(buffer) for buffer, version in self._buffers if _version(buffer) != version}
+        return {id(buffer) for buffer, version in self._buffers if version_of(buffer) != version}
 
 
 class _Marked:
@@ -175,10 +176,6 @@ class Undo:
 def _is_kept(buffer: Tensor, changing: set[int]) -> bool:
     """Whether a buffer is copied: of small ones no version tells that they change, as statistics of normalizations are."""
     return id(buffer) in changing or buffer.numel() * buffer.element_size() <= _SMALL_BYTES
-
-
-def _version(buffer: Tensor) -> int:
-    return -1 if buffer.is_inference() else buffer._version
 
 
 def _state(value: Any) -> Any:

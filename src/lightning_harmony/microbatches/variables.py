@@ -12,6 +12,14 @@ from lightning_harmony.engine.structures.containers import have_same_content
 MISSING = object()
 
 
+def put_value(content: Any, name: Any, value: Any) -> None:
+    """Let a value have a name in a dict, or in what is seen as one; none, if it is `MISSING`."""
+    if value is MISSING:
+        content.pop(name, None)
+    else:
+        content[name] = value
+
+
 class StandIn:
     """What takes the place of an attribute on a class for a while.
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.structures.containers import have_same_content
+from lightning_harmony.engine.structures.containers import have_same_content, put_content
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -67,10 +67,6 @@ class Attributes:
         """Whether no tensors are among them, and no generators."""
         return not self._tensors and not self._generators
 
-    def needing_gradients(self) -> list[Tensor]:
-        """The tensors among them that need gradients."""
-        return [kept.tensor for kept in self._tensors.values() if kept.tensor.requires_grad]
-
     def tensors(self) -> dict[str, Tensor]:
         """The tensors among them, by the names of the attributes that hold them."""
         return {kept.name: kept.tensor for kept in self._tensors.values()}
@@ -106,8 +102,7 @@ class Attributes:
                 attributes.update(_with(others, before))
         for content, before in self._contents:
             if others or not have_same_content(content, before):
-                content.clear()
-                (content.extend if isinstance(content, list | deque) else content.update)(_with(others, before))
+                put_content(content, _with(others, before))
 
     def _look_at(self, name: str, value: Any, seen: set[int]) -> None:
         if id(value) in seen:

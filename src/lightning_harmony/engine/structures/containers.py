@@ -1,7 +1,8 @@
-"""Lists, dicts, sets and deques: whether they hold the same objects."""
+"""Lists, dicts, sets and deques: whether they hold the same objects, and how to let them."""
 
 from __future__ import annotations
 
+from collections import deque
 from operator import is_
 from typing import Any
 
@@ -22,3 +23,9 @@ def copied_content(content: Any) -> Any:
     if isinstance(content, dict):
         return dict(content)
     return set(content) if isinstance(content, set) else list(content)
+
+
+def put_content(content: Any, before: Any) -> None:
+    """Let a list, dict, set or deque hold what it held before, and nothing else."""
+    content.clear()
+    (content.extend if isinstance(content, list | deque) else content.update)(before)
