@@ -126,7 +126,7 @@ def test_a_layer_that_assigns_to_the_data_of_its_weight_is_refused_whatever_it_a
     """It was compared once, in its first backward. What it assigned later, when the norm was exceeded, was lost."""
     model = Model()
     model.net[2] = Constrained(16, 16)
-    with pytest.raises(UnsupportedModelError, match=r"layer 'net.2' changes the data of a parameter"):
+    with pytest.raises(UnsupportedModelError, match=r"layer 'net.2' (modifies|changes the data of) a parameter"):
         fit(model)
 
 
@@ -186,7 +186,7 @@ class ByHand(Model):
 def test_a_layer_that_changes_its_weight_past_autograd_is_refused_in_manual_optimization() -> None:
     model = ByHand()
     model.net[2] = Decaying(decay_past_autograd, in_training=True)
-    with pytest.raises(UnsupportedModelError, match=r"layer 'net.2' changes the data of a parameter"):
+    with pytest.raises(UnsupportedModelError, match=r"layer 'net.2' (modifies|changes the data of) a parameter"):
         fit(model)
 
 
@@ -195,7 +195,7 @@ def test_a_layer_that_changes_its_weight_in_a_step_without_a_backward_is_refused
     model.net[2] = Decaying(decay_past_autograd, in_training=True)
     model.of_step = lambda model, loss: loss.detach()
     with pytest.raises(
-        UnsupportedModelError, match=r"one of the layers 'net.0 … net.4' changes the data of a parameter"
+        UnsupportedModelError, match=r"layer( 'net.2'|s 'net.0 … net.4') (modifies|changes the data of) a parameter"
     ):
         fit(model)
 

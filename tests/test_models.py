@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,20 @@ from support import nets
 from support.nets import VOCABULARY, WIDTH
 from support.same_training import SEED, Net, Update, assert_same_training, trainer_for
 from support.sampling import in_turns
+from support.taking_turns import ONE_AFTER_THE_OTHER
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
 NUM_SAMPLES, LENGTH, NUM_CLASSES = 12, 7, 5
+
+
+@pytest.fixture(autouse=True)
+def taking_turns(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Microbatches of all these models take turns, but where a test says otherwise."""
+    caplog.set_level("INFO")
+    yield
+    said = [each.message for each in caplog.get_records("call") if ONE_AFTER_THE_OTHER in each.message]
+    assert bool(said) == (request.node.get_closest_marker("one_after_the_other") is not None), said
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -816,6 +826,7 @@ def test_adapters_alone_have_optimizer_state_and_the_base_stays(kind: type[LoRA]
         assert torch.equal(value, before[name]) == (name not in trained), name
 
 
+@pytest.mark.one_after_the_other
 def test_running_statistics_of_a_layer_called_twice_in_a_step_follow_another_order_and_nothing_else_does() -> None:
     """They average over all calls, and which microbatch makes its second call first depends on the packs."""
     samples, results = images(), []
@@ -1153,7 +1164,7 @@ class Unrolled(nn.Module):
 @pytest.mark.parametrize(
     ("net", "memory"),
     [
-        *(("siamese", f"{memory}KiB") for memory in (56, 80, 100, 112)),
+        *(pytest.param("siamese", f"{m}KiB", marks=pytest.mark.one_after_the_other) for m in (56, 80, 100, 112)),
         *(("unrolled", f"{m}KiB") for m in (112, 144, 176)),
     ],
 )

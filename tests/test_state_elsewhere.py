@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +128,46 @@ class InASlot(Counts):
         return self.kept.calls
 
 
+class Tally(OrderedDict[str, Any]):
+    """Its entries cannot be read by their names alone."""
+
+    def __getitem__(self, name: str) -> Any:
+        return SimpleNamespace(value=super().__getitem__(name))
+
+
+class InADictOfItsOwn(Counts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Tally(calls=0)
+
+    def count(self) -> int:
+        self.kept["calls"] = calls = self.kept["calls"].value + 1
+        return int(calls)
+
+    def counted(self) -> Any:
+        return self.kept["calls"].value
+
+
+class History(list[int]):
+    """A list with a number beside its items."""
+
+    calls = 0
+
+
+class InAListOfItsOwn(Counts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = History()
+
+    def count(self) -> int:
+        self.kept.calls += 1
+        self.kept.append(self.kept.calls)
+        return len(self.kept)
+
+    def counted(self) -> Any:
+        return self.kept.calls, list(self.kept)
+
+
 def counter() -> tuple[Callable[[], int], Callable[[], int]]:
     calls = 0
 
@@ -208,6 +249,8 @@ KINDS = [
     InItsClass,
     InAnObject,
     InASlot,
+    InADictOfItsOwn,
+    InAListOfItsOwn,
     InAClosure,
     InAFunction,
     InAHookWithinIt,

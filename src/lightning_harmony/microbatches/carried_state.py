@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_harmony.engine.structures.containers import copied_content
 from lightning_harmony.engine.structures.tree import tensors_of
 from lightning_harmony.microbatches.held_state import Held, Kind, modules_of
 from lightning_harmony.microbatches.lane_attributes import ALL
@@ -231,7 +230,7 @@ def _found(held: Held, name: Any, *, is_in_new: bool) -> Found:
     content = held.content
 
     def state() -> Sequence[Any]:
-        values = list(copied_content(content)) if name is ALL else [content.get(name, MISSING)]
+        values = list(held.copied()) if name is ALL else [content.get(name, MISSING)]
         return [*values, *map(version_of, _tensors_in(values))]
 
     begun = state()
@@ -258,4 +257,4 @@ def _keeps_nothing(value: Any) -> bool:
 def _tensors_in(content: Any) -> list[Tensor]:
     """The tensors in a place. Not parameters, which no step changes, and not those in containers, which are places."""
     values = content.values() if isinstance(content, dict) else content
-    return [value for value in values if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
+    return [value for value in values if issubclass(type(value), Tensor) and not isinstance(value, nn.Parameter)]

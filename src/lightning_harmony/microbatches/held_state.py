@@ -5,9 +5,9 @@ depth of `DEEPEST`; of functions, hooks among them, the variables of closures, a
 `functools.partial` are bound to, through as many functions that hold each other; the classes of all these, with their
 functions; and globals of the files that define the modules' classes, with what these define, and containers among them.
 
-Longer containers than `LONGEST` are data, and so are more than `MOST` spaces. Left alone are metrics, whose states add up,
-parameters, and objects, functions and classes of the libraries below, which no step of the user's keeps anything in. Functions
-of theirs may wrap one of the user's.
+None of the user's code runs: objects and containers of all classes are read past it. Longer containers than `LONGEST` are
+data, and so are more than `MOST` spaces. Left alone are metrics, whose states add up, parameters, and objects, functions and
+classes of the libraries below, which no step of the user's keeps anything in. Functions of theirs may wrap one of the user's.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from lightning_harmony.engine.structures.containers import copied_content, have_
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.microbatches.variables import (
     AttributesOfClass,
+    EntriesOf,
     SlotsOf,
     VariableOfClosure,
     Variables,
+    attributes_of,
     slots_of,
 )
 
@@ -44,6 +46,7 @@ SWITCHED = (list, deque, set, dict, OrderedDict, defaultdict)
 # Arrays up to this size are compared by what is in them.
 _SMALL_BYTES = 64 * 1024
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), ModuleType)
+_CONTAINERS = (list, deque, set, dict, tuple)
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, staticmethod, classmethod, property)
 # What is looked into by itself, or does not change: nothing tells by itself that it was changed in place.
 _UNMARKED = frozenset((*_PLAIN, *_FUNCTIONS, *SWITCHED, tuple, type, nn.Parameter, torch.dtype, torch.device))
@@ -104,7 +107,9 @@ class Held:
     @property
     def has_attributes(self) -> bool:
         """Whether its names are those that code has given them: attributes, globals or variables, not entries."""
-        return self.owner is not None or isinstance(self.content, Variables)
+        return self.owner is not None or (
+            isinstance(self.content, Variables) and not isinstance(self.content, EntriesOf)
+        )
 
     def copied(self) -> Any:
         """What is in it, in a list, dict or set."""
@@ -176,14 +181,15 @@ class _Walk:
             depth: of how many objects it is an attribute.
             nested: how many functions hold it.
         """
-        if type(value) in _PLAIN or isinstance(value, Tensor) or id(value) in self._seen:
+        kind = type(value)
+        if kind in _PLAIN or issubclass(kind, Tensor) or id(value) in self._seen:
             return
-        if isinstance(value, list | deque | set | dict | tuple):
+        if issubclass(kind, _CONTAINERS):
             yield from self._container(name, value, depth, nested)
-        elif isinstance(value, _FUNCTIONS):
+        elif issubclass(kind, _FUNCTIONS):
             if nested < DEEPEST:
                 yield from _shared(self._function(name, value, depth, nested + 1))
-        elif isinstance(value, type):
+        elif issubclass(kind, type):
             yield from self._class(value, nested)
         elif depth < DEEPEST and _is_looked_into(value):
             self._seen.add(id(value))
@@ -197,16 +203,23 @@ class _Walk:
                 yield from self._within(named, each, depth, nested)
 
     def _container(self, name: str, value: Any, depth: int, nested: int) -> Iterator[Held]:
-        if len(value) > LONGEST:
-            return
+        kind = type(value)
         # A tuple is no place, but what it holds is.
-        content = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-        if not isinstance(value, tuple):
+        held = tuple.__iter__(value) if issubclass(kind, tuple) else copied_content(value)
+        content = list(held.items() if isinstance(held, dict) else enumerate(held))
+        if len(content) > LONGEST:
+            return
+        if not issubclass(kind, tuple):
             self._seen.add(id(value))
             # Not one of parameters, in whose places stand-ins are while a step runs.
-            if not any(isinstance(each, nn.Parameter) for _, each in content):
-                yield Held(name, value, Kind.CONTAINER if type(value) in SWITCHED and not depth else Kind.OBJECT)
+            if not any(issubclass(type(each), nn.Parameter) for _, each in content):
+                is_switched = kind in SWITCHED
+                seen = EntriesOf(value) if issubclass(kind, dict) and not is_switched else value
+                yield Held(name, seen, Kind.CONTAINER if is_switched and not depth else Kind.OBJECT)
         yield from self._each(name, content, depth, nested)
+        if depth < DEEPEST and kind is not tuple and kind not in SWITCHED:
+            yield from self._attributes_of(f"attributes of {name}", value, depth + 1, nested)
+            yield from self._class(kind, nested)
 
     def _attributes_of(self, name: str, value: Any, depth: int, nested: int) -> Iterator[Held]:
         for held in _places_of(name, value):
@@ -230,7 +243,7 @@ class _Walk:
             defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
             yield from self._each(f"{name}, default", enumerate(defaults), depth, nested)
         for attribute, value in list(vars(function).items()):
-            if is_own or isinstance(value, _FUNCTIONS):
+            if is_own or issubclass(type(value), _FUNCTIONS):
                 yield from self._within(f"{name}.{attribute}", value, depth, nested)
 
     def _variable(
@@ -242,7 +255,7 @@ class _Walk:
         if is_own and variable != "__class__":
             yield Held(name, content, Kind.CONTAINER if not depth else Kind.OBJECT)
         for value in content.values():
-            if is_own or isinstance(value, _FUNCTIONS):
+            if is_own or issubclass(type(value), _FUNCTIONS):
                 yield from self._within(name, value, depth, nested)
 
     def _class(self, kind: type, nested: int) -> Iterator[Held]:
@@ -255,7 +268,7 @@ class _Walk:
             name = f"class {each.__qualname__}"
             yield from _shared([Held(name, AttributesOfClass(each), Kind.OBJECT, each)])
             for attribute, value in list(vars(each).items()):
-                is_of_python = attribute.startswith("__") and not isinstance(value, _FUNCTIONS)
+                is_of_python = attribute.startswith("__") and not issubclass(type(value), _FUNCTIONS)
                 if type(value) not in _PLAIN and not is_of_python:
                     yield from _led_to(self._within(f"{name}.{attribute}", value, 0, nested), each, attribute)
 
@@ -288,25 +301,27 @@ def _led_to(places: Iterable[Held], owner: Any, attribute: str) -> Iterator[Held
 
 def _places_of(name: str, value: Any) -> Iterator[Held]:
     """The attributes of an object, and its slots."""
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
+    attributes = attributes_of(value)
+    if attributes is not None:
         yield Held(name, attributes, Kind.OBJECT, value)
-    if slots_of(type(value)) and is_users(type(value).__module__):
+    kind: Any = type(value)
+    if is_users(kind.__module__) and slots_of(kind):
         yield Held(name, SlotsOf(value), Kind.OBJECT)
 
 
 def _bound_to(function: Any) -> Iterator[tuple[str, Any]]:
     """What a function is made of that is not its own."""
-    if isinstance(function, MethodType):
+    kind = type(function)
+    if issubclass(kind, MethodType):
         yield "", function.__self__
         yield "", function.__func__
-    elif isinstance(function, BuiltinFunctionType):
+    elif issubclass(kind, BuiltinFunctionType):
         yield "", function.__self__
-    elif isinstance(function, staticmethod | classmethod):
+    elif issubclass(kind, staticmethod | classmethod):
         yield "", function.__func__
-    elif isinstance(function, property):
+    elif issubclass(kind, property):
         yield from (("", each) for each in (function.fget, function.fset, function.fdel))
-    elif isinstance(function, partial):
+    elif issubclass(kind, partial):
         yield "", function.func
         yield ", arguments", function.args
         yield ", arguments", function.keywords
@@ -316,19 +331,19 @@ def _is_users_global(value: Any, files: Container[str]) -> bool:
     """Whether a global is looked into: a container, or a function, class or object of what these files define."""
     if type(value) in SWITCHED or type(value) is SimpleNamespace:
         return True
-    if isinstance(value, Tensor | nn.Module):
+    kind = type(value)
+    if issubclass(kind, Tensor | nn.Module):
         return False
-    defined_in = (
-        getattr(value, "__module__", None) if isinstance(value, type | FunctionType) else type(value).__module__
-    )
+    defined_in = value.__module__ if issubclass(kind, type | FunctionType) else kind.__module__
     return defined_in in files
 
 
 def _is_looked_into(value: Any) -> bool:
     """Whether an object may keep something of a step."""
-    if isinstance(value, Metric | torch.optim.Optimizer | torch.utils.data.Dataset | torch.utils.data.DataLoader):
+    kind = type(value)
+    if issubclass(kind, Metric | torch.optim.Optimizer | torch.utils.data.Dataset | torch.utils.data.DataLoader):
         return False
-    return type(value).__module__.partition(".")[0] not in _LIBRARIES
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
 @cache
@@ -344,11 +359,12 @@ def _joined(name: str, attribute: str) -> str:
 
 def mark_of(value: Any) -> Any:
     """What changes when an object is changed in place; None where that cannot be told, or of one that cannot be."""
-    if type(value) in _UNMARKED or isinstance(value, nn.Module):
+    kind = type(value)
+    if kind in _UNMARKED or issubclass(kind, nn.Module):
         return None
-    if isinstance(value, Tensor):
+    if issubclass(kind, Tensor):
         return None if isinstance(value, nn.Parameter) or value.is_inference() else value._version
-    if type(value) in _LOCKS:
+    if kind in _LOCKS:
         return is_held(value)
     if is_ndarray(value):
         return value.tobytes() if value.nbytes <= _SMALL_BYTES and not value.dtype.hasobject else None
@@ -357,7 +373,7 @@ def mark_of(value: Any) -> Any:
 
 def marked_in(held: Held) -> Iterator[tuple[Any, Any, Any]]:
     """The objects in a place that may be changed in place: their names, or numbers, the objects, and their marks."""
-    content = held.content.items() if held.is_named else enumerate(held.content)
+    content = held.content.items() if held.is_named else enumerate(held.copied())
     for name, value in [each for each in content if type(each[1]) not in _UNMARKED]:
         mark = mark_of(value)
         if mark is not None:
@@ -378,8 +394,9 @@ def state_of_generator(value: Any) -> Any:
 
 def is_held(value: Any) -> bool:
     """Whether a lock is held, by whichever thread."""
-    if isinstance(value, threading.Condition):
-        return is_held(value._lock)  # type: ignore[attr-defined]
-    if isinstance(value, threading.Semaphore):
-        return value._value == 0
-    return type(value) in _LOCKS and repr(value).startswith("<locked")
+    kind = type(value)
+    if issubclass(kind, threading.Condition):
+        return is_held(value._lock)
+    if issubclass(kind, threading.Semaphore):
+        return bool(value._value == 0)
+    return kind in _LOCKS and repr(value).startswith("<locked")

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.derived import OutOfReach
 from lightning_harmony.engine.structures.containers import put_content
-from lightning_harmony.microbatches.held_state import Held, Kind, held_by
+from lightning_harmony.microbatches.held_state import SWITCHED, Held, Kind, held_by
 from lightning_harmony.microbatches.variables import MISSING, VariableOfClosure, put_value
 
 _PASSED_BY = frozenset((__name__.partition(".")[0], "torch", "threading", "lightning", "pytorch_lightning"))
@@ -119,7 +119,7 @@ class _Space:
             if all(len(each) >= len(self.base) and all(map(operator.is_, each, self.base)) for each in lists):
                 self._set({None: [*self.base, *(item for each in lists for item in each[len(self.base) :])]})
         elif isinstance(self.content, set) and self.grows and not self.is_passed_on:
-            self.content.update(*(self.own[microbatch][None] for microbatch in self.own))
+            set.update(self.content, *(self.own[microbatch][None] for microbatch in self.own))
 
     def late(self, ran: Collection[int]) -> list[Any]:
         """The names of what was changed and is not known to be harmless; None for all of a list or set.
@@ -164,7 +164,7 @@ class _Space:
 
     def _changed(self) -> dict[Any, Any]:
         if not self.is_named:
-            has_own = self.grows or (self.kind is Kind.CONTAINER and has_tensors([*self.content, *self.seen]))
+            has_own = self.grows or (self.kind is Kind.CONTAINER and has_tensors([*self.held.copied(), *self.seen]))
             return {None: self.held.copied()} if has_own and ALL not in self.harmless else {}
         values = {name: self.content.get(name, MISSING) for name in {**self.seen, **self.content}}
         return {name: value for name, value in values.items() if self._is_own(name, value)}
@@ -220,8 +220,8 @@ def is_switched(kind: Kind, name: Any, value: Any, before: Any, *, of_layer: boo
         return (
             name not in OF_TORCH
             and type(value) not in NUMBERS
-            and not isinstance(value, OutOfReach)
-            and not isinstance(before, OutOfReach)
+            and not issubclass(type(value), OutOfReach)
+            and not issubclass(type(before), OutOfReach)
         )
     if kind is Kind.OBJECT:
         return of_layer and type(value) not in NUMBERS
@@ -230,7 +230,7 @@ def is_switched(kind: Kind, name: Any, value: Any, before: Any, *, of_layer: boo
 
 def has_tensors(values: Iterable[Any]) -> bool:
     """Whether tensors are among these, or in a list, tuple or dict among them."""
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(list(values)))
+    return any(issubclass(type(leaf), Tensor) for leaf in tree_leaves(list(values)))
 
 
 def in_words(held: Held, name: Any) -> str:
@@ -312,7 +312,7 @@ class LaneAttributes:
         for key in {id(getattr(each, "__dict__", None)) for each in objects}:
             for space in self._places_in.get(key, ()):
                 # Most are hooks that there are none of.
-                if not (space.content or space.base):
+                if not space.base and type(space.content) in SWITCHED and not space.content:
                     continue
                 self._seen_late += _named(space, space.foreign(is_watched=space.name in self._known.places))
 

@@ -38,7 +38,7 @@ class _State(NamedTuple):
 def _look_of(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(map(_look_of, value))
-    return (str(value.shape), str(value.dtype)) if isinstance(value, Tensor) else value
+    return (str(value.shape), str(value.dtype)) if issubclass(type(value), Tensor) else value
 
 
 class _Place:
@@ -67,8 +67,8 @@ class _Place:
         self.is_lost = False
 
     def state(self) -> _State:
-        values = list(self.held.content) if self.name is ALL else [self.held.content.get(self.name, MISSING)]
-        return _State(values, [version_of(value) for value in values if isinstance(value, Tensor)])
+        values = list(self.held.copied()) if self.name is ALL else [self.held.content.get(self.name, MISSING)]
+        return _State(values, [version_of(value) for value in values if issubclass(type(value), Tensor)])
 
     def watched_tensors(self) -> list[Tensor]:
         """The tensors that tell of what is computed with them; buffers may be another's meanwhile."""

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_harmony.engine.structures.containers import put_content
+from lightning_harmony.engine.structures.containers import copied_content, put_content
 from lightning_harmony.microbatches.held_state import SWITCHED, Held, Kind, held_by
-from lightning_harmony.microbatches.variables import MISSING, AttributesOfClass, SlotsOf, VariableOfClosure, Variables
+from lightning_harmony.microbatches.variables import MISSING, AttributesOfClass, EntriesOf, SlotsOf, VariableOfClosure
 
 # So many first steps of a kind are looked at for what recomputes change.
 _WATCHED_STEPS = 1
@@ -65,8 +65,10 @@ class _Places:
         self._dicts = [each for each in contents if isinstance(each, dict)]
         self._classes = [vars(each.owner) for each in contents if isinstance(each, AttributesOfClass)]
         self._cells = [each.owner for each in contents if isinstance(each, VariableOfClosure)]
-        self._slots = [each for each in contents if isinstance(each, SlotsOf)]
-        self._lists = [each for each in contents if isinstance(each, list | deque | set)]
+        self._mappings = [each for each in contents if isinstance(each, SlotsOf | EntriesOf)]
+        lists = [each for each in contents if isinstance(each, list | deque | set)]
+        self._lists = [each for each in lists if type(each) in SWITCHED]
+        self._lists_of_others = [each for each in lists if type(each) not in SWITCHED]
         self._values: list[Any] = []
         self._contents: list[Any] = []
 
@@ -74,7 +76,8 @@ class _Places:
         """A copy of what is in each: the same list as long as nothing has changed."""
         now = list(chain.from_iterable(map(dict.values, self._dicts)))
         now += chain.from_iterable(map(methodcaller("values"), self._classes))
-        now += chain.from_iterable(chain(self._lists, map(methodcaller("values"), self._slots)))
+        now += chain.from_iterable(chain(self._lists, map(copied_content, self._lists_of_others)))
+        now += chain.from_iterable(map(methodcaller("values"), self._mappings))
         now += map(_content_of, self._cells)
         if not self._contents or len(now) != len(self._values) or not all(map(is_, now, self._values)):
             self._values, self._contents = now, [each.copied() for each in self.all]
@@ -107,9 +110,7 @@ class StateElsewhere:
             return None
         # Modules' own is looked at with the layers. Hooks are not called by layers' code alone.
         held = (each for each in held_by(self._model, self._others) if each.kind not in (Kind.MODULE, Kind.HOOKS))
-        self._places = _Places(
-            each for each in held if _is_plain(each.content) and (is_watched or each.name in self._known)
-        )
+        self._places = _Places(each for each in held if is_watched or each.name in self._known)
         return self._at_call if self._places.all else None
 
     def _at_call(self) -> Callable[[], AbstractContextManager[None]]:
@@ -142,11 +143,6 @@ def _content_of(cell: CellType) -> Any:
         return MISSING
 
 
-def _is_plain(content: Any) -> bool:
-    """Whether what is in a place can be read and put back. Other classes may make it as it is asked for."""
-    return isinstance(content, Variables) or type(content) in SWITCHED
-
-
 def _is_of_python(name: Any) -> bool:
     """Whether a name is one of Python's own, or of a compiler's, which adds what it has compiled to globals."""
     return isinstance(name, str) and name.startswith("__")
@@ -155,4 +151,4 @@ def _is_of_python(name: Any) -> bool:
 def _has_tensors(content: Any) -> bool:
     """Whether tensors are in a place, also within tuples. Lists and dicts there are places of their own."""
     values = content.values() if isinstance(content, dict) else content
-    return any(isinstance(each, Tensor) or (type(each) is tuple and _has_tensors(each)) for each in values)
+    return any(issubclass(type(each), Tensor) or (type(each) is tuple and _has_tensors(each)) for each in values)

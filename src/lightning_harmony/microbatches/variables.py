@@ -1,13 +1,17 @@
-"""Names that are in no dict, seen as one: variables of closures, attributes of classes, and slots of objects."""
+"""Names that no dict of Python's own holds, seen as one: variables of closures, attributes of classes, slots of objects.
+
+Also the entries of dicts of other classes: these may make what is asked for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
+from functools import cache
 from operator import is_
-from types import CellType
+from types import CellType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
-from lightning_harmony.engine.structures.containers import have_same_content
+from lightning_harmony.engine.structures.containers import class_of_python, copied_content, have_same_content
 
 MISSING = object()
 
@@ -43,6 +47,37 @@ class Variables(MutableMapping[str, Any]):
     def has_content(self, before: dict[str, Any]) -> bool:
         """Whether the same objects are in it that were before."""
         return have_same_content(dict(self), before)
+
+
+class EntriesOf(Variables):
+    """The entries of a dict of some class, past the code of that."""
+
+    def __init__(self, entries: dict[Any, Any]) -> None:
+        super().__init__(entries)
+        kind: Any = type(entries)
+        self._holds = class_of_python(kind)
+
+    def has_content(self, before: dict[Any, Any]) -> bool:
+        """Whether the same objects are in it that were before, in their order."""
+        return have_same_content(self.owner, before)
+
+    def __getitem__(self, name: Any) -> Any:
+        value = dict.get(self.owner, name, MISSING)
+        if value is MISSING:
+            raise KeyError(name)
+        return value
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        self._holds.__setitem__(self.owner, name, value)
+
+    def __delitem__(self, name: Any) -> None:
+        self._holds.__delitem__(self.owner, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(copied_content(self.owner))
+
+    def __len__(self) -> int:
+        return dict.__len__(self.owner)
 
 
 class VariableOfClosure(Variables):
@@ -89,33 +124,50 @@ class SlotsOf(Variables):
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
-        self._names = slots_of(type(value))
+        kind: Any = type(value)
+        self._slots = slots_of(kind)
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return getattr(self.owner, name)
+            return self._slots[name].__get__(self.owner)
         except AttributeError:
             raise KeyError(name) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
         # Past the guard of frozen ones.
-        object.__setattr__(self.owner, name, value)
+        self._slots[name].__set__(self.owner, value)
 
     def __delitem__(self, name: str) -> None:
-        object.__delattr__(self.owner, name)
+        self._slots[name].__delete__(self.owner)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._names if hasattr(self.owner, name))
+        return (name for name in self._slots if name in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-def slots_of(kind: type) -> tuple[str, ...]:
-    """The names of the slots that objects of a class have, but for private ones."""
-    slots = (vars(each).get("__slots__", ()) for each in kind.__mro__)
-    names = (name for each in slots for name in ((each,) if isinstance(each, str) else tuple(each)))
-    return tuple(name for name in names if not name.startswith("__"))
+@cache
+def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
+    """The slots that objects of a class have, by the names of the descriptors that hold them."""
+    classes = [vars(each) for each in reversed(kind.__mro__) if "__slots__" in vars(each)]
+    return {name: slot for each in classes for name, slot in each.items() if type(slot) is MemberDescriptorType}
+
+
+@cache
+def _dict_of(kind: type) -> Any:
+    found = (vars(each).get("__dict__") for each in kind.__mro__)
+    return next(
+        (each for each in found if type(each) is GetSetDescriptorType or type(each) is MemberDescriptorType), None
+    )
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The `__dict__` of an object, past the code of its class, which may make it up; None if there is none."""
+    kind: Any = type(value)
+    descriptor = _dict_of(kind)
+    found = None if descriptor is None else descriptor.__get__(value)
+    return found if type(found) is dict else None
 
 
 class AttributesOfClass(Variables):

@@ -20,6 +20,7 @@ from lightning_harmony.engine.lanes.ambient import OF_PROCESS
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.microbatches.carried_state import CarriedState, Found, are_same
 from lightning_harmony.microbatches.held_state import (
+    SWITCHED,
     Held,
     Kind,
     held_by,
@@ -37,7 +38,7 @@ from lightning_harmony.microbatches.lane_attributes import (
     is_switched,
 )
 from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED
-from lightning_harmony.microbatches.variables import MISSING, Variables
+from lightning_harmony.microbatches.variables import MISSING
 
 # Of a step, watching takes at most this share, beside one microbatch at whose calls everything is looked at.
 _SHARE = 0.01
@@ -61,8 +62,7 @@ class _Watched:
     def changed(self) -> Iterator[Any]:
         """The names of what is another object now; `ALL` of a list or set that is."""
         now, before = self.held.content, self.begun
-        # Most are hooks that there are none of.
-        if not (now or before) or self.held.is_as(before):
+        if self.held.is_as(before):
             return
         if not self.held.is_named:
             yield ALL
@@ -84,7 +84,7 @@ class _Together:
         plain = [each for each in all_watched if type(each.held.content) is dict and each.begun]
         self._groups = [_Group(plain[start : start + _GROUP]) for start in range(0, len(plain), _GROUP)]
         # Such as hooks that there are none of.
-        self._empty = [each for each in all_watched if not each.begun and not isinstance(each.held.content, Variables)]
+        self._empty = [each for each in all_watched if not each.begun and type(each.held.content) in SWITCHED]
         self._contents = [each.held.content for each in self._empty]
         apart = set(map(id, (*plain, *self._empty)))
         self._others = [each for each in all_watched if id(each) not in apart]
@@ -260,7 +260,7 @@ class Watch:
         if name is ALL:
             if self._note_growth(each):
                 return
-            if not isinstance(held.content, list | set) or not has_tensors([*held.content, *each.begun]):
+            if not isinstance(held.content, list | set) or not has_tensors([*held.copied(), *each.begun]):
                 self._note_hazard(f"{in_words(held, name)} is changed", layer)
             return
         before, now = each.begun.get(name, MISSING), held.content.get(name, MISSING)
@@ -315,17 +315,18 @@ class Watch:
     def _note_growth(self, each: _Watched) -> bool:
         """Note whether a list or set that is changed has only grown, and return that."""
         held, seen = each.held, self.seen
-        before, now = self._lengths.get(held.key, 0), len(held.content)
+        content = held.copied()
+        before, now = self._lengths.get(held.key, 0), len(content)
         self._lengths[held.key] = now
-        if not _grew(each.begun, held.content) or now < before:
+        if not _grew(each.begun, content) or now < before:
             seen.shrank.add(held.name)
             if held.name in seen.only_grew:
                 self._note(f"{in_words(held, ALL)} is changed", "the end of a microbatch")
             return False
-        if not isinstance(held.content, list | set) or not has_tensors([*held.content, *each.begun]):
+        if not isinstance(held.content, list | set) or not has_tensors([*content, *each.begun]):
             seen.only_grew.add(held.name)
         if self._microbatch == 1:
-            seen.lengths.setdefault(held.name, {len(each.begun)}).add(len(held.content))
+            seen.lengths.setdefault(held.name, {len(each.begun)}).add(now)
         return True
 
     def _note_hazard(self, what: str, layer: str) -> None:

@@ -107,10 +107,10 @@ class Attributes:
     def _look_at(self, name: str, value: Any, seen: set[int]) -> None:
         if id(value) in seen:
             return
-        if isinstance(value, Tensor):
+        if issubclass(type(value), Tensor):
             if not isinstance(value, nn.Parameter):
                 self._tensors[id(value)] = _Kept(name, value)
-        elif isinstance(value, tuple):
+        elif issubclass(type(value), tuple):
             for inner in value:
                 self._look_at(name, inner, seen)
         elif type(value) in _CONTAINERS:
@@ -220,14 +220,15 @@ class GeneratorAccess(NamedTuple):
     @classmethod
     def of(cls, value: Any) -> GeneratorAccess | None:
         """For one of PyTorch's, Python's or NumPy's; None of anything else."""
-        if isinstance(value, torch.Generator):
+        kind = type(value)
+        if issubclass(kind, torch.Generator):
             return cls(value.get_state, value.set_state)
-        if isinstance(value, random.Random):
+        if issubclass(kind, random.Random):
             return cls(value.getstate, value.setstate)
         numpy: Any = sys.modules.get("numpy.random")
-        if numpy is not None and isinstance(value, numpy.RandomState):
+        if numpy is not None and issubclass(kind, numpy.RandomState):
             return cls(partial(value.get_state, legacy=False), value.set_state)
-        if numpy is not None and isinstance(value, numpy.Generator):
+        if numpy is not None and issubclass(kind, numpy.Generator):
             bits = value.bit_generator
             return cls(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
         return None

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from lightning_harmony.engine.model.attributes import AttributesOfLayer
 from lightning_harmony.engine.model.companions import CallChanges, CompanionChangedError, Companions
 from lightning_harmony.engine.model.derived import derived_weights
+from lightning_harmony.engine.structures.containers import copied_content
 from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -391,8 +392,14 @@ def _places_in(owner: nn.Module) -> Iterator[Place]:
 
 
 def _places_of_value(container: Any, key: Any, value: Any) -> Iterator[Place]:
-    if isinstance(value, nn.Parameter):
+    if _is_parameter(value):
         yield Place(container, key, value)
-    elif isinstance(value, list | dict):
-        items = enumerate(value) if isinstance(value, list) else value.items()
-        yield from (Place(value, inner, item) for inner, item in items if isinstance(item, nn.Parameter))
+    elif issubclass(type(value), list | dict):
+        content = copied_content(value)
+        items = enumerate(content) if isinstance(content, list) else content.items()
+        yield from (Place(value, inner, item) for inner, item in items if _is_parameter(item))
+
+
+def _is_parameter(value: Any) -> bool:
+    # The type first: other classes may answer `isinstance` themselves.
+    return issubclass(type(value), Tensor) and isinstance(value, nn.Parameter)

@@ -1,14 +1,31 @@
-"""Lists, dicts, sets and deques: whether they hold the same objects, and how to let them."""
+"""Lists, dicts, sets and deques: whether they hold the same objects, and how to let them.
+
+Classes of one's own may make what is asked for, or count who asks. What they hold is read and put past their code, by the
+methods of the class of Python's own that holds it.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
+from functools import cache
 from operator import is_
 from typing import Any
+
+_OF_PYTHON = frozenset((OrderedDict, defaultdict, dict, list, deque, set))
+
+
+@cache
+def class_of_python(kind: type) -> Any:
+    """The class of Python's own that holds what is in a list, dict, set or deque of some class."""
+    return next(each for each in (OrderedDict, dict, list, deque, set) if issubclass(kind, each))
 
 
 def have_same_content(one: Any, other: Any) -> bool:
     """Whether two lists, dicts, sets or deques hold the same objects."""
+    if type(one) not in _OF_PYTHON:
+        one = copied_content(one)
+    if type(other) not in _OF_PYTHON:
+        other = copied_content(other)
     if len(one) != len(other):
         return False
     if not one:
@@ -19,13 +36,24 @@ def have_same_content(one: Any, other: Any) -> bool:
 
 
 def copied_content(content: Any) -> Any:
-    """A list, dict, set or deque as it is, in a list, dict or set: classes of one's own may copy otherwise."""
-    if isinstance(content, dict):
-        return dict(content)
-    return set(content) if isinstance(content, set) else list(content)
+    """A list, dict, set or deque as it is, in a list, dict or set."""
+    kind: Any = type(content)
+    if kind in _OF_PYTHON:
+        return dict(content) if issubclass(kind, dict) else content.copy() if kind is set else list(content)
+    holds = class_of_python(kind)
+    if issubclass(holds, dict):
+        return dict(holds.items(content))
+    return (set if holds is set else list)(holds.__iter__(content))
 
 
 def put_content(content: Any, before: Any) -> None:
     """Let a list, dict, set or deque hold what it held before, and nothing else."""
-    content.clear()
-    (content.extend if isinstance(content, list | deque) else content.update)(before)
+    kind: Any = type(content)
+    holds = class_of_python(kind)
+    holds.clear(content)
+    if holds is OrderedDict:
+        # `OrderedDict.update` asks the class of one's own.
+        for name, value in before.items():
+            OrderedDict.__setitem__(content, name, value)
+    else:
+        (holds.extend if holds in (list, deque) else holds.update)(content, before)

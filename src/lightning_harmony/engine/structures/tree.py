@@ -48,7 +48,7 @@ def tensors_of(*values: Any) -> list[Tensor]:
     """The tensors among values, and in lists, tuples and dicts among these."""
     if not _LEAVES.issuperset(map(type, values)):
         values = tuple(tree_leaves(values))
-    return [value for value in values if isinstance(value, Tensor)]
+    return [value for value in values if issubclass(type(value), Tensor)]
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
