@@ -90,6 +90,8 @@ class Held:
         key: tells it from all others, and is the same whenever it is looked at.
     """
 
+    __slots__ = ("content", "is_shared", "key", "kind", "name", "owner", "root")
+
     def __init__(self, name: str, content: Any, kind: Kind, owner: Any = None) -> None:
         self.name = name
         self.content = content
@@ -113,7 +115,8 @@ class Held:
 
     def copied(self) -> Any:
         """What is in it, in a list, dict or set."""
-        return dict(self.content) if isinstance(self.content, Variables) else copied_content(self.content)
+        content = self.content
+        return content.copied() if isinstance(content, Variables) else copied_content(content)
 
     def is_as(self, before: Any) -> bool:
         """Whether the same objects are in it as in a copy."""
@@ -371,9 +374,13 @@ def mark_of(value: Any) -> Any:
     return state_of_generator(value)
 
 
-def marked_in(held: Held) -> Iterator[tuple[Any, Any, Any]]:
-    """The objects in a place that may be changed in place: their names, or numbers, the objects, and their marks."""
-    content = held.content.items() if held.is_named else enumerate(held.copied())
+def marked_in(copied: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The objects in a place that may be changed in place: their names, or numbers, the objects, and their marks.
+
+    Args:
+        copied: a copy of what is in it.
+    """
+    content = copied.items() if isinstance(copied, dict) else enumerate(copied)
     for name, value in [each for each in content if type(each[1]) not in _UNMARKED]:
         mark = mark_of(value)
         if mark is not None:

@@ -83,6 +83,12 @@ class _Places:
             self._values, self._contents = now, [each.copied() for each in self.all]
         return self._contents
 
+    def differing(self, one: list[Any], other: list[Any]) -> list[tuple[_Place, Any]]:
+        """The places that differ between two copies, and what the other one has there."""
+        if one is other:
+            return []
+        return [(place, then) for place, now, then in zip(self.all, one, other, strict=True) if now is not then]
+
 
 class StateElsewhere:
     """What is elsewhere, in the steps of one kind.
@@ -118,22 +124,18 @@ class StateElsewhere:
 
     @contextmanager
     def _as_it_was(self, places: _Places, found: list[Any]) -> Iterator[None]:
-        left = begun = places.contents()
-        if left is not found:
-            for place, content in zip(places.all, found, strict=True):
-                if not _has_tensors(content):
-                    place.put(content)
-            begun = places.contents()
+        left = places.contents()
+        for place, content in places.differing(left, found):
+            if not _has_tensors(content):
+                place.put(content)
+        begun = places.contents()
         try:
             yield
         finally:
             now = places.contents()
-            if now is not begun:
-                changed = [place for place, one, other in zip(places.all, begun, now, strict=True) if one is not other]
-                self._known |= {place.held.name for place in changed}
-            if now is not left:
-                for place, content in zip(places.all, left, strict=True):
-                    place.put(content)
+            self._known |= {place.held.name for place, _ in places.differing(begun, now)}
+            for place, content in places.differing(now, left):
+                place.put(content)
 
 
 def _content_of(cell: CellType) -> Any:

@@ -101,7 +101,7 @@ class Undo:
         self._changed: list[_Marked] = []
         self._marked: list[_Marked] = []
         for held in places:
-            for name, value, mark in marked_in(held):
+            for name, value, mark in marked_in(held.copied()):
                 marked, when = _Marked(held.name, value, mark), known.drawn.get((held.name, name))
                 if when is not None:
                     self._drawn.append((marked, when))

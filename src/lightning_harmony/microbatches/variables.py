@@ -44,9 +44,13 @@ class Variables(MutableMapping[str, Any]):
     def __init__(self, owner: Any) -> None:
         self.owner = owner
 
+    def copied(self) -> dict[Any, Any]:
+        """All of them, in a dict."""
+        return dict(self)
+
     def has_content(self, before: dict[str, Any]) -> bool:
         """Whether the same objects are in it that were before."""
-        return have_same_content(dict(self), before)
+        return have_same_content(self.copied(), before)
 
 
 class EntriesOf(Variables):
@@ -57,9 +61,9 @@ class EntriesOf(Variables):
         kind: Any = type(entries)
         self._holds = class_of_python(kind)
 
-    def has_content(self, before: dict[Any, Any]) -> bool:
-        """Whether the same objects are in it that were before, in their order."""
-        return have_same_content(self.owner, before)
+    def copied(self) -> dict[Any, Any]:
+        """All of them, in a dict."""
+        return copied_content(self.owner)  # type: ignore[no-any-return]
 
     def __getitem__(self, name: Any) -> Any:
         value = dict.get(self.owner, name, MISSING)
@@ -74,7 +78,7 @@ class EntriesOf(Variables):
         self._holds.__delitem__(self.owner, name)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(copied_content(self.owner))
+        return iter(self.copied())
 
     def __len__(self) -> int:
         return dict.__len__(self.owner)
@@ -184,10 +188,17 @@ class AttributesOfClass(Variables):
         # Most classes never change: no name is looked at.
         if self._same[1] is before and len(now) == len(self._same[0]) and all(map(is_, now, self._same[0])):
             return True
-        is_same = have_same_content(dict(self), before)
+        is_same = have_same_content(self.copied(), before)
         if is_same:
             self._same = now, before
         return is_same
+
+    def copied(self) -> dict[str, Any]:
+        """All of them, in a dict."""
+        found = {name: value for name, value in vars(self.owner).items() if not name.startswith("__")}
+        for name in [name for name, value in found.items() if issubclass(type(value), StandIn)]:
+            put_value(found, name, found[name].own)
+        return found
 
     def __getitem__(self, name: str) -> Any:
         value = vars(self.owner)[name]
@@ -212,7 +223,7 @@ class AttributesOfClass(Variables):
             type.__delattr__(self.owner, name)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in list(vars(self.owner)) if not name.startswith("__") and name in self)
+        return iter(self.copied())
 
     def __contains__(self, name: object) -> bool:
         value = vars(self.owner).get(name, MISSING)

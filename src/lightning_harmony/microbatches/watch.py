@@ -54,10 +54,12 @@ _OWN_PACKAGE = __name__.partition(".")[0]
 class _Watched:
     """A place, as a microbatch found it when it began."""
 
+    __slots__ = ("begun", "held", "marks")
+
     def __init__(self, held: Held) -> None:
         self.held = held
         self.begun = held.copied()
-        self.marks = list(marked_in(held))
+        self.marks = list(marked_in(self.begun))
 
     def changed(self) -> Iterator[Any]:
         """The names of what is another object now; `ALL` of a list or set that is."""
