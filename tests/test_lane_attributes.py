@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import SumMetric
 
 from lightning_harmony.microbatches.lane_attributes import KnownChanges, LaneAttributes
+from lightning_harmony.microbatches.places import Places
 from support import nets
 from support.same_training import Net, assert_same_training, update_for
 from support.sampling import in_turns
@@ -437,7 +438,7 @@ class Module(nn.Module):
 def test_in_the_end_all_is_as_if_one_microbatch_had_run_after_the_other() -> None:
     module = Module()
     counters = {"": {"count": 2}, "by_name": {"n": 2}}
-    lanes = LaneAttributes(module, KnownChanges({"", "all", "latest", "names", "by_name"}, counters, {"all"}))
+    lanes = LaneAttributes(Places(module), KnownChanges({"", "all", "latest", "names", "by_name"}, counters, {"all"}))
     lanes.begin()
     for turn in (1, 2):
         for microbatch in (0, 1):
@@ -468,7 +469,7 @@ def test_in_the_end_all_is_as_if_one_microbatch_had_run_after_the_other() -> Non
 def test_an_attribute_that_a_microbatch_deletes_others_still_have() -> None:
     module = Module()
     module.extra = "before"
-    lanes = LaneAttributes(module, KnownChanges({""}))
+    lanes = LaneAttributes(Places(module), KnownChanges({""}))
     lanes.begin()
     lanes.switch(0)
     module.extra = "mine"

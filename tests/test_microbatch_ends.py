@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_harmony.microbatches.microbatch_ends import MicrobatchEnds
+from lightning_harmony.microbatches.places import Places
 
 
 class Keeping(nn.Module):
@@ -35,7 +36,7 @@ def left_on(module: Keeping) -> dict[str, Any]:
 
 def test_each_microbatch_finds_what_it_has_left_and_then_all_is_as_the_last_one_left_it() -> None:
     module = Keeping()
-    ends, same, items = MicrobatchEnds(module), module.same, module.items
+    ends, same, items = MicrobatchEnds(Places(module)), module.same, module.items
     left = [run_forward(module, ends, number) for number in range(3)]
     ends.end_forward()
     for number in (0, 1, 2, 1, 0):
@@ -49,7 +50,7 @@ def test_each_microbatch_finds_what_it_has_left_and_then_all_is_as_the_last_one_
 
 def test_what_a_backward_counts_collects_and_sets_stays() -> None:
     module = Keeping()
-    ends = MicrobatchEnds(module)
+    ends = MicrobatchEnds(Places(module))
     left = [run_forward(module, ends, number) for number in range(2)]
     ends.end_forward()
     gradient = torch.ones(())
@@ -67,7 +68,7 @@ def test_what_a_backward_counts_collects_and_sets_stays() -> None:
 
 def test_a_step_that_has_failed_leaves_nothing_for_the_next_one() -> None:
     module = Keeping()
-    ends = MicrobatchEnds(module)
+    ends = MicrobatchEnds(Places(module))
     run_forward(module, ends, 0)
     ends.finish()
     left = [run_forward(module, ends, number) for number in range(2)]

@@ -304,7 +304,7 @@ def test_what_is_read_late_is_named_once(caplog: pytest.LogCaptureFixture) -> No
 def test_a_variable_that_nothing_tells_the_reads_of_is_named(caplog: pytest.LogCaptureFixture) -> None:
     takes, (said,) = takes_turns(Keeps(a_variable_of_a_closure, BEHIND), caplog)
     assert not takes
-    assert "the variable 'net.read.kept' passes something on from one microbatch to the next" in said
+    assert "the variable 'net.write.kept' passes something on from one microbatch to the next" in said
 
 
 class Hooked(nn.Module):

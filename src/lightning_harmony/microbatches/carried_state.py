@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.tree import tensors_of
-from lightning_harmony.microbatches.held_state import Held, Kind, modules_of
-from lightning_harmony.microbatches.lane_attributes import ALL
+from lightning_harmony.microbatches.held_state import ALL, Held, Kind
 from lightning_harmony.microbatches.reads import Reads, Uses, Watched, version_of
 from lightning_harmony.microbatches.variables import MISSING
+from lightning_harmony.microbatches.walk import modules_of
 
 # Equal ones are the same, whichever object they are.
 _COMPARED = (bool, int, float, complex, str, bytes)
@@ -230,7 +230,7 @@ def _found(held: Held, name: Any, *, is_in_new: bool) -> Found:
     content = held.content
 
     def state() -> Sequence[Any]:
-        values = list(held.copied()) if name is ALL else [content.get(name, MISSING)]
+        values = list(held.look()) if name is ALL else [content.get(name, MISSING)]
         return [*values, *map(version_of, _tensors_in(values))]
 
     begun = state()

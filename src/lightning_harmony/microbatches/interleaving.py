@@ -24,6 +24,7 @@ from lightning_harmony.microbatches.lane_attributes import (
 )
 from lightning_harmony.microbatches.logs import MicrobatchLogs
 from lightning_harmony.microbatches.microbatch_ends import MicrobatchEnds
+from lightning_harmony.microbatches.places import Places
 from lightning_harmony.microbatches.stale_reads import StaleReads
 from lightning_harmony.microbatches.state_elsewhere import StateElsewhere
 from lightning_harmony.microbatches.step_undo import Undo, Versions
@@ -52,11 +53,11 @@ class Interleaving:
     def __init__(self, tree: LightningTree, trainer: Any, engine: Executor) -> None:
         self._tree, self._trainer, self._engine = tree, trainer, engine
         self._model: nn.Module = trainer.lightning_module
-        self._others = (("the profiler", trainer.profiler),)
         self._known = KnownChanges()
-        self._attributes = LaneAttributes(self._model, self._known, self._others)
-        self._ends = MicrobatchEnds(self._model, self._others)
-        self._elsewhere = StateElsewhere(self._model, self._others)
+        self._places = Places(self._model, (("the profiler", trainer.profiler),))
+        self._attributes = LaneAttributes(self._places, self._known)
+        self._ends = MicrobatchEnds(self._places)
+        self._elsewhere = StateElsewhere(self._places)
         self._changing: set[int] = set()
         self._is_shown = False
         self.hazard: str | None = None
@@ -83,12 +84,10 @@ class Interleaving:
         if not self.is_earned:
             self._run_in_sequence(forward, sizes)
             return
-        self._attributes.begin()
-        buffers = list(self._buffers_between_layers())
-        undo = Undo(
-            self._model, self._attributes.places, self._changing, self._known, [held.content for held, _ in buffers]
-        )
-        reads = StaleReads(self._attributes.places, buffers, self._known)
+        places = self._attributes.begin().places
+        buffers = list(self._buffers_between_layers(places))
+        undo = Undo(self._model, places, self._changing, self._known, [held.content for held, _ in buffers])
+        reads = StaleReads(places, buffers, self._known)
         passes_on: str | None = None
         error: BaseException | None = None
         try:
@@ -125,6 +124,8 @@ class Interleaving:
         """The step is over."""
         self._ends.finish()
         self._attributes.finish()
+        self._elsewhere.finish()
+        self._places.let_go()
 
     def _run_in_turns(
         self, forward: Callable[[bool], None], sizes: Sequence[int], undo: Undo, reads: StaleReads
@@ -151,7 +152,7 @@ class Interleaving:
             (watch if engine.is_sequential else reads).note_compiled(given)
 
         # Larger microbatches than ever before run one after the other.
-        watch = Watch(self._model, self._others)
+        watch = Watch(self._model, self._places)
 
         def set_by_layer(attributes: dict[str, Any], names: set[str]) -> None:
             self._attributes.set_by_layer(attributes, names)
@@ -188,10 +189,10 @@ class Interleaving:
             self._end_forward()
             self._conclude(watch, len(sizes))
 
-    def _buffers_between_layers(self) -> Iterator[tuple[Held, list[str]]]:
+    def _buffers_between_layers(self, places: Sequence[Held]) -> Iterator[tuple[Held, list[str]]]:
         """The buffers that no layer has, which the code between layers may change."""
         of_layers = {(id(owner), name) for owner, name in self._engine.buffers_of_layers()}
-        for held in self._attributes.places:
+        for held in places:
             module = held.owner
             if held.kind is Kind.MODULE and module._buffers:
                 names = [each for each in module._buffers if (id(module), each) not in of_layers]
@@ -207,7 +208,7 @@ class Interleaving:
                 self._ends.switch(microbatch)
 
         # Once there is a hazard, nothing that is seen would let them take turns again.
-        watch = Watch(self._model, self._others) if self.hazard is None else None
+        watch = Watch(self._model, self._places) if self.hazard is None else None
         before = Versions(self._model) if watch is not None else None
         on_call = self._elsewhere.begin()
         self._engine.notify(

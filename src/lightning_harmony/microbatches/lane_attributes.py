@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import FrameType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.derived import OutOfReach
 from lightning_harmony.engine.structures.containers import put_content
-from lightning_harmony.microbatches.held_state import SWITCHED, Held, Kind, held_by
+from lightning_harmony.microbatches.held_state import ALL, Held, Kind
+from lightning_harmony.microbatches.places import Contents, Places, Together
 from lightning_harmony.microbatches.variables import MISSING, VariableOfClosure, put_value
 
 _PASSED_BY = frozenset((__name__.partition(".")[0], "torch", "threading", "lightning", "pytorch_lightning"))
 NUMBERS = (int, float)
-# In place of a name: all of a list, set or dict.
-ALL = object()
 
 
 class Draws(Enum):
@@ -73,7 +72,7 @@ class _Space:
         own: by microbatch, what it has changed: values by name, or the whole list or set under None.
     """
 
-    def __init__(self, held: Held, known: KnownChanges, of_layers: set[str]) -> None:
+    def __init__(self, held: Held, base: Any, known: KnownChanges, of_layers: set[str]) -> None:
         self.held, self.is_named = held, held.is_named
         self.name, self.content, self.kind = held.name, held.content, held.kind
         self.of_layers = of_layers
@@ -81,7 +80,7 @@ class _Space:
         self.counters = known.counters.get(held.name, {}) if held.is_named else {}
         self.grows = held.name in known.growing and not held.is_named
         self.is_passed_on = self.grows and held.name in known.passed_on
-        self.base = self.seen = self.held.copied()
+        self.base = self.seen = base
         self.own: dict[int, dict[Any, Any]] = {}
 
     def leave(self, microbatch: int) -> None:
@@ -90,7 +89,7 @@ class _Space:
             changed = self._changed()
             if changed:
                 self.own.setdefault(microbatch, {}).update(changed)
-            self.seen = self.held.copied()
+            self.seen = self.held.look()
         # In an earlier turn, too: it has found that again in this one.
         again = {
             name: self._base_of(name) if self._goes(name, value) else self._newest(name)
@@ -98,7 +97,7 @@ class _Space:
         }
         if again:
             self._set(again)
-            self.seen = self.held.copied()
+            self.seen = self.held.look()
 
     def enter(self, microbatch: int) -> None:
         """Make everything that a microbatch has changed what it made of it, and counters what they are in its turn."""
@@ -108,7 +107,7 @@ class _Space:
         }
         if own or counted:
             self._set({**own, **counted})
-            self.seen = self.held.copied()
+            self.seen = self.held.look()
 
     def finish(self) -> None:
         """Make everything what the microbatches leave one after the other."""
@@ -164,8 +163,8 @@ class _Space:
 
     def _changed(self) -> dict[Any, Any]:
         if not self.is_named:
-            has_own = self.grows or (self.kind is Kind.CONTAINER and has_tensors([*self.held.copied(), *self.seen]))
-            return {None: self.held.copied()} if has_own and ALL not in self.harmless else {}
+            has_own = self.grows or (self.kind is Kind.CONTAINER and has_tensors([*self.held.look(), *self.seen]))
+            return {None: self.held.look()} if has_own and ALL not in self.harmless else {}
         values = {name: self.content.get(name, MISSING) for name in {**self.seen, **self.content}}
         return {name: value for name, value in values.items() if self._is_own(name, value)}
 
@@ -259,39 +258,42 @@ class LaneAttributes:
     the functions that wait for a layer, such as the module whose forward calls it. `late` tells what else has changed.
 
     Args:
-        model: its modules, whenever a step begins.
-        known: what steps change.
-        others: what else may be changed, with its names.
-
-    Attributes:
-        places: all that the step that runs may change.
+        places: all that steps may change.
+        known: what they change.
     """
 
-    def __init__(self, model: nn.Module, known: KnownChanges, others: Sequence[tuple[str, Any]] = ()) -> None:
-        self._model, self._known, self._others = model, known, others
-        self._of_layers: dict[str, set[str]] = {}
-        self.places: list[Held] = []
-        self._spaces: list[_Space] = []
+    def __init__(self, places: Places, known: KnownChanges) -> None:
+        self._places, self._known = places, known
+        self._of_layers: dict[str, set[str]] = defaultdict(set)
+        self._begun = Contents(Together(()))
+        # By the identity of what is in a place. Most never change, and have none.
+        self._spaces: dict[int, _Space] = {}
         self._watched: list[_Space] = []
-        # By the attributes of a module, or of an object: the places in it.
-        self._places_in: dict[int, list[_Space]] = {}
+        # By the attributes of a module, or of an object: the places in it, with what was in them.
+        self._places_in: dict[int, list[tuple[Held, Any]]] = {}
         self._current: int | None = None
         self._ran: set[int] = set()
         self._seen_late: list[str] = []
 
-    def begin(self) -> None:
-        """A step begins; one that did not come to its end is over."""
+    def begin(self) -> Contents:
+        """A step begins; one that did not come to its end is over. Returns what it finds."""
         self.finish()
-        self.places = list(held_by(self._model, self._others))
-        self._spaces = [_Space(held, self._known, self._of_layers.setdefault(held.name, set())) for held in self.places]
-        self._watched = [space for space in self._spaces if space.name in self._known.places]
-        self._places_in = {}
-        of_module: list[_Space] = []
-        for space in self._spaces:
-            if space.kind is Kind.MODULE:
+        self._begun, self._places_in = self._places.look(), {}
+        of_module: list[tuple[Held, Any]] = []
+        for held, base in self._begun:
+            if held.kind is Kind.MODULE:
                 of_module = []
-            of_module.append(space)
-            self._places_in[id(space.content)] = of_module if space.kind is Kind.MODULE else [space]
+            of_module.append((held, base))
+            self._places_in[id(held.content)] = of_module if held.kind is Kind.MODULE else [(held, base)]
+            if held.name in self._known.places:
+                self._watched.append(self._space(held, base))
+        return self._begun
+
+    def _space(self, held: Held, base: Any) -> _Space:
+        space = self._spaces.get(id(held))
+        if space is None:
+            space = self._spaces[id(held)] = _Space(held, base, self._known, self._of_layers[held.name])
+        return space
 
     def switch(self, microbatch: int) -> None:
         """From now on a microbatch runs. Called in the thread of the one that had its turn before."""
@@ -310,17 +312,16 @@ class LaneAttributes:
         """Note what is changed in some objects, which may be put back before the step ends."""
         # Several functions of one module may wait.
         for key in {id(getattr(each, "__dict__", None)) for each in objects}:
-            for space in self._places_in.get(key, ()):
-                # Most are hooks that there are none of.
-                if not space.base and type(space.content) in SWITCHED and not space.content:
-                    continue
-                self._seen_late += _named(space, space.foreign(is_watched=space.name in self._known.places))
+            for held, base in self._places_in.get(key, ()):
+                if not held.is_as(base):
+                    space = self._space(held, base)
+                    self._seen_late += _named(space, space.foreign(is_watched=space.name in self._known.places))
 
     def set_by_layer(self, attributes: dict[str, Any], names: set[str]) -> None:
         """The own code of a layer has set these of a module's attributes: one microbatch after the other comes there."""
-        for space in self._spaces:
-            if space.content is attributes:
-                space.of_layers |= names
+        for held, _ in self._places_in.get(id(attributes), ()):
+            if held.content is attributes:
+                self._of_layers[held.name] |= names
 
     def late(self) -> list[str]:
         """What microbatches that took turns have changed for the first time, where others may have found it."""
@@ -331,15 +332,16 @@ class LaneAttributes:
             # What the last one leaves, as all that is not switched.
             for microbatch in sorted(self._ran):
                 space.enter(microbatch)
-        late = [text for space in self._spaces for text in _named(space, space.late(self._ran))]
+        spaces = [self._space(held, base) for held, base, _ in self._begun.changed()]
+        late = [text for space in spaces for text in _named(space, space.late(self._ran))]
         for space in self._watched:
             space.enter(self._current)
         return self._seen_late + late
 
     def undo(self) -> None:
         """What the step has changed is what it was before."""
-        for space in self._spaces:
-            space.undo()
+        for held, base, _ in self._begun.changed():
+            self._space(held, base).undo()
         self._forget()
 
     def finish(self) -> None:
@@ -351,7 +353,7 @@ class LaneAttributes:
         self._forget()
 
     def _forget(self) -> None:
-        self.places, self._spaces, self._watched, self._places_in = [], [], [], {}
+        self._begun, self._spaces, self._watched, self._places_in = Contents(Together(())), {}, [], {}
         self._current, self._ran, self._seen_late = None, set(), []
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-from torch import nn
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.structures.containers import copied_content, have_same_content, put_content
-from lightning_harmony.microbatches.held_state import Held, Kind, held_by
+from lightning_harmony.microbatches.held_state import Held, Kind
 from lightning_harmony.microbatches.lane_attributes import NUMBERS
+from lightning_harmony.microbatches.places import Contents, Places
 from lightning_harmony.microbatches.variables import MISSING, put_value
 
 
@@ -48,14 +46,13 @@ class MicrobatchEnds:
     attributes, entries and globals. In the end all is what the last one has left, and what backwards have changed since.
 
     Args:
-        model: whose step it is.
-        others: what else may be changed, with its names.
+        places: all that steps may change.
     """
 
-    def __init__(self, model: nn.Module, others: Sequence[tuple[str, Any]] = ()) -> None:
-        self._model, self._others = model, others
+    def __init__(self, places: Places) -> None:
+        self._places = places
         self._current: int | None = None
-        self._found: dict[int, list[tuple[Held, Any]]] = {}
+        self._found: dict[int, Contents] = {}
         # When forwards are over: of each place, what each microbatch has left, and what is to be there in the end.
         self._left: list[tuple[_Place, dict[int, Any]]] | None = None
         self._last: list[Any] = []
@@ -77,7 +74,7 @@ class MicrobatchEnds:
         if self._current is None:
             return
         self._note_end()
-        contents = {held.key: held for found in self._found.values() for held, _ in found}
+        contents = {held.key: held for found in self._found.values() for held in found.places}
         by_microbatch = {m: {held.key: copy for held, copy in found} for m, found in self._found.items()}
         self._left = []
         for key, held in contents.items():
@@ -98,8 +95,7 @@ class MicrobatchEnds:
 
     def _note_end(self) -> None:
         assert self._current is not None
-        held = held_by(self._model, self._others)
-        self._found[self._current] = [(each, each.copied()) for each in held]
+        self._found[self._current] = self._places.look()
 
     def _leave(self) -> None:
         """Keep what a backward has changed."""
@@ -118,7 +114,7 @@ class MicrobatchEnds:
 
 def _differing(held: Held, copies: dict[int, Any]) -> list[tuple[_Place, dict[int, Any]]]:
     first, *others = copies.values()
-    if all(have_same_content(first, other) for other in others):
+    if all(first is other or have_same_content(first, other) for other in others):
         return []
     if not held.is_named:
         return [(_Place(held.content, None), copies)]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.tree import tensors_of
 from lightning_harmony.microbatches.carried_state import are_same, target_of
-from lightning_harmony.microbatches.held_state import Held, Kind
-from lightning_harmony.microbatches.lane_attributes import ALL, KnownChanges, in_words
+from lightning_harmony.microbatches.held_state import ALL, Held, Kind
+from lightning_harmony.microbatches.lane_attributes import KnownChanges, in_words
 from lightning_harmony.microbatches.reads import Reads, Uses, version_of
 from lightning_harmony.microbatches.variables import MISSING
 
@@ -67,7 +67,7 @@ class _Place:
         self.is_lost = False
 
     def state(self) -> _State:
-        values = list(self.held.copied()) if self.name is ALL else [self.held.content.get(self.name, MISSING)]
+        values = list(self.held.look()) if self.name is ALL else [self.held.content.get(self.name, MISSING)]
         return _State(values, [version_of(value) for value in values if issubclass(type(value), Tensor)])
 
     def watched_tensors(self) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 
 from lightning_harmony.engine.model.attributes import restore_of_generator
 from lightning_harmony.engine.structures.nested import is_ndarray
-from lightning_harmony.microbatches.held_state import Held, mark_of, marked_in, state_of_generator
+from lightning_harmony.microbatches.held_state import Held, mark_of, state_of_generator
 from lightning_harmony.microbatches.lane_attributes import Draws, KnownChanges
 from lightning_harmony.microbatches.reads import version_of
 from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED
@@ -101,8 +101,8 @@ class Undo:
         self._changed: list[_Marked] = []
         self._marked: list[_Marked] = []
         for held in places:
-            for name, value, mark in marked_in(held.copied()):
-                marked, when = _Marked(held.name, value, mark), known.drawn.get((held.name, name))
+            for name, value in held.marked:
+                marked, when = _Marked(held.name, value, mark_of(value)), known.drawn.get((held.name, name))
                 if when is not None:
                     self._drawn.append((marked, when))
                 else:

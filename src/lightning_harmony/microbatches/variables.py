@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
 from functools import cache
-from operator import is_
 from types import CellType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
@@ -179,19 +178,6 @@ class AttributesOfClass(Variables):
 
     def __init__(self, kind: type) -> None:
         super().__init__(kind)
-        # What was found to be as some content before, and that content.
-        self._same: tuple[list[Any], Any] = [], None
-
-    def has_content(self, before: dict[str, Any]) -> bool:
-        """Whether the same objects are in it that were before."""
-        now = list(vars(self.owner).values())
-        # Most classes never change: no name is looked at.
-        if self._same[1] is before and len(now) == len(self._same[0]) and all(map(is_, now, self._same[0])):
-            return True
-        is_same = have_same_content(self.copied(), before)
-        if is_same:
-            self._same = now, before
-        return is_same
 
     def copied(self) -> dict[str, Any]:
         """All of them, in a dict."""

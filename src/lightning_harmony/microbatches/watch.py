@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
-from operator import is_, itemgetter
 from types import FrameType
 from typing import Any
 
@@ -17,26 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.lanes.ambient import OF_PROCESS
-from lightning_harmony.engine.model.attributes import OF_TORCH
+from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.microbatches.carried_state import CarriedState, Found, are_same
 from lightning_harmony.microbatches.held_state import (
-    SWITCHED,
+    ALL,
     Held,
     Kind,
-    held_by,
+    changed_between,
     is_held,
     mark_of,
-    marked_in,
     state_of_generator,
 )
 from lightning_harmony.microbatches.lane_attributes import (
-    ALL,
     Draws,
     KnownChanges,
     has_tensors,
     in_words,
     is_switched,
 )
+from lightning_harmony.microbatches.places import Contents, Places, Together
 from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED
 from lightning_harmony.microbatches.variables import MISSING
 
@@ -44,90 +41,7 @@ from lightning_harmony.microbatches.variables import MISSING
 _SHARE = 0.01
 
 
-# What of each module's attributes is read at each call. The rest of what torch keeps there is looked at in the end.
-_OF_EACH = ("training", "_parameters", "_buffers", "_modules")
-# So many places are compared in one go.
-_GROUP = 64
 _OWN_PACKAGE = __name__.partition(".")[0]
-
-
-class _Watched:
-    """A place, as a microbatch found it when it began."""
-
-    __slots__ = ("begun", "held", "marks")
-
-    def __init__(self, held: Held) -> None:
-        self.held = held
-        self.begun = held.copied()
-        self.marks = list(marked_in(self.begun))
-
-    def changed(self) -> Iterator[Any]:
-        """The names of what is another object now; `ALL` of a list or set that is."""
-        now, before = self.held.content, self.begun
-        if self.held.is_as(before):
-            return
-        if not self.held.is_named:
-            yield ALL
-            return
-        for name in {**before, **now}:
-            if now.get(name, MISSING) is not before.get(name, MISSING):
-                yield name
-
-
-class _Together:
-    """Places that are looked at together, as most of what is in them never changes.
-
-    Args:
-        all_watched: the places, as a microbatch found them when it began.
-    """
-
-    def __init__(self, all_watched: Sequence[_Watched]) -> None:
-        # Attributes of modules and objects, some modules' at a time: what is in them is compared in one go.
-        plain = [each for each in all_watched if type(each.held.content) is dict and each.begun]
-        self._groups = [_Group(plain[start : start + _GROUP]) for start in range(0, len(plain), _GROUP)]
-        # Such as hooks that there are none of.
-        self._empty = [each for each in all_watched if not each.begun and type(each.held.content) in SWITCHED]
-        self._contents = [each.held.content for each in self._empty]
-        apart = set(map(id, (*plain, *self._empty)))
-        self._others = [each for each in all_watched if id(each) not in apart]
-        self.marked = [each for each in all_watched if each.marks]
-
-    def that_may_have_changed(self) -> Iterator[_Watched]:
-        """Those that are to be compared one by one."""
-        if any(map(len, self._contents)):
-            yield from self._empty
-        for group in self._groups:
-            if group.has_changed():
-                yield from group.places
-        yield from self._others
-
-
-class _Group:
-    def __init__(self, places: Sequence[_Watched]) -> None:
-        self.places = places
-        self._contents = [each.held.content for each in places]
-        self._read = [_reader_of(each.held) for each in places]
-        self._lengths = list(map(len, self._contents))
-        self._values = list(self._all_values())
-
-    def _all_values(self) -> Iterator[Any]:
-        return chain.from_iterable([read(content) for read, content in zip(self._read, self._contents, strict=True)])
-
-    def has_changed(self) -> bool:
-        """Whether other objects are in one of the places."""
-        try:
-            return list(map(len, self._contents)) != self._lengths or not all(
-                map(is_, self._all_values(), self._values)
-            )
-        except KeyError:
-            return True
-
-
-def _reader_of(held: Held) -> Callable[[Any], Iterable[Any]]:
-    """Reads what may change in some attributes or entries: of a module's, not what torch keeps on each."""
-    names = [name for name in held.content if name in _OF_EACH or name not in OF_TORCH]
-    # Of a single name, it would give no tuple.
-    return itemgetter(*names) if held.kind is Kind.MODULE and len(names) > 1 else dict.values
 
 
 @dataclass
@@ -167,10 +81,11 @@ class Watch:
     The first microbatch may make what all others find, and is looked at when it ends alone.
     """
 
-    def __init__(self, model: nn.Module, others: Sequence[tuple[str, Any]]) -> None:
-        self._model, self._others = model, others
+    def __init__(self, model: nn.Module, places: Places) -> None:
+        self._places = places
         self.seen = _Seen()
-        self._watched: list[_Watched] = []
+        self._begun = Contents(Together(()))
+        self._marks: list[tuple[Held, Any, Any, Any]] = []
         self._settings: list[Any] = []
         self._registered: list[Any] = []
         self._drawn: dict[int, Any] = {}
@@ -187,15 +102,18 @@ class Watch:
         """A microbatch begins."""
         with self._timed():
             self._microbatch, self._calls = microbatch, 0
-            self._watched = [_Watched(held) for held in held_by(self._model, self._others)]
-            self._together = _Together(self._watched)
+            self._begun = self._places.look()
+            self._marks = [
+                (held, name, value, mark_of(value)) for held in self._begun.places for name, value in held.marked
+            ]
             self._lengths: dict[int, int] = {}
             self._settings = [setting.get() for setting in NOT_SWITCHED]
             self._registered = [kind.get() for kind in OF_PROCESS]
             self._drawn = {}
-            self._carried.begin([(each.held, each.begun) for each in self._watched])
+            self._carried.begin(list(self._begun))
             for held, name, left in self._left:
-                is_left = held.is_as(left) if name is ALL else are_same([held.content.get(name, MISSING)], [left])
+                now = held.look()
+                is_left = have_same_content(now, left) if name is ALL else are_same([now.get(name, MISSING)], [left])
                 # What a layer sets in objects that keep its weights, its recompute finds as the call did.
                 if is_left or (held.kind is Kind.OBJECT and name in self._of_layers.get(id(held.content), ())):
                     continue
@@ -213,12 +131,10 @@ class Watch:
             if self._microbatch == 1:
                 for lock in _locks_held(sys._getframe(1)):
                     self._note_hazard(f"a lock is held ({lock})", layer)
-            for each in self._together.that_may_have_changed():
-                for name in each.changed():
-                    self._note_change(each, name, layer)
-            for each in self._together.marked:
-                for _, value, mark in each.marks:
-                    self._note_mark(each, value, mark, layer)
+            for held, begun, now, name in self._changed():
+                self._note_change(held, begun, now, name, layer)
+            for held, _, value, mark in self._marks:
+                self._note_mark(held, value, mark, layer)
             for setting, before in zip(NOT_SWITCHED, self._settings, strict=True):
                 if setting.get() != before:
                     self._note_hazard(f"{setting.name} is set", layer)
@@ -235,100 +151,111 @@ class Watch:
         """The microbatch has ended."""
         with self._timed():
             self._carried.end()
-            for each in self._watched:
-                if each.held.key in self._lengths:
-                    self._note_growth(each)
-                for name in each.changed():
-                    self._note_end(each, name)
-                for name, value, mark in each.marks:
-                    self._note_end_of_mark(each, name, value, mark)
+            changed = list(self._changed())
+            for held, begun in self._begun:
+                if held.key in self._lengths:
+                    self._note_growth(held, begun, held.look())
+            for held, begun, now, name in changed:
+                self._note_end(held, begun, now, name)
+            for held, name, value, mark in self._marks:
+                self._note_end_of_mark(held, name, value, mark)
             for kind, before in zip(OF_PROCESS, self._registered, strict=True):
                 if self._microbatch > 0 and kind.get() != before:
                     self._note(f"{kind.name} is set for good", "the end of a microbatch")
             at_calls: dict[str, list[Any]] = defaultdict(list)
             for place, name in self.seen.at_calls:
                 at_calls[place].append(name)
+            at_ends = {(held.key, name) for held, _, _, name in changed}
+            at_ends = {(held.key, name) for held, _, _, name in changed}
             self._left = [
-                (each.held, name, each.held.copied() if name is ALL else each.held.content.get(name, MISSING))
-                for each in self._watched
-                for name in {*each.changed(), *at_calls.get(each.held.name, ())}
+                (held, name, now if name is ALL else now.get(name, MISSING)) for held, _, now, name in changed
             ]
-            self._watched = []
+            self._left += [
+                (held, name, begun if name is ALL else begun.get(name, MISSING))
+                for held, begun in self._begun
+                for name in at_calls.get(held.name, ())
+                if (held.key, name) not in at_ends
+            ]
+            self._begun, self._marks = Contents(Together(())), []
 
-    def _note_change(self, each: _Watched, name: Any, layer: str) -> None:
-        held, seen = each.held, self.seen
+    def _changed(self) -> Iterator[tuple[Held, Any, Any, Any]]:
+        """What is another object now than when the microbatch began: where, copies of then and now, and its name."""
+        for held, begun, now in self._begun.changed():
+            for name in changed_between(held, begun, now):
+                yield held, begun, now, name
+
+    def _note_change(self, held: Held, begun: Any, now: Any, name: Any, layer: str) -> None:
+        seen = self.seen
         key = held.name, name
         seen.at_calls.setdefault(key, layer)
         if name is ALL:
-            if self._note_growth(each):
+            if self._note_growth(held, begun, now):
                 return
-            if not isinstance(held.content, list | set) or not has_tensors([*held.copied(), *each.begun]):
+            if not isinstance(held.content, list | set) or not has_tensors([*now, *begun]):
                 self._note_hazard(f"{in_words(held, name)} is changed", layer)
             return
-        before, now = each.begun.get(name, MISSING), held.content.get(name, MISSING)
+        before, value = begun.get(name, MISSING), now.get(name, MISSING)
         of_layer = name in self._of_layers.get(id(held.content), ())
-        if is_switched(held.kind, name, now, before, of_layer=of_layer):
+        if is_switched(held.kind, name, value, before, of_layer=of_layer):
             seen.tells_apart.add(key)
-        elif type(now) is not int or type(before) is not int:
+        elif type(value) is not int or type(before) is not int:
             self._note_hazard(f"{in_words(held, name)} is changed", layer)
 
-    def _note_mark(self, each: _Watched, value: Any, mark: Any, layer: str) -> None:
+    def _note_mark(self, held: Held, value: Any, mark: Any, layer: str) -> None:
         now = mark_of(value)
         if state_of_generator(value) is not None:
             # Before the first layer, and nowhere else, one microbatch after the other draws.
             first = self._drawn.setdefault(id(value), now)
             if now != first:
-                self._note_drawn(each, f"layer {layer!r}")
+                self._note_drawn(held, f"layer {layer!r}")
         elif now != mark:
-            self._note_hazard(f"a {type(value).__name__} held by {each.held.name!r} is changed in place", layer)
+            self._note_hazard(f"a {type(value).__name__} held by {held.name!r} is changed in place", layer)
 
-    def _note_end_of_mark(self, each: _Watched, name: Any, value: Any, mark: Any) -> None:
+    def _note_end_of_mark(self, held: Held, name: Any, value: Any, mark: Any) -> None:
         now, end = mark_of(value), "the end of a microbatch"
         if now == mark or self._microbatch == 0:
             return
         if isinstance(value, Tensor):
             # Who reads it is watched.
-            self.seen.in_place.add((each.held.name, name))
+            self.seen.in_place.add((held.name, name))
             return
         if state_of_generator(value) is None:
             # The next microbatch may read it before its first layer, where it would not be changed yet.
-            self._note(f"a {type(value).__name__} held by {each.held.name!r} is changed in place", end)
+            self._note(f"a {type(value).__name__} held by {held.name!r} is changed in place", end)
             return
         first = self._drawn.get(id(value), mark)
         if first not in (mark, now):
-            self._note_drawn(each, end)
+            self._note_drawn(held, end)
         else:
-            self.seen.drawn[each.held.name, name] = Draws.BEFORE_LAYERS if first == now else Draws.BEHIND_LAYERS
+            self.seen.drawn[held.name, name] = Draws.BEFORE_LAYERS if first == now else Draws.BEHIND_LAYERS
 
-    def _note_drawn(self, each: _Watched, where: str) -> None:
-        self._note(f"a generator of random numbers, held by {each.held.name!r}, is drawn from again", where)
+    def _note_drawn(self, held: Held, where: str) -> None:
+        self._note(f"a generator of random numbers, held by {held.name!r}, is drawn from again", where)
 
-    def _note_end(self, each: _Watched, name: Any) -> None:
-        held = each.held
+    def _note_end(self, held: Held, begun: Any, now: Any, name: Any) -> None:
         key = held.name, name
         self.seen.changed[key] = held
         if name is ALL:
-            self._note_growth(each)
+            self._note_growth(held, begun, now)
             return
-        before, now = each.begun.get(name, MISSING), held.content.get(name, MISSING)
-        step = now - before if type(now) is int and type(before) is int else None
+        before, value = begun.get(name, MISSING), now.get(name, MISSING)
+        step = value - before if type(value) is int and type(before) is int else None
         self.seen.steps.setdefault(key, []).append(step)
 
-    def _note_growth(self, each: _Watched) -> bool:
+    def _note_growth(self, held: Held, begun: Any, now: Any) -> bool:
         """Note whether a list or set that is changed has only grown, and return that."""
-        held, seen = each.held, self.seen
-        content = held.copied()
-        before, now = self._lengths.get(held.key, 0), len(content)
-        self._lengths[held.key] = now
-        if not _grew(each.begun, content) or now < before:
+        seen = self.seen
+        before = self._lengths.get(held.key, 0)
+        self._lengths[held.key] = len(now)
+        if not _grew(begun, now) or len(now) < before:
             seen.shrank.add(held.name)
             if held.name in seen.only_grew:
                 self._note(f"{in_words(held, ALL)} is changed", "the end of a microbatch")
             return False
-        if not isinstance(held.content, list | set) or not has_tensors([*content, *each.begun]):
+        if not isinstance(held.content, list | set) or not has_tensors([*now, *begun]):
             seen.only_grew.add(held.name)
         if self._microbatch == 1:
-            seen.lengths.setdefault(held.name, {len(each.begun)}).add(now)
+            seen.lengths.setdefault(held.name, {len(begun)}).add(len(now))
         return True
 
     def _note_hazard(self, what: str, layer: str) -> None:

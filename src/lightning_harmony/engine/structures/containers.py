@@ -35,6 +35,12 @@ def have_same_content(one: Any, other: Any) -> bool:
     return bool(one == other) if isinstance(one, set) else all(map(is_, one, other))
 
 
+def size_of(content: Any) -> int:
+    """How much is in a list, dict, set or deque."""
+    kind: Any = type(content)
+    return class_of_python(kind).__len__(content)  # type: ignore[no-any-return]
+
+
 def copied_content(content: Any) -> Any:
     """A list, dict, set or deque as it is, in a list, dict or set."""
     kind: Any = type(content)

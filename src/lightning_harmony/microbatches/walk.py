@@ -1,0 +1,364 @@
+"""What Python holds for a step: attributes of modules, and of objects that they hold, and lists, dicts and sets among them.
+
+Looked at are all modules of the model, and from each attribute lists, dicts, sets and deques to any depth, and objects to a
+depth of `DEEPEST`; of functions, hooks among them, attributes, defaults and the variables of closures, of which those are
+places that a function sets, and what methods and `functools.partial` are bound to, through as many functions that hold each
+other; the classes of all these, with their functions; and globals of the files that define the modules' classes, with what
+these define, and containers among them.
+
+None of the user's code runs: objects and containers of all classes are read past it. Longer containers than `LONGEST` are
+data, and so are more than `MOST` spaces. Left alone are metrics, whose states add up, parameters, and objects, functions and
+classes of the libraries below, which no step of the user's keeps anything in. Functions of theirs may wrap one of the user's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dis import get_instructions, opmap
+from enum import EnumMeta
+from functools import cache, partial
+from itertools import islice
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_harmony.engine.model.attributes import HOOKS, LONGEST, OF_TORCH
+from lightning_harmony.engine.structures.containers import size_of
+from lightning_harmony.microbatches.held_state import FUNCTIONS, PLAIN, SWITCHED, Held, Kind, Leads
+from lightning_harmony.microbatches.variables import (
+    AttributesOfClass,
+    EntriesOf,
+    SlotsOf,
+    VariableOfClosure,
+    attributes_of,
+    slots_of,
+)
+
+DEEPEST, MOST = 3, 20_000
+# What gives variables of functions that others share other values.
+_REBINDING = frozenset(opmap[name] for name in ("STORE_DEREF", "DELETE_DEREF"))
+_CONTAINERS = (list, deque, set, dict, tuple)
+_LIBRARIES = frozenset(
+    (
+        "torch",
+        "lightning",
+        "pytorch_lightning",
+        "lightning_fabric",
+        "torchmetrics",
+        "lightning_harmony",
+        "builtins",
+        "numpy",
+    )
+)
+# Those that run within a step, beside those around a forward.
+HOOKS_OF_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
+
+
+class Walk:
+    """Goes to all places, to each once.
+
+    Args:
+        model: whose they are.
+        others: what else may be changed, with its names.
+
+    Attributes:
+        places: all of them.
+        too_long: containers that are data, until they are shorter.
+    """
+
+    def __init__(self, model: nn.Module, others: Sequence[tuple[str, Any]] = ()) -> None:
+        self._model, self._others = model, others
+        # What was seen, by its identity: kept, so that nothing else gets that.
+        self._seen: dict[int, Any] = {}
+        self.too_long: list[Any] = []
+        self.places: list[Held] = list(islice(self._all(), MOST))
+
+    def leads_anywhere(self, held: Held, name: Any, value: Any) -> bool:
+        """Whether there are other places than these in what is in one of them now, under some name or number."""
+        num_seen = len(self._seen)
+        if next(held.leads(name, value), None) is not None:
+            return True
+        while len(self._seen) > num_seen:
+            self._seen.popitem()
+        return False
+
+    def may_lead(self, value: Any) -> bool:
+        """Whether there may be places in a value."""
+        kind = type(value)
+        if kind in PLAIN or issubclass(kind, Tensor):
+            return False
+        if kind is tuple:
+            return any(map(self.may_lead, value))
+        return issubclass(kind, (*_CONTAINERS, *FUNCTIONS, type)) or _is_looked_into(value)
+
+    def _all(self) -> Iterator[Held]:
+        classes: dict[type, None] = {}
+        for name, module in modules_of(self._model):
+            if isinstance(module, Metric):
+                continue
+            classes[type(module)] = None
+            self._seen[id(module)] = module
+            attributes = vars(module)
+            yield from self._place(Held(name, attributes, Kind.MODULE, module, partial(self._of_module, name, module)))
+            for attribute in HOOKS:
+                named = _joined(name, attribute)
+                yield from self._place(
+                    Held(named, attributes[attribute], Kind.HOOKS, None, partial(self._entry, named, 0, 0))
+                )
+            for attribute in HOOKS_OF_BACKWARD:
+                for key, hook in list((attributes.get(attribute) or {}).items()):
+                    yield from self._entry(_joined(name, attribute), 0, 0, key, hook)
+        for kind in classes:
+            yield from self._class(kind, 0)
+        yield from self._globals(classes)
+        for name, value in self._others:
+            self._seen[id(value)] = value
+            yield from self._attributes_of(name, name, value, 0, 0)
+
+    def _place(self, held: Held) -> Iterator[Held]:
+        """A place, and those in what is in it."""
+        yield held
+        for name, value in held.items():
+            if type(value) not in PLAIN:
+                yield from held.leads(name, value)
+
+    def _of_module(self, name: str, module: nn.Module, attribute: str, value: Any) -> Iterator[Held]:
+        if attribute in OF_TORCH:
+            return iter(())
+        return _led_to(self._within(_joined(name, attribute), value, 0, 0), module, attribute)
+
+    def _within(self, name: str, value: Any, depth: int, nested: int) -> Iterator[Held]:
+        """The places in a value.
+
+        Args:
+            name: its own.
+            value: where to look.
+            depth: of how many objects it is an attribute.
+            nested: how many functions hold it.
+        """
+        kind = type(value)
+        if kind in PLAIN or issubclass(kind, Tensor) or id(value) in self._seen:
+            return
+        if issubclass(kind, _CONTAINERS):
+            yield from self._container(name, value, depth, nested)
+        elif issubclass(kind, FUNCTIONS):
+            if nested < DEEPEST:
+                yield from _shared(self._function(name, value, depth, nested + 1))
+        elif issubclass(kind, type):
+            yield from self._class(value, nested)
+        elif depth < DEEPEST and _is_looked_into(value):
+            self._seen[id(value)] = value
+            yield from self._attributes_of(name, name, value, depth + 1, nested)
+            yield from self._class(kind, nested)
+
+    def _entry(self, name: str, depth: int, nested: int, key: Any, value: Any) -> Iterator[Held]:
+        return self._within(f"{name}[{key!r}]" if isinstance(key, str | int) else name, value, depth, nested)
+
+    def _container(self, name: str, value: Any, depth: int, nested: int) -> Iterator[Held]:
+        kind = type(value)
+        if issubclass(kind, tuple):
+            if tuple.__len__(value) > LONGEST:
+                return
+            # It is no place, but what it holds is.
+            for number, each in enumerate(tuple.__iter__(value)):
+                yield from self._entry(name, depth, nested, number, each)
+        elif size_of(value) > LONGEST:
+            self.too_long.append(value)
+            return
+        else:
+            self._seen[id(value)] = value
+            is_switched = kind in SWITCHED
+            held = Held(
+                name,
+                EntriesOf(value) if issubclass(kind, dict) and not is_switched else value,
+                Kind.CONTAINER if is_switched and not depth else Kind.OBJECT,
+                leads=partial(self._entry, name, depth, nested),
+            )
+            # Not one of parameters, in whose places stand-ins are while a step runs.
+            if any(issubclass(type(each), nn.Parameter) for _, each in held.items()):
+                for key, each in held.items():
+                    yield from held.leads(key, each)
+            else:
+                yield from self._place(held)
+        if depth < DEEPEST and kind is not tuple and kind not in SWITCHED:
+            yield from self._attributes_of(f"attributes of {name}", name, value, depth + 1, nested)
+            yield from self._class(kind, nested)
+
+    def _attributes_of(self, name: str, of: str, value: Any, depth: int, nested: int) -> Iterator[Held]:
+        leads = partial(self._attribute, of, depth, nested)
+        attributes = attributes_of(value)
+        if attributes is not None:
+            yield from self._place(Held(name, attributes, Kind.OBJECT, value, leads))
+        kind: Any = type(value)
+        if is_users(kind.__module__) and slots_of(kind):
+            yield from self._place(Held(name, SlotsOf(value), Kind.OBJECT, None, leads))
+
+    def _attribute(self, of: str, depth: int, nested: int, attribute: str, value: Any) -> Iterator[Held]:
+        return self._within(f"{of}.{attribute}", value, depth, nested)
+
+    def _function(self, name: str, function: Any, depth: int, nested: int) -> Iterator[Held]:
+        self._seen[id(function)] = function
+        for inner, value in _bound_to(function):
+            yield from self._within(f"{name}{inner}", value, depth, nested)
+        if not isinstance(function, FunctionType):
+            return
+        is_own = is_users(str(function.__globals__.get("__name__")))
+        rebound = rebound_by(function.__code__) if is_own else frozenset()
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            named, content = f"{name}.{variable}", VariableOfClosure(cell, variable)
+            leads = partial(self._variable, named, depth, nested)
+            if variable in rebound and id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                yield from self._place(Held(named, content, Kind.CONTAINER if not depth else Kind.OBJECT, leads=leads))
+            elif is_own:
+                for value in content.values():
+                    yield from leads(variable, value)
+            else:
+                yield from _of_functions(content.items(), leads)
+        leads = partial(self._attribute, name, depth, nested)
+        if is_own:
+            yield from self._place(Held(name, vars(function), Kind.OBJECT, function, leads))
+            for number, value in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
+                yield from self._entry(f"{name}, default", depth, nested, number, value)
+        else:
+            yield from _of_functions(vars(function).items(), leads)
+
+    def _variable(self, name: str, depth: int, nested: int, variable: str, value: Any) -> Iterator[Held]:
+        return self._within(name, value, depth, nested)
+
+    def _class(self, kind: type, nested: int) -> Iterator[Held]:
+        for each in kind.__mro__:
+            if id(each) in self._seen:
+                continue
+            self._seen[id(each)] = each
+            if not is_users(each.__module__) or isinstance(each, EnumMeta):
+                continue
+            name = f"class {each.__qualname__}"
+            held = Held(name, AttributesOfClass(each), Kind.OBJECT, each, partial(self._of_class, name, each, nested))
+            held.is_shared = True
+            yield from self._place(held)
+            # What Python itself calls.
+            own = [item for item in vars(each).items() if item[0].startswith("__")]
+            yield from _of_functions(own, held.leads)
+
+    def _of_class(self, name: str, kind: type, nested: int, attribute: str, value: Any) -> Iterator[Held]:
+        return _led_to(self._within(f"{name}.{attribute}", value, 0, nested), kind, attribute)
+
+    def _globals(self, classes: Iterable[type]) -> Iterator[Held]:
+        """The globals of the files in which the classes of a model are defined, and what is the user's among them."""
+        files = dict.fromkeys(kind.__module__ for kind in classes)
+        for name in files:
+            file = sys.modules.get(name)
+            if file is not None and is_users(name):
+                held = Held(name, vars(file), Kind.OBJECT, file, partial(self._of_file, name, files))
+                held.is_shared = True
+                yield from self._place(held)
+
+    def _of_file(self, name: str, files: Container[str], attribute: str, value: Any) -> Iterator[Held]:
+        if attribute.startswith("__") or not _is_users_global(value, files):
+            return iter(())
+        depth = DEEPEST if type(value) in SWITCHED else 0
+        return _shared(self._within(f"{name}.{attribute}", value, depth, 0))
+
+
+def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What `named_modules` gives, in less time where many modules are nested."""
+    seen: set[int] = set()
+    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield name, module
+        children = [(_joined(name, each), child) for each, child in module._modules.items() if child is not None]
+        waiting += reversed(children)
+
+
+# By identity: code objects are hashed by all that is in them. They are kept, so that no other gets that.
+_rebound: dict[int, tuple[CodeType, frozenset[str]]] = {}
+
+
+def rebound_by(code: CodeType) -> frozenset[str]:
+    """The variables of the functions around it that a function gives other values, or those that it defines do."""
+    known = _rebound.get(id(code))
+    if known is None:
+        inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+        names = {name for each in inner for name in rebound_by(each)}
+        # Most have none: not each instruction is looked at.
+        if not _REBINDING.isdisjoint(code.co_code[::2]):
+            names |= {each.argval for each in get_instructions(code) if each.opcode in _REBINDING}
+        known = _rebound[id(code)] = code, frozenset(names & set(code.co_freevars))
+    return known[1]
+
+
+def _of_functions(items: Iterable[tuple[Any, Any]], leads: Leads) -> Iterator[Held]:
+    """The places in the functions among some values."""
+    for name, value in list(items):
+        if issubclass(type(value), FUNCTIONS):
+            yield from leads(name, value)
+
+
+def _shared(places: Iterable[Held]) -> Iterator[Held]:
+    for held in places:
+        held.is_shared = True
+        yield held
+
+
+def _led_to(places: Iterable[Held], owner: Any, attribute: str) -> Iterator[Held]:
+    for held in places:
+        held.root = held.root or (owner, attribute)
+        yield held
+
+
+def _bound_to(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function is made of that is not its own."""
+    kind = type(function)
+    if issubclass(kind, MethodType):
+        yield "", function.__self__
+        yield "", function.__func__
+    elif issubclass(kind, BuiltinFunctionType):
+        yield "", function.__self__
+    elif issubclass(kind, staticmethod | classmethod):
+        yield "", function.__func__
+    elif issubclass(kind, property):
+        yield from (("", each) for each in (function.fget, function.fset, function.fdel))
+    elif issubclass(kind, partial):
+        yield "", function.func
+        yield ", arguments", function.args
+        yield ", arguments", function.keywords
+
+
+def _is_users_global(value: Any, files: Container[str]) -> bool:
+    """Whether a global is looked into: a container, or a function, class or object of what these files define."""
+    if type(value) in SWITCHED or type(value) is SimpleNamespace:
+        return True
+    kind = type(value)
+    if issubclass(kind, Tensor | nn.Module):
+        return False
+    defined_in = value.__module__ if issubclass(kind, type | FunctionType) else kind.__module__
+    return defined_in in files
+
+
+def _is_looked_into(value: Any) -> bool:
+    """Whether an object may keep something of a step."""
+    kind = type(value)
+    if issubclass(kind, Metric | torch.optim.Optimizer | torch.utils.data.Dataset | torch.utils.data.DataLoader):
+        return False
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+@cache
+def is_users(file: str) -> bool:
+    """Whether what a file defines is the user's: not that of the libraries above, or the standard library."""
+    package = file.partition(".")[0]
+    return package not in _LIBRARIES and package not in sys.stdlib_module_names
+
+
+def _joined(name: str, attribute: str) -> str:
+    return f"{name}.{attribute}" if name else attribute

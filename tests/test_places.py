@@ -1,0 +1,167 @@
+"""All places in which Python holds something for a step: found by one walk, and looked at in one go."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_harmony.engine.model.attributes import LONGEST
+from lightning_harmony.microbatches import places as places_module
+from lightning_harmony.microbatches.places import Places
+from lightning_harmony.microbatches.walk import Walk
+
+
+class Kept:
+    """An object of the user's."""
+
+
+class Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(2, 2) for _ in range(70))
+        self.numbers = [1, 2]
+        self.by_name = OrderedDict(one=1, two=2)
+        self.names = {"a"}
+        self.helper = SimpleNamespace(seen=[])
+        self.hidden: Any = None
+        self.long = list(range(LONGEST + 1))
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[Walk]:
+    """All walks."""
+    made: list[Walk] = []
+
+    def walk(*args: Any) -> Walk:
+        made.append(Walk(*args))
+        return made[-1]
+
+    monkeypatch.setattr(places_module, "Walk", walk)
+    return made
+
+
+def names_of(changed: Any) -> set[str]:
+    return {held.name for held, _, _ in changed}
+
+
+CHANGES: dict[str, tuple[Callable[[Module], Any], str]] = {
+    "attribute": (lambda m: setattr(m, "hidden", 3), ""),
+    "of a layer": (lambda m: setattr(m.inner[69], "calls", 3), "inner.69"),
+    "list": (lambda m: m.numbers.append(3), "numbers"),
+    "list, in place": (lambda m: m.numbers.__setitem__(0, 3), "numbers"),
+    "order": (lambda m: m.by_name.move_to_end("one"), "by_name"),
+    "name": (lambda m: m.by_name.update(three=m.by_name.pop("two")), "by_name"),
+    "set": (lambda m: m.names.add("b"), "names"),
+    "empty list": (lambda m: m.helper.seen.append(1), "helper.seen"),
+    "hook": (lambda m: m.inner[3].register_forward_hook(max), "inner.3._forward_hooks"),
+    "object": (lambda m: setattr(m.helper, "calls", 1), "helper"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_has_changed_is_told_and_nothing_else(change: str, walks: list[Walk]) -> None:
+    module = Module()
+    places = Places(module)
+    begun = places.look()
+    assert begun.changed() == []
+    apply, where = CHANGES[change]
+    apply(module)
+    assert names_of(begun.changed()) == {where}
+    assert places.look().changed() == []
+    assert len(walks) == 1
+
+
+def test_what_has_not_changed_is_copied_once() -> None:
+    module = Module()
+    places = Places(module)
+    one = places.look()
+    module.numbers.append(3)
+    other = places.look()
+    copies = [(held.name, a is b) for (held, a), (_, b) in zip(one, other, strict=True)]
+    assert [name for name, is_same in copies if not is_same] == ["numbers"]
+
+
+NEW: dict[str, tuple[Callable[[Module], Any], str]] = {
+    "object": (lambda m: setattr(m, "hidden", SimpleNamespace(calls=0)), "hidden"),
+    "list in a list": (lambda m: m.numbers.append([]), "numbers[2]"),
+    "list in a tuple": (lambda m: setattr(m, "hidden", (1, [])), "hidden[1]"),
+    "layer": (lambda m: m.inner.append(nn.Linear(2, 2)), "inner.70"),
+    "hook of a backward": (lambda m: m.register_full_backward_hook(lambda *_: None), "_backward_hooks"),
+    "list that was long": (lambda m: m.long.clear(), "long"),
+    "in a new attribute of a layer": (lambda m: setattr(m.inner[5], "seen", []), "inner.5.seen"),
+}
+
+
+@pytest.mark.parametrize("change", NEW)
+def test_places_that_come_are_found(change: str) -> None:
+    module = Module()
+    places = Places(module)
+    places.look()
+    apply, where = NEW[change]
+    apply(module)
+    found = [held.name for held in places.look().places]
+    assert any(name.startswith(where) for name in found)
+
+
+def test_places_that_have_gone_are_not_looked_at_and_not_kept() -> None:
+    module = Module()
+    places = Places(module)
+    module.hidden = Kept()
+    gone = weakref.ref(module.hidden)
+    places.look()
+    module.hidden = None
+    assert "hidden" not in {held.name for held in places.look().places}
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("within", [lambda t: t, lambda t: (1, t), lambda t: (1, (t,))])
+def test_between_steps_no_tensors_are_kept_and_other_ones_are_nothing_new(
+    within: Callable[[Any], Any], walks: list[Walk]
+) -> None:
+    module, tensor = Module(), torch.zeros(2)
+    gone = weakref.ref(tensor)
+    module.hidden, module.numbers, module.by_name["t"] = within(tensor), [within(tensor)], within(tensor)
+    places = Places(module)
+    places.look()
+    places.let_go()
+    tensor = torch.ones(2)
+    module.hidden, module.numbers[0], module.by_name["t"] = within(tensor), within(tensor), within(tensor)
+    gc.collect()
+    assert gone() is None
+    places.look()
+    assert len(walks) == 1
+
+
+def counts() -> tuple[Callable[[], int], Callable[[], int]]:
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count, lambda: calls
+
+
+def wrapped(function: Callable[[], int]) -> Callable[[], int]:
+    return lambda: 2 * function()
+
+
+def test_variables_are_places_where_a_function_sets_them() -> None:
+    """Each of the thousands of decorated functions of a library was looked at in each microbatch."""
+    module = Module()
+    count, read = counts()
+    module.hidden = [read, wrapped(count)]
+    names = [held.name for held in Places(module).look().places]
+    assert [name for name in names if name.endswith("calls")] == ["hidden[1].function.calls"]
+    module.hidden = [read]
+    assert not any("calls" in held.name for held in Places(module).look().places)
