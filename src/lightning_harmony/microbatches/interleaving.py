@@ -57,7 +57,7 @@ class Interleaving:
         self._places = Places(self._model, (("the profiler", trainer.profiler),))
         self._attributes = LaneAttributes(self._places, self._known)
         self._ends = MicrobatchEnds(self._places)
-        self._elsewhere = StateElsewhere(self._places)
+        self._elsewhere = StateElsewhere(self._places, engine.modules_of_layers(), engine.objects_with_weights)
         self._changing: set[int] = set()
         self._is_shown = False
         self.hazard: str | None = None

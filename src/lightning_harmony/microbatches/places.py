@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -18,11 +18,10 @@ from lightning_harmony.microbatches.walk import HOOKS_OF_BACKWARD, Walk, modules
 
 # So many places are compared in one go.
 _GROUP = 64
-_GONE = object()
 
 
 class Together:
-    """Places that are looked at together.
+    """Places that are looked at together: in groups those that have not changed yet, and the others one by one.
 
     Attributes:
         newest: a copy of what was in each when they were looked at last.
@@ -30,24 +29,41 @@ class Together:
 
     def __init__(self, places: Sequence[Held]) -> None:
         self.places = places
-        self._groups = [_Group(places[start : start + _GROUP]) for start in range(0, len(places), _GROUP)]
-        self.newest = self._joined()
+        self.newest = [held.look() for held in places]
+        self._changing: dict[int, Held] = {}
+        numbers = range(len(places))
+        self._groups = [_Group(places, numbers[start : start + _GROUP]) for start in range(0, len(places), _GROUP)]
+
+    def look(self) -> list[int]:
+        """The numbers of those that have changed since they were looked at last."""
+        changed = [number for number, held in self._changing.items() if held.look() is not self.newest[number]]
+        for group in self._groups:
+            if group.has_changed():
+                found = [number for number in group.numbers if self.places[number].look() is not self.newest[number]]
+                self._changing.update((number, self.places[number]) for number in found)
+                group.note(self._changing)
+                changed += found
+        if changed:
+            self.newest = list(self.newest)
+            for number in changed:
+                self.newest[number] = self.places[number].newest
+        return changed
 
     def copies(self) -> list[Any]:
         """A copy of what is in each: the same list as long as nothing has changed."""
-        changed = [group for group in self._groups if group.look()]
-        if changed:
-            self.newest = self._joined()
+        self.look()
         return self.newest
 
     def let_go(self) -> None:
-        """Keep no tensors for longer than the user does."""
+        """Keep no tensors for longer than the user does: until they are looked at again, they count as changed."""
+        for number, held in enumerate(self.places):
+            if held.has_tensors:
+                held.let_go()
+                self._changing[number] = held
         for group in self._groups:
-            group.let_go()
-        self.newest = self._joined()
-
-    def _joined(self) -> list[Any]:
-        return [copy for group in self._groups for copy in group.copies]
+            if not self._changing.keys().isdisjoint(group.numbers):
+                group.note(self._changing)
+        self.newest = [held.newest for held in self.places]
 
 
 class Contents:
@@ -78,40 +94,37 @@ class Contents:
 
 
 class _Group:
-    """Some places, of which is seen in one go whether anything has changed."""
+    """Some places, of which is seen in one go whether anything has changed.
 
-    def __init__(self, places: Sequence[Held]) -> None:
-        self._places = places
-        self._note()
+    Args:
+        places: all places.
+        numbers: of those in the group.
 
-    def _note(self) -> None:
-        self.copies = [held.look() for held in self._places]
+    Attributes:
+        numbers: the same, but for those that are looked at one by one.
+    """
+
+    def __init__(self, places: Sequence[Held], numbers: Sequence[int]) -> None:
+        self._places, self.numbers = places, numbers
+        self.note(())
+
+    def note(self, without: Container[int]) -> None:
+        """Note what is in them now."""
+        self.numbers = [number for number in self.numbers if number not in without]
+        held = [self._places[number] for number in self.numbers]
         # Such as hooks that there are none of.
-        empty = [
-            not copy and type(held.content) in SWITCHED for held, copy in zip(self._places, self.copies, strict=True)
-        ]
-        self._empty = [held.content for held, is_empty in zip(self._places, empty, strict=True) if is_empty]
-        self._readers = [_reader(held) for held, is_empty in zip(self._places, empty, strict=True) if not is_empty]
+        empty = [not each.newest and type(each.content) in SWITCHED for each in held]
+        self._empty = [each.content for each, is_empty in zip(held, empty, strict=True) if is_empty]
+        self._readers = [_reader(each) for each, is_empty in zip(held, empty, strict=True) if not is_empty]
         self._values = self._read()
 
     def _read(self) -> list[Any]:
         return list(chain.from_iterable([read() for read in self._readers]))
 
-    def look(self) -> bool:
-        """Whether anything has changed."""
+    def has_changed(self) -> bool:
+        """Whether anything has."""
         now = self._read()
-        if len(now) == len(self._values) and all(map(is_, now, self._values)) and not any(map(len, self._empty)):
-            return False
-        self._note()
-        return True
-
-    def let_go(self) -> None:
-        """Keep no tensors; what was there counts as changed."""
-        if any(held.has_tensors for held in self._places):
-            for held in self._places:
-                held.let_go()
-            self.copies = [held.newest for held in self._places]
-            self._values = [_GONE]
+        return len(now) != len(self._values) or not all(map(is_, now, self._values)) or any(map(len, self._empty))
 
 
 def _reader(held: Held) -> Callable[[], Iterable[Any]]:

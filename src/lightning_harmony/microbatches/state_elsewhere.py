@@ -1,24 +1,89 @@
-"""What the own code of layers keeps elsewhere than on their modules: its recompute finds and leaves it as the call did.
+"""What layers' code finds elsewhere than on their modules when it is called: its recompute finds that, and leaves no trace.
 
-Objects, variables of closures, attributes of functions and classes, and globals are copied before each call of the first
-step, the same copies where nothing has changed. What a recompute changes there is taken back. From then on only places are
-looked at in which recomputes have changed something. Places with tensors are not copied for calls, for that would keep these
-for longer than the user does: a recompute finds them as they are.
+Objects, variables of closures, attributes of functions, classes and modules that are in no layer, and globals, whoever changes
+them: the layer's own code, as one that counts its calls, or the code between layers, as one that sets a scale for each. They
+are looked at before each call, all in one go, since most never change, and kept for its recompute. Of tensors, small ones are
+copied where they may be changed in place, and others stay as they are: if one is changed in place after a call, and the code
+reads it when it runs again, that is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+
+from lightning_harmony.engine.memory.kept_tensor import KeptTensor
+from lightning_harmony.engine.memory.stash import Alias, is_small
+from lightning_harmony.engine.model.attributes import OF_TORCH
+from lightning_harmony.engine.model.derived import OutOfReach
 from lightning_harmony.engine.structures.containers import put_content
-from lightning_harmony.microbatches.held_state import Held, Kind
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.microbatches.held_state import Held, Kind, mark_of
 from lightning_harmony.microbatches.places import Places, Together
+from lightning_harmony.microbatches.reads import version_of
+from lightning_harmony.microbatches.step_undo import undo_of
+from lightning_harmony.microbatches.variables import put_value
 
-# So many first steps of a kind are looked at for what recomputes change.
-_WATCHED_STEPS = 1
+
+class _Same(NamedTuple):
+    """A tensor that stays where it is, for nobody was seen to change it in place.
+
+    Attributes:
+        tensor: the tensor.
+        version: how often it was changed in place.
+    """
+
+    tensor: Tensor
+    version: int | None
+
+
+class _Moment:
+    """What is in a place, from one change to the next."""
+
+    def __init__(self) -> None:
+        self._content: Any = None
+        self._has_tensors = False
+        self._undo: list[Callable[[], None]] = []
+
+    def keep(self, held: Held, *, copies: bool) -> None:
+        """Keep it for recomputes.
+
+        Args:
+            held: the place, which was looked at.
+            copies: whether small tensors in it may be changed in place.
+        """
+        self._has_tensors, self._undo = held.has_tensors, _undo_of(held)
+        self._content = (
+            _exchanged(held.newest, Tensor, partial(_kept, copies=copies)) if held.has_tensors else held.newest
+        )
+
+    def put(self, held: Held) -> None:
+        """Let it be in its place."""
+        for undo in self._undo:
+            undo()
+        load = partial(_load, held.name)
+        _put(held, _exchanged(self._content, (KeptTensor, _Same), load) if self._has_tensors else self._content)
+
+
+class _Changed(OutOfReach):
+    """Is in the place of a tensor that was changed in place after a call: whoever uses it is told."""
+
+    def _refusal(self) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"a layer's code reads a tensor in {self._name!r} which was changed in place after the layer was called, so that "
+            "its backward cannot run the call again: pass it to the layer as an argument, or assign a new tensor"
+        )
+
+    def _refuse(self, *args: Any) -> Any:
+        raise self._refusal()
+
+    # Python does not ask `__getattr__` for these.
+    __getitem__ = __iter__ = __len__ = __float__ = __bool__ = _refuse
 
 
 class StateElsewhere:
@@ -26,64 +91,158 @@ class StateElsewhere:
 
     Args:
         places: all that steps may change.
+        of_layers: the modules of layers: their own attributes are looked at with these.
+        with_weights: gives the attributes of objects that keep weights of layers, by their identities: so are they.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, of_layers: Iterable[nn.Module], with_weights: Callable[[], set[int]]) -> None:
         self._places = places
-        self._known: set[str] = set()
-        self._num_steps = 0
+        self._of_layers, self._with_weights = {id(module) for module in of_layers}, with_weights
+        self._excluded: set[int] = set()
+        # All places, of which these are some.
+        self._all: Sequence[Held] = ()
         self._together: Together | None = None
+        self._is_begun = False
+        # Of each place. What may be changed in place, with marks.
+        self._moments: list[_Moment] = []
+        self._marks: dict[int, list[tuple[Callable[[Any], Any], Any, Any]]] = {}
+        # The numbers of those that are not kept as they are.
+        self._new: set[int] = set()
+        # The names of places in which tensors were changed in place. Small ones are copied in the first step.
+        self._in_place: set[str] = set()
+        self._is_first = True
 
-    def begin(self) -> Callable[[], Callable[[], AbstractContextManager[None]]] | None:
+    def begin(self) -> Callable[[], Callable[[], AbstractContextManager[None]]]:
         """A step begins.
 
         Returns:
-            What to call before a layer's code runs, for the context in which that runs again; None if that takes none.
+            What to call before a layer's code runs, for the context in which that runs again.
         """
-        self._together = None
-        self._num_steps += 1
-        return self._at_call if self._is_watched or self._known else None
+        self.finish()
+        return self._at_call
 
     def finish(self) -> None:
         """The step is over."""
-        self._together = None
+        if self._is_begun and self._together is not None:
+            self._together.let_go()
+            self._is_first = False
+        self._is_begun, self._moments, self._marks = False, [], {}
 
-    @property
-    def _is_watched(self) -> bool:
-        return self._num_steps <= _WATCHED_STEPS
+    def _begin(self) -> Together:
+        contents = self._places.look()
+        together, excluded = self._together, self._with_weights()
+        if together is None or self._all is not contents.places or excluded != self._excluded:
+            self._all, self._excluded = contents.places, excluded
+            self._together = together = Together([each for each in self._all if self._is_elsewhere(each)])
+        together.look()
+        held = together.places
+        self._is_begun = True
+        self._moments = [_Moment() for _ in held]
+        self._new = set(range(len(held)))
+        for number in self._new:
+            self._mark(number, held[number])
+        return together
+
+    def _is_elsewhere(self, held: Held) -> bool:
+        if held.key in self._excluded:
+            return False
+        if held.kind is Kind.MODULE:
+            return id(held.owner) not in self._of_layers
+        # Hooks are called by no layer's code alone. Containers among a layer's attributes are looked at with these.
+        is_of_layer = held.root is not None and id(held.root[0]) in self._of_layers and not held.is_shared
+        return held.kind is Kind.OBJECT or (held.kind is Kind.CONTAINER and not is_of_layer)
+
+    def _mark(self, number: int, held: Held) -> None:
+        if held.marked:
+            marked = [(version_of if issubclass(type(value), Tensor) else mark_of, value) for _, value in held.marked]
+            self._marks[number] = [(mark, value, mark(value)) for mark, value in marked]
+        else:
+            self._marks.pop(number, None)
+
+    def _look(self, together: Together) -> list[_Moment]:
+        """What is in each place: the same list as long as nothing has changed."""
+        marks = self._marks.items()
+        changed = {number for number, all_of in marks if any(mark(each) != then for mark, each, then in all_of)}
+        changed.update(together.look())
+        if changed:
+            self._moments = list(self._moments)
+            self._new |= changed
+            for number in changed:
+                self._moments[number] = _Moment()
+                self._mark(number, together.places[number])
+        return self._moments
 
     def _at_call(self) -> Callable[[], AbstractContextManager[None]]:
-        if self._together is None:
-            # Modules' own is looked at with the layers. Hooks are not called by layers' code alone.
-            held = [each for each in self._places.look().places if each.kind not in (Kind.MODULE, Kind.HOOKS)]
-            self._together = Together([each for each in held if self._is_watched or each.name in self._known])
-        # Those with tensors are found as they are: they are not kept for longer than the user does.
-        together, copies = self._together, self._together.copies()
-        if any(held.has_tensors for held in together.places):
-            copies = [None if held.has_tensors else copy for held, copy in zip(together.places, copies, strict=True)]
-        return partial(self._as_it_was, together, copies)
+        together = self._together if self._is_begun and self._together is not None else self._begin()
+        # Who watches what code reads is not to see this.
+        with DisableTorchFunctionSubclass():
+            found = self._look(together)
+            for number in self._new:
+                held = together.places[number]
+                found[number].keep(held, copies=self._is_first or held.name in self._in_place)
+            self._new.clear()
+        return partial(self._as_it_was, together, found)
 
     @contextmanager
-    def _as_it_was(self, together: Together, found: list[Any]) -> Iterator[None]:
-        left = together.copies()
-        for held, content in _differing(together, left, found):
-            if content is not None:
-                _put(held, content)
-        begun = together.copies()
+    def _as_it_was(self, together: Together, found: list[_Moment]) -> Iterator[None]:
+        with DisableTorchFunctionSubclass():
+            left, copies = self._look(together), together.newest
+            undo = {}
+            for number in _differing(left, found):
+                held = together.places[number]
+                undo[number] = _undo_of(held)
+                found[number].put(held)
         try:
             yield
         finally:
-            now = together.copies()
-            self._known |= {held.name for held, _ in _differing(together, begun, now)}
-            for held, content in _differing(together, now, left):
-                _put(held, content)
+            with DisableTorchFunctionSubclass():
+                for number in _differing(self._look(together), left):
+                    for each in undo.get(number, ()):
+                        each()
+                    _put(together.places[number], copies[number])
 
 
-def _differing(together: Together, one: list[Any], other: list[Any]) -> list[tuple[Held, Any]]:
-    """The places that differ between two copies, and what the other one has there."""
+def _differing(one: list[_Moment], other: list[_Moment]) -> list[int]:
     if one is other:
         return []
-    return [(held, then) for held, now, then in zip(together.places, one, other, strict=True) if now is not then]
+    return [number for number, (now, then) in enumerate(zip(one, other, strict=True)) if now is not then]
+
+
+def _undo_of(held: Held) -> list[Callable[[], None]]:
+    """What takes back changes in place of generators and arrays in a place."""
+    found = (undo_of(value) for _, value in held.marked if not issubclass(type(value), Tensor))
+    return [each for each in found if each is not None]
+
+
+def _kept(tensor: Tensor, *, copies: bool) -> KeptTensor | _Same:
+    """A tensor, kept for the backward.
+
+    Args:
+        tensor: the tensor.
+        copies: whether a small one may be changed in place.
+    """
+    if copies and is_small(tensor):
+        return KeptTensor(Alias.of_copy(tensor), tensor)
+    return _Same(tensor, version_of(tensor))
+
+
+def _load(place: str, kept: KeptTensor | _Same) -> Any:
+    if isinstance(kept, KeptTensor):
+        return kept.again()
+    return kept.tensor if version_of(kept.tensor) == kept.version else _Changed(place)
+
+
+def _exchanged(content: Any, kind: Any, function: Callable[[Any], Any]) -> Any:
+    """What is in a place, with something else for what is of a class in it, also within tuples."""
+
+    def exchange(value: Any) -> Any:
+        if issubclass(type(value), kind):
+            return value if isinstance(value, nn.Parameter) else function(value)
+        return tuple(map(exchange, value)) if type(value) is tuple else value
+
+    if isinstance(content, dict):
+        return {name: exchange(value) for name, value in content.items()}
+    return type(content)(map(exchange, content))
 
 
 def _put(held: Held, before: Any) -> None:
@@ -94,14 +253,14 @@ def _put(held: Held, before: Any) -> None:
     if not held.is_named:
         put_content(content, before)
         return
-    for name in [name for name in content if name not in before and not _is_of_python(name)]:
+    for name in [name for name in content if name not in before and not _is_left_alone(held, name)]:
         del content[name]
     # One by one: whoever sets a name in a class makes Python forget what it knows of the class.
     for name, value in before.items():
-        if (name not in content or content[name] is not value) and not _is_of_python(name):
-            content[name] = value
+        if (name not in content or content[name] is not value) and not _is_left_alone(held, name):
+            put_value(content, name, value)
 
 
-def _is_of_python(name: Any) -> bool:
-    """Whether a name is one of Python's own, or of a compiler's, which adds what it has compiled to globals."""
-    return isinstance(name, str) and name.startswith("__")
+def _is_left_alone(held: Held, name: Any) -> bool:
+    """Whether a name is one of Python's own, of a compiler's, which adds what it has compiled to globals, or of torch's."""
+    return isinstance(name, str) and (name.startswith("__") or (held.kind is Kind.MODULE and name in OF_TORCH))

@@ -48,7 +48,7 @@ class _Marked:
     def __init__(self, place: str, value: Any, mark: Any) -> None:
         self.mark = mark
         self._place, self._value, self._begun = place, value, mark
-        self._undo = _undo_of(value)
+        self._undo = undo_of(value)
 
     def is_changed(self) -> bool:
         """Whether it was changed since it was last looked at."""
@@ -69,7 +69,8 @@ class _Marked:
         return self._undo is not None
 
 
-def _undo_of(value: Any) -> Callable[[], None] | None:
+def undo_of(value: Any) -> Callable[[], None] | None:
+    """What makes an object that can be changed in place what it is now; None if that is not possible."""
     if isinstance(value, Tensor):
         is_small = value.numel() * value.element_size() <= _SMALL_BYTES
         return undo_of_tensor(value) if is_small and value.layout is torch.strided else None

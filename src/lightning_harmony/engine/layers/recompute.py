@@ -14,13 +14,11 @@ from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.call_buffers import CallBuffers
 from lightning_harmony.engine.layers.runtime import Runtime
+from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.opaque import StashedObject
-from lightning_harmony.engine.memory.stash import Stashed
-from lightning_harmony.engine.memory.tensor_class import TensorClass
 from lightning_harmony.engine.model.attributes import Attributes
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
-from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.parts import cloned
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -40,7 +38,7 @@ class Recompute:
 
     def __init__(self, layer: SwappedLayer, runtime: Runtime, arguments: CallArguments) -> None:
         self._layer, self._runtime, self._arguments = layer, runtime, arguments
-        self._inputs: list[_Input] = []
+        self._inputs: list[KeptTensor] = []
         self._objects: list[Any] | None = None
         self.attributes: Attributes = layer.attributes.read()
 
@@ -53,7 +51,7 @@ class Recompute:
         """Stash what the layer is called with."""
         arguments, layer, runtime = self._arguments, self._layer, self._runtime
         self._inputs = [
-            _Input(runtime.stash(runtime.at_layer(tensor, residency)), tensor) for tensor in arguments.tensors
+            KeptTensor(runtime.stash(runtime.at_layer(tensor, residency)), tensor) for tensor in arguments.tensors
         ]
         if layer.changes_inputs is not False:
             for each in self._inputs:
@@ -157,21 +155,6 @@ def note_use(tensors: Sequence[Tensor], residency: Residency) -> None:
 
 def _cuda_device(residency: Residency) -> int | None:
     return residency.device.torch_device.index
-
-
-class _Input:
-    """A tensor that a layer was called with, in the stash."""
-
-    def __init__(self, stashed: Stashed, tensor: Tensor) -> None:
-        self.stashed = stashed
-        self._requires_grad = tensor.requires_grad
-        self._class = TensorClass.of(tensor)
-
-    def load(self) -> Tensor:
-        """The tensor as it was, without its graph."""
-        tensor = detached(self.stashed.load())
-        Tensor.requires_grad_(tensor, self._requires_grad)
-        return tensor if self._class is None else self._class.on(tensor)
 
 
 class _Unchanged:

@@ -157,6 +157,10 @@ class Companions:
                 if name not in OF_TORCH:
                     yield from _of_value(value, None, seen, 0)
 
+    def objects(self) -> set[int]:
+        """The attributes of objects that have some, by their identities: what calls find there is looked after here."""
+        return set(map(id, self._objects)) if self else set()
+
     def __bool__(self) -> bool:
         return bool(self._views or self.apart)
 

@@ -147,6 +147,15 @@ class Executor:
         """The buffers of layers, which their own code alone changes."""
         return (key for layer in self._model.layers for key in layer.buffers)
 
+    def modules_of_layers(self) -> Iterator[nn.Module]:
+        """The modules of layers, which their own code alone calls."""
+        modules = (layer.module for layer in self._model.layers if layer.module is not None)
+        return (each for module in modules for each in module.modules())
+
+    def objects_with_weights(self) -> set[int]:
+        """The attributes of objects that keep weights of layers, by their identities."""
+        return {each for layer in self._model.layers for each in layer.companions.objects()}
+
     def layer_with_wide_weights(self) -> str | None:
         """In a step, the name of a layer that needed weights as they are that had come narrow; None if none did."""
         return next((layer.name for layer in self._model.layers if layer.read_wide), None)

@@ -1,0 +1,219 @@
+"""What a layer's code finds elsewhere than on its modules, its recompute finds as its call did, whoever changes it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_harmony.errors import UnsupportedModelError
+from support import nets
+from support.same_training import Net, assert_same_training, room
+from support.sampling import in_turns
+from support.taking_turns import samples
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+LARGE = 5000
+SCALE: Any = 1.0
+SCALES: list[Any] = [1.0]
+
+
+class Context:
+    """Of a class of its own, whose attribute counts for all."""
+
+    scale: Any = 1.0
+
+
+def function() -> None:
+    """Something has an attribute."""
+
+
+class Model(nn.Module):
+    """Layers that compute with a scale that is nobody's argument."""
+
+    def __init__(self, place: Place, change: Callable[[Model, int, Tensor], None]) -> None:
+        super().__init__()
+        self.place, self.change = place, change
+        self.context = SimpleNamespace(scale=1.0)
+        self.held: dict[str, Any] = {"scale": (1.0,)}
+        self.generators = SimpleNamespace(
+            python=random.Random(3), numpy=np.random.default_rng(3), torch=torch.Generator().manual_seed(3)
+        )
+        self.arrays = SimpleNamespace(scale=np.ones(1))
+        self.blocks = nn.ModuleList(Scaled(self) for _ in range(3))
+        self.scale: Any = 1.0
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        for number, block in enumerate(self.blocks):
+            self.change(self, number, x)
+            x = block(x)
+        return F.mse_loss(x, y)
+
+
+class Scaled(nets.Block):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        # Past registration: a module is no part of its parts.
+        self.model = SimpleNamespace(of=model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.model.of.place.get(self.model.of))
+
+
+class Place:
+    """Where the scale is."""
+
+    def __init__(self, get: Callable[[Model], Any], put: Callable[[Model, Any], None]) -> None:
+        self.get, self.put = get, put
+
+
+def put_global(_: Model, value: Any) -> None:
+    global SCALE  # noqa: PLW0603
+    SCALE = value
+
+
+def variable() -> Place:
+    kept: Any = 1.0
+
+    def put(_: Model, value: Any) -> None:
+        nonlocal kept
+        kept = value
+
+    return Place(lambda _: kept, put)
+
+
+PLACES: dict[str, Callable[[], Place]] = {
+    "global": lambda: Place(lambda _: SCALE, put_global),
+    "list among globals": lambda: Place(lambda _: SCALES[0], lambda _, value: SCALES.__setitem__(0, value)),
+    "attribute of a class": lambda: Place(lambda _: Context.scale, lambda _, value: setattr(Context, "scale", value)),
+    "attribute of a function": lambda: Place(
+        lambda _: getattr(function, "scale", 1.0), lambda _, value: setattr(function, "scale", value)
+    ),
+    "object": lambda: Place(lambda m: m.context.scale, lambda m, value: setattr(m.context, "scale", value)),
+    "tuple in a dict": lambda: Place(
+        lambda m: m.held["scale"][0], lambda m, value: m.held.__setitem__("scale", (value,))
+    ),
+    "attribute of the model": lambda: Place(lambda m: m.scale, lambda m, value: setattr(m, "scale", value)),
+    "variable": variable,
+}
+
+
+def of_layer(number: int) -> float:
+    return 1.0 + number / 4
+
+
+VALUES: dict[str, Callable[[int, Tensor], Any]] = {
+    "number": lambda number, _: of_layer(number),
+    "tensor": lambda number, x: x.detach().mean() + of_layer(number),
+    "large tensor": lambda number, x: x.detach().mean() + torch.full((LARGE,), of_layer(number), device=x.device),
+}
+
+
+def assert_trains_as_plain(model: Callable[[], Model], num_microbatches: int) -> None:
+    put_global(model(), 1.0)
+    assert_same_training(
+        Net(model()),
+        samples(24),
+        batch_size=8,
+        num_microbatches=num_microbatches,
+        device_memory=room("200KiB"),
+        updates=["just in time"],
+    )
+
+
+@pytest.mark.devices(1, 2)
+@pytest.mark.parametrize(("place", "value", "num_microbatches"), in_turns(product(PLACES, VALUES), [(1,), (4,)]))
+def test_what_is_set_for_each_layer_its_recompute_finds(place: str, value: str, num_microbatches: int) -> None:
+    """The recompute of each found what was set for the last one: other weights, without a word."""
+
+    def model() -> Model:
+        where = PLACES[place]()
+        put, get = where.put, where.get
+        # Of a large one, the first element.
+        where.get = lambda m: found[:1] if isinstance(found := get(m), Tensor) and found.ndim else found
+        return Model(where, lambda m, number, x: put(m, VALUES[value](number, x)))
+
+    assert_trains_as_plain(model, num_microbatches)
+
+
+def drawn(model: Model) -> Any:
+    of = model.generators
+    return 1 + 0.1 * (of.python.random() + of.numpy.random() + float(torch.rand((), generator=of.torch)))
+
+
+def averaged(model: Model) -> Any:
+    model.arrays.scale *= 0.9
+    model.arrays.scale += 0.2
+    return float(model.arrays.scale[0])
+
+
+def averaged_tensor(model: Model) -> Any:
+    if type(model.context.scale) is float:
+        model.context.scale = torch.ones(1)
+    return model.context.scale.mul_(0.9).add_(0.2).clone()
+
+
+def averaged_anew(model: Model) -> Any:
+    model.context.scale = 0.9 * model.context.scale + 0.2 * torch.ones(1)
+    return model.context.scale
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("code", [drawn, averaged, averaged_tensor, averaged_anew])
+def test_what_a_layers_own_code_changes_in_place_its_recompute_finds_as_the_call_did(
+    code: Callable[[Model], Any], num_microbatches: int
+) -> None:
+    assert_trains_as_plain(lambda: Model(Place(code, lambda *_: None), lambda *_: None), num_microbatches)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_what_first_changes_in_a_later_step_is_found_as_it_was(num_microbatches: int) -> None:
+    """What layers' code changed elsewhere for the first time in a later step, its recompute changed once more."""
+
+    def late(model: Model) -> Any:
+        model.context.calls = getattr(model.context, "calls", 0)
+        if model.scale > 4:
+            model.context.calls += 1
+        return 1 + 0.1 * model.context.calls
+
+    def count(model: Model, number: int, _: Tensor) -> None:
+        if number == 0:
+            model.scale += 1
+
+    assert_trains_as_plain(lambda: Model(Place(late, lambda *_: None), count), num_microbatches)
+
+
+def test_a_large_tensor_that_layers_read_and_others_change_in_place_is_refused() -> None:
+    def in_place(model: Model, number: int, _: Tensor) -> None:
+        if number == 0:
+            model.context.scale = torch.ones(LARGE)
+        model.context.scale.mul_(of_layer(number))
+
+    model = Model(Place(lambda m: m.context.scale[:1].clone(), lambda *_: None), in_place)
+    with pytest.raises(
+        UnsupportedModelError, match=r"reads a tensor in 'net.context' which was changed in place"
+    ):
+        assert_trains_as_plain(lambda: model, 1)
+
+
+def test_a_large_tensor_that_code_between_layers_alone_reads_may_be_changed_in_place() -> None:
+    """As a queue of keys."""
+
+    def in_place(model: Model, number: int, x: Tensor) -> None:
+        if type(model.context.scale) is float:
+            model.context.scale = torch.ones(LARGE)
+        if number == 2:
+            model.context.scale.mul_(0.9)
+            x.mul_(model.context.scale[0])
+
+    assert_trains_as_plain(lambda: Model(Place(lambda _: 1.0, lambda *_: None), in_place), 1)
