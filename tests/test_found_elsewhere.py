@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.errors import UnsupportedModelError
 from support import nets
-from support.same_training import Net, assert_same_training, room
+from support.same_training import Net, assert_same_training, room, root
 from support.sampling import in_turns
 from support.taking_turns import samples
 
@@ -159,12 +159,12 @@ def averaged(model: Model) -> Any:
 
 def averaged_tensor(model: Model) -> Any:
     if type(model.context.scale) is float:
-        model.context.scale = torch.ones(1)
+        model.context.scale = torch.ones(1, device=root())
     return model.context.scale.mul_(0.9).add_(0.2).clone()
 
 
 def averaged_anew(model: Model) -> Any:
-    model.context.scale = 0.9 * model.context.scale + 0.2 * torch.ones(1)
+    model.context.scale = 0.9 * model.context.scale + 0.2 * torch.ones(1, device=root())
     return model.context.scale
 
 
@@ -196,13 +196,11 @@ def test_what_first_changes_in_a_later_step_is_found_as_it_was(num_microbatches:
 def test_a_large_tensor_that_layers_read_and_others_change_in_place_is_refused() -> None:
     def in_place(model: Model, number: int, _: Tensor) -> None:
         if number == 0:
-            model.context.scale = torch.ones(LARGE)
+            model.context.scale = torch.ones(LARGE, device=root())
         model.context.scale.mul_(of_layer(number))
 
     model = Model(Place(lambda m: m.context.scale[:1].clone(), lambda *_: None), in_place)
-    with pytest.raises(
-        UnsupportedModelError, match=r"reads a tensor in 'net.context' which was changed in place"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"reads a tensor in 'net.context' which was changed in place"):
         assert_trains_as_plain(lambda: model, 1)
 
 
@@ -211,7 +209,7 @@ def test_a_large_tensor_that_code_between_layers_alone_reads_may_be_changed_in_p
 
     def in_place(model: Model, number: int, x: Tensor) -> None:
         if type(model.context.scale) is float:
-            model.context.scale = torch.ones(LARGE)
+            model.context.scale = torch.ones(LARGE, device=root())
         if number == 2:
             model.context.scale.mul_(0.9)
             x.mul_(model.context.scale[0])

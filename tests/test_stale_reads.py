@@ -281,9 +281,7 @@ def named(value: Any) -> str:
     return getattr(value, "__name__", "") or "{} to {} from {} by {}".format(*value)
 
 
-@pytest.mark.parametrize(
-    ("keep", "when"), [(keep, BEHIND) for keep in KEPT] + in_turns(KEPT, [(when,) for when in WHEN[1:]]), ids=named
-)
+@pytest.mark.parametrize(("keep", "when"), in_turns(KEPT, [(when,) for when in WHEN]), ids=named)
 def test_what_is_first_read_in_a_later_step_is_what_the_microbatch_before_has_left(keep: Any, when: Any) -> None:
     module = Net(Keeps(keep, when))
     assert_same_training(module, samples(40), batch_size=8, device_memory=room("40KiB"), updates=["just in time"])
