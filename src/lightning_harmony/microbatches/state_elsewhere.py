@@ -163,6 +163,7 @@ class StateElsewhere:
         """What is in each place: the same list as long as nothing has changed."""
         marks = self._marks.items()
         changed = {number for number, all_of in marks if any(mark(each) != then for mark, each, then in all_of)}
+        self._in_place.update(together.places[number].name for number in changed)
         changed.update(together.look())
         if changed:
             self._moments = list(self._moments)
