@@ -2,9 +2,9 @@
 
 Objects, variables of closures, attributes of functions, classes and modules that are in no layer, and globals, whoever changes
 them: the layer's own code, as one that counts its calls, or the code between layers, as one that sets a scale for each. They
-are looked at before each call, all in one go, since most never change, and kept for its recompute. Of tensors, small ones are
-copied where they may be changed in place, and others stay as they are: if one is changed in place after a call, and the code
-reads it when it runs again, that is refused.
+are looked at before each call, all in one go, since most never change, and kept for its recompute: of what has changed, copies
+of the tensors, large ones in the stash. A large one that is changed in place for the first time after a call is refused, if
+the code reads it when it runs again.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
-from lightning_harmony.engine.memory.stash import Alias, is_small
+from lightning_harmony.engine.memory.stash import Stashed, is_small
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.derived import OutOfReach
 from lightning_harmony.engine.structures.containers import put_content
+from lightning_harmony.engine.structures.operations import detached
+from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.microbatches.held_state import Held, Kind, mark_of
 from lightning_harmony.microbatches.places import Places, Together
@@ -50,17 +53,15 @@ class _Moment:
         self._has_tensors = False
         self._undo: list[Callable[[], None]] = []
 
-    def keep(self, held: Held, *, copies: bool) -> None:
+    def keep(self, held: Held, keep: Callable[[Tensor], KeptTensor | _Same]) -> None:
         """Keep it for recomputes.
 
         Args:
             held: the place, which was looked at.
-            copies: whether small tensors in it may be changed in place.
+            keep: keeps a tensor.
         """
         self._has_tensors, self._undo = held.has_tensors, _undo_of(held)
-        self._content = (
-            _exchanged(held.newest, Tensor, partial(_kept, copies=copies)) if held.has_tensors else held.newest
-        )
+        self._content = _exchanged(held.newest, Tensor, keep) if held.has_tensors else held.newest
 
     def put(self, held: Held) -> None:
         """Let it be in its place."""
@@ -106,17 +107,19 @@ class StateElsewhere:
         # Of each place. What may be changed in place, with marks.
         self._moments: list[_Moment] = []
         self._marks: dict[int, list[tuple[Callable[[Any], Any], Any, Any]]] = {}
-        # The numbers of those that are not kept as they are.
+        # By numbers: those that have changed in this step, and those that are not kept as they are.
+        self._changed: set[int] = set()
         self._new: set[int] = set()
         # The names of places in which tensors were changed in place. Small ones are copied in the first step.
         self._in_place: set[str] = set()
         self._is_first = True
 
-    def begin(self) -> Callable[[], Callable[[], AbstractContextManager[None]]]:
+    def begin(self) -> Callable[[Callable[[Tensor], Stashed]], Callable[[], AbstractContextManager[None]]]:
         """A step begins.
 
         Returns:
-            What to call before a layer's code runs, for the context in which that runs again.
+            What to call before a layer's code runs, with what puts a tensor into the stash, for the context in which that code
+            runs again.
         """
         self.finish()
         return self._at_call
@@ -138,7 +141,7 @@ class StateElsewhere:
         held = together.places
         self._is_begun = True
         self._moments = [_Moment() for _ in held]
-        self._new = set(range(len(held)))
+        self._changed, self._new = set(), set(range(len(held)))
         for number in self._new:
             self._mark(number, held[number])
         return together
@@ -167,20 +170,35 @@ class StateElsewhere:
         changed.update(together.look())
         if changed:
             self._moments = list(self._moments)
+            self._changed |= changed
             self._new |= changed
             for number in changed:
                 self._moments[number] = _Moment()
                 self._mark(number, together.places[number])
         return self._moments
 
-    def _at_call(self) -> Callable[[], AbstractContextManager[None]]:
+    def _kept(
+        self, stash: Callable[[Tensor], Stashed], held: Held, tensor: Tensor, *, has_changed: bool
+    ) -> KeptTensor | _Same:
+        """A tensor in a place, kept for the backward: a copy where it may be changed, in the stash if it is large."""
+        is_changed_in_place = held.name in self._in_place
+        if is_small(tensor):
+            copies = is_changed_in_place or self._is_first
+        else:
+            copies = (is_changed_in_place or has_changed) and tensor.layout is torch.strided
+        if not copies:
+            return _Same(tensor, version_of(tensor))
+        # The user may change the tensor itself before it is in the stash.
+        return KeptTensor(stash(copied(detached(tensor))), tensor)
+
+    def _at_call(self, stash: Callable[[Tensor], Stashed]) -> Callable[[], AbstractContextManager[None]]:
         together = self._together if self._is_begun and self._together is not None else self._begin()
         # Who watches what code reads is not to see this.
         with DisableTorchFunctionSubclass():
             found = self._look(together)
             for number in self._new:
                 held = together.places[number]
-                found[number].keep(held, copies=self._is_first or held.name in self._in_place)
+                found[number].keep(held, partial(self._kept, stash, held, has_changed=number in self._changed))
             self._new.clear()
         return partial(self._as_it_was, together, found)
 
@@ -213,18 +231,6 @@ def _undo_of(held: Held) -> list[Callable[[], None]]:
     """What takes back changes in place of generators and arrays in a place."""
     found = (undo_of(value) for _, value in held.marked if not issubclass(type(value), Tensor))
     return [each for each in found if each is not None]
-
-
-def _kept(tensor: Tensor, *, copies: bool) -> KeptTensor | _Same:
-    """A tensor, kept for the backward.
-
-    Args:
-        tensor: the tensor.
-        copies: whether a small one may be changed in place.
-    """
-    if copies and is_small(tensor):
-        return KeptTensor(Alias.of_copy(tensor), tensor)
-    return _Same(tensor, version_of(tensor))
 
 
 def _load(place: str, kept: KeptTensor | _Same) -> Any:

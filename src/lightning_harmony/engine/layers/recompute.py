@@ -67,7 +67,7 @@ class Recompute:
             is_certain: whether it will run again: else the state of the process and of generators may not be needed.
         """
         if is_certain:
-            self._elsewhere = self._runtime.note_call()
+            self._elsewhere = self._runtime.note_call(self._runtime.stash)
             self._random, self._ambient = RandomState.capture(_cuda_device(residency)), AmbientState.capture()
         self._unchanged = _Unchanged(self._arguments.tensors)
         self._buffers = CallBuffers(self._layer, residency, copies=with_graph)

@@ -88,8 +88,12 @@ class Runtime(Protocol):
     def recomputing(self) -> AbstractContextManager[None]:
         """The context of a layer's own code when it runs again."""
 
-    def note_call(self) -> Callable[[], AbstractContextManager[None]]:
-        """A layer's own code is about to run; what gives one more context in which it runs again."""
+    def note_call(self, stash: Callable[[Tensor], Stashed]) -> Callable[[], AbstractContextManager[None]]:
+        """A layer's own code is about to run; what gives one more context in which it runs again.
+
+        Args:
+            stash: keeps a tensor for that.
+        """
 
     def is_last_backward(self) -> bool:
         """Whether no other backward of the current microbatch will follow."""

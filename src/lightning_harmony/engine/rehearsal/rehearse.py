@@ -292,7 +292,7 @@ class _Rehearsal:
         """Never: what recompute takes is to be seen."""
         return False
 
-    def note_call(self) -> Callable[[], AbstractContextManager[None]]:
+    def note_call(self, stash: Callable[[Tensor], Stashed]) -> Callable[[], AbstractContextManager[None]]:
         """It finds what it finds."""
         return nullcontext
 

@@ -81,10 +81,14 @@ class Runtime:
             return self._lone_calls.visit(self._placement.pack_of[layer.index], phase)
         return self._preparation.visit(progress, layer, phase)
 
-    def note_call(self) -> Callable[[], AbstractContextManager[None]]:
-        """A layer's own code is about to run; what gives one more context in which it runs again."""
+    def note_call(self, stash: Callable[[Tensor], Stashed]) -> Callable[[], AbstractContextManager[None]]:
+        """A layer's own code is about to run; what gives one more context in which it runs again.
+
+        Args:
+            stash: keeps a tensor for that.
+        """
         on_call = self._step.listeners.on_call
-        return nullcontext if on_call is None else on_call()
+        return nullcontext if on_call is None else on_call(stash)
 
     def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
         """A layer's own code has set some attributes of a module."""

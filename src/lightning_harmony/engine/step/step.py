@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_harmony.engine.lanes.lane import AnyLane, current_lane
 from lightning_harmony.engine.lanes.rng import RandomStreams
+from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
 from lightning_harmony.engine.step.turns import LaneProgress, Turns
@@ -41,14 +42,15 @@ class Listeners:
         on_set: told what attributes the own code of a layer has set: those of a module, and the names of the new ones.
         watch: told of microbatches that run one after the other, if there are several.
         on_compiled: told the tensors with which a compiled layer is called.
-        on_call: called before a layer's own code runs that will run again; gives what makes the context for that.
+        on_call: called before a layer's own code runs that will run again, with what keeps a tensor for the backward; gives
+            what makes the context for that.
     """
 
     on_switch: Callable[[int], None] | None = None
     on_set: Callable[[dict[str, Any], set[str]], None] | None = None
     watch: StepWatch | None = None
     on_compiled: Callable[[Sequence[Tensor]], None] | None = None
-    on_call: Callable[[], Callable[[], AbstractContextManager[None]]] | None = None
+    on_call: Callable[[Callable[[Tensor], Stashed]], Callable[[], AbstractContextManager[None]]] | None = None
 
 
 @dataclass
