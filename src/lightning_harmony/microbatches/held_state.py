@@ -134,11 +134,16 @@ class Held:
             self.marked = []
 
 
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter. Of plain ones, nobody need ask `nn.Parameter`, which takes its time."""
+    return type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
+
+
 def _holds_tensors(value: Any) -> bool:
     kind = type(value)
     if kind is tuple:
         return any(map(_holds_tensors, value))
-    return issubclass(kind, Tensor) and not isinstance(value, nn.Parameter)
+    return issubclass(kind, Tensor) and not is_parameter(value)
 
 
 def changed_between(held: Held, before: Any, now: Any) -> list[Any]:
@@ -162,7 +167,7 @@ def mark_of(value: Any) -> Any:
     if kind in _UNMARKED or issubclass(kind, nn.Module):
         return None
     if issubclass(kind, Tensor):
-        return None if isinstance(value, nn.Parameter) or value.is_inference() else value._version
+        return None if is_parameter(value) or value.is_inference() else value._version
     if kind in _LOCKS:
         return is_held(value)
     if is_ndarray(value):

@@ -26,7 +26,7 @@ from lightning_harmony.engine.structures.containers import put_content
 from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.errors import UnsupportedModelError
-from lightning_harmony.microbatches.held_state import Held, Kind, mark_of
+from lightning_harmony.microbatches.held_state import Held, Kind, is_parameter, mark_of
 from lightning_harmony.microbatches.places import Places, Together
 from lightning_harmony.microbatches.reads import version_of
 from lightning_harmony.microbatches.step_undo import undo_of
@@ -244,7 +244,7 @@ def _exchanged(content: Any, kind: Any, function: Callable[[Any], Any]) -> Any:
 
     def exchange(value: Any) -> Any:
         if issubclass(type(value), kind):
-            return value if isinstance(value, nn.Parameter) else function(value)
+            return function(value) if kind is not Tensor or not is_parameter(value) else value
         return tuple(map(exchange, value)) if type(value) is tuple else value
 
     if isinstance(content, dict):
