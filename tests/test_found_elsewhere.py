@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
@@ -14,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_harmony import HarmonyStrategy
 from lightning_harmony.errors import UnsupportedModelError
 from support import nets
-from support.same_training import Net, assert_same_training, room, root
+from support.same_training import Net, assert_same_training, room, root, trainer_for
 from support.sampling import in_turns
 from support.taking_turns import samples
 
@@ -215,3 +217,39 @@ def test_a_large_tensor_that_code_between_layers_alone_reads_may_be_changed_in_p
             x.mul_(model.context.scale[0])
 
     assert_trains_as_plain(lambda: Model(Place(lambda _: 1.0, lambda *_: None), in_place), 1, "100KiB")
+
+
+class Collector:
+    """Collects in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.items: list[int] = []
+
+
+def test_what_another_thread_collects_meanwhile_stays() -> None:
+    """A recompute puts back what its call has found, and would lose what has come since."""
+    model = Model(
+        Place(lambda m: m.context.scale, lambda *_: None), lambda m, number, _: setattr(m.context, "scale", number + 1)
+    )
+    collector, number = Collector(), 0
+    model.context.collector = collector
+    ended = threading.Event()
+
+    def collect() -> None:
+        nonlocal number
+        while not ended.wait(1e-4):
+            with collector.lock:
+                collector.items.append(number)
+                number += 1
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    try:
+        strategy = HarmonyStrategy(num_microbatches=1, device_memory=room("40KiB"), profile_cache=False)
+        trainer_for(strategy, 6, []).fit(Net(model), torch.utils.data.DataLoader(samples(24), batch_size=4))
+    finally:
+        ended.set()
+        thread.join()
+    assert collector.items == list(range(number))
+    assert number > 10

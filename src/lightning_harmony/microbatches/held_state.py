@@ -57,6 +57,7 @@ class Held:
         owner: whose attributes it is, if it is any.
         root: the module or class, with the name of its attribute, that leads to it, if it is no module's own.
         is_shared: whether other ways lead to it, too, as functions share variables.
+        is_of_threads: whether other threads may change it: it is, or is within, an object that keeps a lock or a thread.
         key: tells it from all others, and is the same whenever it is looked at.
         newest: a copy of what was in it when it was looked at last: the same one as long as the same things are in it.
         marked: the objects in that which may be changed in place, with their names or numbers.
@@ -67,6 +68,7 @@ class Held:
     __slots__ = (
         "content",
         "has_tensors",
+        "is_of_threads",
         "is_shared",
         "key",
         "kind",
@@ -84,7 +86,7 @@ class Held:
         self.kind = kind
         self.owner = owner
         self.root: tuple[Any, str] | None = None
-        self.is_shared = False
+        self.is_shared = self.is_of_threads = False
         self.key = id(content.owner) if isinstance(content, Variables) else id(content)
         self.leads = leads or _nowhere
         self.newest: Any = None

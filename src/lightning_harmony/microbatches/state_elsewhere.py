@@ -147,7 +147,8 @@ class StateElsewhere:
         return together
 
     def _is_elsewhere(self, held: Held) -> bool:
-        if held.key in self._excluded:
+        # What other threads do meanwhile is not to be taken back.
+        if held.key in self._excluded or held.is_of_threads:
             return False
         if held.kind is Kind.MODULE:
             return id(held.owner) not in self._of_layers
@@ -215,8 +216,9 @@ class StateElsewhere:
             yield
         finally:
             with DisableTorchFunctionSubclass():
-                for number in _differing(self._look(together), left):
-                    for each in undo.get(number, ()):
+                # What the recompute changes, the call has changed: it is among these.
+                for number, all_of in undo.items():
+                    for each in all_of:
                         each()
                     _put(together.places[number], copies[number])
 

@@ -14,6 +14,7 @@ classes of the libraries below, which no step of the user's keeps anything in. F
 from __future__ import annotations
 
 import sys
+import threading
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dis import get_instructions, opmap
@@ -40,6 +41,10 @@ from lightning_harmony.microbatches.variables import (
 )
 
 DEEPEST, MOST = 3, 20_000
+_OF_THREADS = (
+    *(type(threading.Lock()), type(threading.RLock())),
+    *(threading.Condition, threading.Event, threading.Semaphore, threading.Thread),
+)
 # What gives variables of functions that others share other values.
 _REBINDING = frozenset(opmap[name] for name in ("STORE_DEREF", "DELETE_DEREF"))
 _CONTAINERS = (list, deque, set, dict, tuple)
@@ -193,7 +198,9 @@ class Walk:
         leads = partial(self._attribute, of, depth, nested)
         attributes = attributes_of(value)
         if attributes is not None:
-            yield from self._place(Held(name, attributes, Kind.OBJECT, value, leads))
+            found = self._place(Held(name, attributes, Kind.OBJECT, value, leads))
+            is_of_threads = any(issubclass(type(each), _OF_THREADS) for each in list(attributes.values()))
+            yield from _of_threads(found) if is_of_threads else found
         kind: Any = type(value)
         if is_users(kind.__module__) and slots_of(kind):
             yield from self._place(Held(name, SlotsOf(value), Kind.OBJECT, None, leads))
@@ -307,6 +314,12 @@ def _of_functions(items: Iterable[tuple[Any, Any]], leads: Leads) -> Iterator[He
 def _shared(places: Iterable[Held]) -> Iterator[Held]:
     for held in places:
         held.is_shared = True
+        yield held
+
+
+def _of_threads(places: Iterable[Held]) -> Iterator[Held]:
+    for held in places:
+        held.is_of_threads = True
         yield held
 
 
