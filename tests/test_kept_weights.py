@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.devices.cuda_device import CudaDevice
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from support import nets
+from support.adapters import Stack
 from support.same_training import Net, assert_same_training, root
 
 
@@ -58,15 +59,6 @@ class AloneAtTheEnd(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function.apply(torch.tanh(self.out(x)), self.base.weight)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class Stack(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).pow(2).mean()  # type: ignore[no-any-return]
 
 
 @pytest.mark.devices(1, 2)

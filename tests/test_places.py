@@ -17,6 +17,7 @@ from lightning_harmony.engine.model.attributes import LONGEST
 from lightning_harmony.microbatches import places as places_module
 from lightning_harmony.microbatches.places import Places
 from lightning_harmony.microbatches.walk import Walk
+from support.counters import counter
 
 
 class Kept:
@@ -141,17 +142,6 @@ def test_between_steps_no_tensors_are_kept_and_other_ones_are_nothing_new(
     assert len(walks) == 1
 
 
-def counts() -> tuple[Callable[[], int], Callable[[], int]]:
-    calls = 0
-
-    def count() -> int:
-        nonlocal calls
-        calls += 1
-        return calls
-
-    return count, lambda: calls
-
-
 def wrapped(function: Callable[[], int]) -> Callable[[], int]:
     return lambda: 2 * function()
 
@@ -159,7 +149,7 @@ def wrapped(function: Callable[[], int]) -> Callable[[], int]:
 def test_variables_are_places_where_a_function_sets_them() -> None:
     """Each of the thousands of decorated functions of a library was looked at in each microbatch."""
     module = Module()
-    count, read = counts()
+    count, read = counter()
     module.hidden = [read, wrapped(count)]
     names = [held.name for held in Places(module).look().places]
     assert [name for name in names if name.endswith("calls")] == ["hidden[1].function.calls"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from support import nets
+from support.counters import counter
 from support.same_training import Net, assert_same_training
 from support.sampling import in_turns
 from support.taking_turns import samples
@@ -167,17 +167,6 @@ class InAListOfItsOwn(Counts):
 
     def counted(self) -> Any:
         return self.kept.calls, list(self.kept)
-
-
-def counter() -> tuple[Callable[[], int], Callable[[], int]]:
-    calls = 0
-
-    def count() -> int:
-        nonlocal calls
-        calls += 1
-        return calls
-
-    return count, lambda: calls
 
 
 class InAClosure(Counts):

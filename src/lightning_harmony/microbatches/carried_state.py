@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_harmony.engine.structures.tree import tensors_of
+from lightning_harmony.engine.structures.tree import is_parameter, tensors_of
 from lightning_harmony.microbatches.held_state import ALL, Held, Kind
 from lightning_harmony.microbatches.reads import Reads, Uses, Watched, version_of
 from lightning_harmony.microbatches.variables import MISSING
@@ -79,7 +79,7 @@ class Found:
         """The tensors in it, of which what is computed with them tells; none of those of other classes."""
         tensors = [] if self.is_buffer else tensors_of(*self.begun)
         are_plain = all(type(tensor) is Tensor or type(tensor) is Watched for tensor in tensors)
-        return [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)] if are_plain else []
+        return [tensor for tensor in tensors if not is_parameter(tensor)] if are_plain else []
 
     @property
     def is_as_begun(self) -> bool:
@@ -114,10 +114,8 @@ class CarriedState:
         for found in self._found:
             found.look(None)
         self._segment = 0
-        buffers = [
-            (Held(name, module._buffers, Kind.MODULE, module), dict(module._buffers)) for name, module in self._buffers
-        ]
-        places = [*places, *buffers]
+        buffers = [Held(name, module._buffers, Kind.MODULE, module) for name, module in self._buffers]
+        places = [*places, *((held, held.newest) for held in buffers)]
         versions = {id(tensor): (tensor, version_of(tensor)) for _, begun in places for tensor in _tensors_in(begun)}
         self._found = list(self._left_by_the_one_before(places, versions)) if self._begun else []
         self._begun = {held.key: (held, begun) for held, begun in places}
@@ -257,4 +255,4 @@ def _keeps_nothing(value: Any) -> bool:
 def _tensors_in(content: Any) -> list[Tensor]:
     """The tensors in a place. Not parameters, which no step changes, and not those in containers, which are places."""
     values = content.values() if isinstance(content, dict) else content
-    return [value for value in values if issubclass(type(value), Tensor) and not isinstance(value, nn.Parameter)]
+    return [value for value in values if issubclass(type(value), Tensor) and not is_parameter(value)]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.model.attributes import GeneratorAccess
 from lightning_harmony.engine.structures.containers import copied_content, have_same_content
 from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.microbatches.variables import MISSING, EntriesOf, Variables
 
 # What is in these, lanes can switch: of other classes nobody knows how they are changed.
@@ -134,11 +135,6 @@ class Held:
             without = ((name, None if _holds_tensors(value) else value) for name, value in self.items())
             self.newest = dict(without) if self.is_named else type(self.newest)(value for _, value in without)
             self.marked = []
-
-
-def is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter. Of plain ones, nobody need ask `nn.Parameter`, which takes its time."""
-    return type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
 
 
 def _holds_tensors(value: Any) -> bool:

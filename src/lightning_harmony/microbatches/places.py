@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from operator import is_
 from typing import Any
 
 from torch import nn
 
 from lightning_harmony.engine.model.attributes import LONGEST
-from lightning_harmony.engine.structures.containers import copied_content, size_of
+from lightning_harmony.engine.structures.containers import copied_content, have_same_content, size_of
 from lightning_harmony.microbatches.held_state import SWITCHED, Held, Kind
 from lightning_harmony.microbatches.variables import MISSING, AttributesOfClass, VariableOfClosure, Variables
 from lightning_harmony.microbatches.walk import HOOKS_OF_BACKWARD, Walk, modules_of
@@ -123,8 +122,7 @@ class _Group:
 
     def has_changed(self) -> bool:
         """Whether anything has."""
-        now = self._read()
-        return len(now) != len(self._values) or not all(map(is_, now, self._values)) or any(map(len, self._empty))
+        return not have_same_content(self._read(), self._values) or any(map(len, self._empty))
 
 
 def _reader(held: Held) -> Callable[[], Iterable[Any]]:
@@ -134,7 +132,7 @@ def _reader(held: Held) -> Callable[[], Iterable[Any]]:
         values: Callable[[], Iterable[Any]] = vars(content.owner).values
         return values
     if isinstance(content, VariableOfClosure):
-        return partial(_in_variable, content)
+        return content.values
     if isinstance(content, Variables):
         return partial(_in_variables, content)
     if type(content) is not dict and type(content) not in SWITCHED:
@@ -147,10 +145,6 @@ def _reader(held: Held) -> Callable[[], Iterable[Any]]:
 
 def _in_dict(content: dict[Any, Any]) -> Iterator[Any]:
     return chain(content, content.values())
-
-
-def _in_variable(content: VariableOfClosure) -> tuple[Any, ...]:
-    return tuple(content.values())
 
 
 def _in_variables(content: Variables) -> Iterator[Any]:
@@ -200,10 +194,9 @@ class Places:
         return list(chain.from_iterable(map(dict.values, self._structure)))
 
     def _is_outdated(self, walk: Walk) -> bool:
-        within = self._in_structure()
-        if len(within) != len(self._within) or not all(map(is_, within, self._within)):
-            return True
-        if any(size_of(content) <= LONGEST for content in walk.too_long):
+        if not have_same_content(self._in_structure(), self._within) or any(
+            size_of(content) <= LONGEST for content in walk.too_long
+        ):
             return True
         now = self._together.copies()
         if now is self._newest:

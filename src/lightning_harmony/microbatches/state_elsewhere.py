@@ -25,8 +25,9 @@ from lightning_harmony.engine.model.derived import OutOfReach
 from lightning_harmony.engine.structures.containers import put_content
 from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.strides import copied
+from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
-from lightning_harmony.microbatches.held_state import Held, Kind, is_parameter, mark_of
+from lightning_harmony.microbatches.held_state import Held, Kind, mark_of
 from lightning_harmony.microbatches.places import Places, Together
 from lightning_harmony.microbatches.reads import version_of
 from lightning_harmony.microbatches.step_undo import undo_of

@@ -176,9 +176,6 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 class AttributesOfClass(Variables):
     """The attributes of a class, but for those that Python itself gives it."""
 
-    def __init__(self, kind: type) -> None:
-        super().__init__(kind)
-
     def copied(self) -> dict[str, Any]:
         """All of them, in a dict."""
         found = {name: value for name, value in vars(self.owner).items() if not name.startswith("__")}

@@ -166,7 +166,6 @@ class Watch:
             for place, name in self.seen.at_calls:
                 at_calls[place].append(name)
             at_ends = {(held.key, name) for held, _, _, name in changed}
-            at_ends = {(held.key, name) for held, _, _, name in changed}
             self._left = [
                 (held, name, now if name is ALL else now.get(name, MISSING)) for held, _, now, name in changed
             ]

@@ -20,6 +20,7 @@ from lightning_harmony.engine.model.companions import CallChanges, CompanionChan
 from lightning_harmony.engine.model.derived import derived_weights
 from lightning_harmony.engine.structures.containers import copied_content
 from lightning_harmony.engine.structures.parts import are_equal, is_composed, num_bytes_of
+from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
 
 BufferKey = tuple[nn.Module, str]
@@ -392,14 +393,9 @@ def _places_in(owner: nn.Module) -> Iterator[Place]:
 
 
 def _places_of_value(container: Any, key: Any, value: Any) -> Iterator[Place]:
-    if _is_parameter(value):
+    if is_parameter(value):
         yield Place(container, key, value)
     elif issubclass(type(value), list | dict):
         content = copied_content(value)
         items = enumerate(content) if isinstance(content, list) else content.items()
-        yield from (Place(value, inner, item) for inner, item in items if _is_parameter(item))
-
-
-def _is_parameter(value: Any) -> bool:
-    # The type first: other classes may answer `isinstance` themselves.
-    return issubclass(type(value), Tensor) and isinstance(value, nn.Parameter)
+        yield from (Place(value, inner, item) for inner, item in items if is_parameter(item))

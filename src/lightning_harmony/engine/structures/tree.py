@@ -51,6 +51,15 @@ def tensors_of(*values: Any) -> list[Tensor]:
     return [value for value in values if issubclass(type(value), Tensor)]
 
 
+def is_parameter(value: Any) -> bool:
+    """Whether a value is a parameter.
+
+    Its type comes first: other classes may answer `isinstance` themselves, and `nn.Parameter` takes its time to answer.
+    """
+    kind = type(value)
+    return kind is not Tensor and issubclass(kind, Tensor) and isinstance(value, nn.Parameter)
+
+
 def unwrapped(tensor: Tensor) -> Tensor:
     """The tensor that transforms such as torch.vmap have wrapped; itself if none has."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
