@@ -253,3 +253,38 @@ def test_what_another_thread_collects_meanwhile_stays() -> None:
         thread.join()
     assert collector.items == list(range(number))
     assert number > 10
+
+
+class ByHand(Net):
+    """Steps its optimizer itself, with the graph of one step in the next one, too."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.automatic_optimization = False
+        self.kept: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.net(batch)
+        self.losses.append(loss.detach().clone())
+        self.kept.append(loss)
+        if len(self.kept) == 2:
+            for each in self.kept:
+                self.manual_backward(each)
+            self.kept = []
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+def test_what_a_layer_counts_counts_once_where_optimizers_are_stepped_by_hand() -> None:
+    """Such steps were not looked at; and a graph may be kept for longer than its step."""
+
+    def trained(strategy: Any) -> ByHand:
+        torch.manual_seed(0)
+        module = ByHand(Model(Place(averaged_anew, lambda *_: None), lambda *_: None))
+        trainer_for(strategy, 3, []).fit(module, torch.utils.data.DataLoader(samples(48), batch_size=8))
+        return module
+
+    plain = trained("auto")
+    harmony = trained(HarmonyStrategy(num_microbatches=1, device_memory=room("40KiB"), profile_cache=False))
+    assert all(map(torch.equal, plain.losses, harmony.losses))
+    assert all(map(torch.equal, plain.parameters(), harmony.parameters()))

@@ -82,7 +82,7 @@ class Training:
         # Again: an optimizer may call the step more than once, and assign to `parameter.data` between.
         self.engine.catch_up()
         if self._runs_alone():
-            with self.engine.outside_of_lanes(), self._stepping_by_hand():
+            with self.engine.outside_of_lanes(), self._interleaving.alone(), self._stepping_by_hand():
                 output = step(*args, **kwargs)
             does = "fetches its batches" if self._module.automatic_optimization else "steps its optimizers"
             self._report(1, "deferred", f"the training_step {does} itself")

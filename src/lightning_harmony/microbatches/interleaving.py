@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -119,6 +119,16 @@ class Interleaving:
             self.end(f"they do not fit together ({error})", len(sizes), "use smaller batches, or more memory")
         elif (error is not None or passes_on is not None) and self.hazard is None:
             self._refuse_turns(late, len(sizes))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """The context of a step that runs forwards and backwards itself, and not in microbatches."""
+        self._engine.notify(Listeners(on_call=self._elsewhere.begin()))
+        try:
+            yield
+        finally:
+            self._engine.notify()
+            self.finish()
 
     def finish(self) -> None:
         """The step is over."""

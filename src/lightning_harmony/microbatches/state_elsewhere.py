@@ -104,7 +104,7 @@ class StateElsewhere:
         # All places, of which these are some.
         self._all: Sequence[Held] = ()
         self._together: Together | None = None
-        self._is_begun = False
+        self._is_begun, self._step = False, 0
         # Of each place. What may be changed in place, with marks.
         self._moments: list[_Moment] = []
         self._marks: dict[int, list[tuple[Callable[[Any], Any], Any, Any]]] = {}
@@ -140,7 +140,7 @@ class StateElsewhere:
             self._together = together = Together([each for each in self._all if self._is_elsewhere(each)])
         together.look()
         held = together.places
-        self._is_begun = True
+        self._is_begun, self._step = True, self._step + 1
         self._moments = [_Moment() for _ in held]
         self._changed, self._new = set(), set(range(len(held)))
         for number in self._new:
@@ -202,14 +202,18 @@ class StateElsewhere:
                 held = together.places[number]
                 found[number].keep(held, partial(self._kept, stash, held, has_changed=number in self._changed))
             self._new.clear()
-        return partial(self._as_it_was, together, found)
+        return partial(self._as_it_was, self._step, together, found)
 
     @contextmanager
-    def _as_it_was(self, together: Together, found: list[_Moment]) -> Iterator[None]:
+    def _as_it_was(self, step: int, together: Together, found: list[_Moment]) -> Iterator[None]:
         with DisableTorchFunctionSubclass():
-            left, copies = self._look(together), together.newest
+            if self._is_begun and self._step == step:
+                numbers, copies = _differing(self._look(together), found), together.newest
+            else:
+                # A graph may be kept for longer than its step.
+                numbers, copies = list(range(len(found))), [held.look() for held in together.places]
             undo = {}
-            for number in _differing(left, found):
+            for number in numbers:
                 held = together.places[number]
                 undo[number] = _undo_of(held)
                 found[number].put(held)
