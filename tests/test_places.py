@@ -31,6 +31,8 @@ class Module(nn.Module):
         self.numbers = [1, 2]
         self.by_name = OrderedDict(one=1, two=2)
         self.names = {"a"}
+        self.table: dict[str, int] = {}
+        self.unordered: OrderedDict[str, int] = OrderedDict()
         self.helper = SimpleNamespace(seen=[])
         self.hidden: Any = None
         self.long = list(range(LONGEST + 1))
@@ -60,6 +62,11 @@ CHANGES: dict[str, tuple[Callable[[Module], Any], str]] = {
     "list, in place": (lambda m: m.numbers.__setitem__(0, 3), "numbers"),
     "order": (lambda m: m.by_name.move_to_end("one"), "by_name"),
     "name": (lambda m: m.by_name.update(three=m.by_name.pop("two")), "by_name"),
+    "name and order": (lambda m: m.by_name.popitem(last=False), "by_name"),
+    "other": (lambda m: m.by_name.__ior__({"one": 3}), "by_name"),
+    "empty dict": (lambda m: m.table.update(calls=1), "table"),
+    "empty dict, by another": (lambda m: m.table.update({"calls": 1, "of": 2}), "table"),
+    "empty dict, merged": (lambda m: m.table.__ior__({"calls": 1}), "table"),
     "set": (lambda m: m.names.add("b"), "names"),
     "empty list": (lambda m: m.helper.seen.append(1), "helper.seen"),
     "hook": (lambda m: m.inner[3].register_forward_hook(max), "inner.3._forward_hooks"),
@@ -78,6 +85,53 @@ def test_what_has_changed_is_told_and_nothing_else(change: str, walks: list[Walk
     assert names_of(begun.changed()) == {where}
     assert places.look().changed() == []
     assert len(walks) == 1
+
+
+def test_what_comes_into_an_order_may_change_it_later() -> None:
+    module = Module()
+    places = Places(module)
+    places.look()
+    module.unordered.update(one=1, two=2)
+    filled = places.look()
+    assert filled.changed() == []
+    module.unordered.move_to_end("one")
+    assert names_of(filled.changed()) == {"unordered"}
+
+
+# Python has ways of its own for what is set often.
+OFTEN: dict[str, tuple[Callable[[Module], Callable[[int], None]], str]] = {
+    "attribute": (lambda m: lambda i: setattr(m, "hidden", i), ""),
+    "of an object": (lambda m: _counting(m.helper), "helper"),
+    "of a class": (lambda m: _counting(type(m)), "class Module"),
+    "global": (lambda m: _set_global, __name__),
+}
+_calls = 0
+
+
+def _counting(owner: Any) -> Callable[[int], None]:
+    def count(calls: int) -> None:
+        owner.calls = calls
+
+    return count
+
+
+def _set_global(calls: int) -> None:
+    global _calls  # noqa: PLW0603
+    _calls = calls
+
+
+@pytest.mark.parametrize("kind", OFTEN)
+def test_what_changes_often_is_told_each_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Module, "calls", 0, raising=False)
+    module = Module()
+    module.helper.calls = 0
+    places = Places(module)
+    change, where = OFTEN[kind]
+    set_to = change(module)
+    for number in range(1000, 1300):
+        begun = places.look()
+        set_to(number)
+        assert names_of(begun.changed()) == {where}
 
 
 def test_what_has_not_changed_is_copied_once() -> None:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any
 
 from torch import nn
+from torch._C._dynamo.guards import dict_version
 
 from lightning_harmony.engine.model.attributes import LONGEST
 from lightning_harmony.engine.structures.containers import copied_content, have_same_content, size_of
-from lightning_harmony.microbatches.held_state import SWITCHED, Held, Kind
-from lightning_harmony.microbatches.variables import MISSING, AttributesOfClass, VariableOfClosure, Variables
+from lightning_harmony.microbatches.held_state import SWITCHED, Held
+from lightning_harmony.microbatches.variables import MISSING, VariableOfClosure, Variables
 from lightning_harmony.microbatches.walk import HOOKS_OF_BACKWARD, Walk, modules_of
-
-# So many places are compared in one go.
-_GROUP = 64
 
 
 class Together:
-    """Places that are looked at together: in groups those that have not changed yet, and the others one by one.
+    """Places that are looked at together: of dicts is asked whether they were changed, the others are compared in one go.
 
     Attributes:
         newest: a copy of what was in each when they were looked at last.
@@ -29,23 +28,39 @@ class Together:
     def __init__(self, places: Sequence[Held]) -> None:
         self.places = places
         self.newest = [held.look() for held in places]
-        self._changing: dict[int, Held] = {}
-        numbers = range(len(places))
-        self._groups = [_Group(places, numbers[start : start + _GROUP]) for start in range(0, len(places), _GROUP)]
+        dicts = {number: _dict_of(held) for number, held in enumerate(places)}
+        self._dicts = {number: content for number, content in dicts.items() if content is not None}
+        self._readers = {
+            number: _reader(held)
+            for number, held in enumerate(places)
+            if number not in self._dicts or _is_ordered(held)
+        }
+        self._let_go: list[int] = []
+        self._versions, self._read = self._versions_now(), self._read_now()
+
+    def _versions_now(self) -> list[int]:
+        return _versions_of(self._dicts.values())
+
+    def _read_now(self) -> list[Any]:
+        return list(chain.from_iterable([read() for read in self._readers.values()]))
 
     def look(self) -> list[int]:
         """The numbers of those that have changed since they were looked at last."""
-        changed = [number for number, held in self._changing.items() if held.look() is not self.newest[number]]
-        for group in self._groups:
-            if group.has_changed():
-                found = [number for number in group.numbers if self.places[number].look() is not self.newest[number]]
-                self._changing.update((number, self.places[number]) for number in found)
-                group.note(self._changing)
-                changed += found
+        numbers, self._let_go = self._let_go, []
+        versions, read = self._versions_now(), self._read_now()
+        if versions != self._versions:
+            both = zip(cycle(self._dicts), self._versions, versions)
+            numbers += {number for number, then, now in both if then != now}
+        if not have_same_content(read, self._read):
+            numbers += self._readers
+        self._versions, self._read = versions, read
+        changed = [number for number in numbers if self.places[number].look() is not self.newest[number]]
         if changed:
             self.newest = list(self.newest)
             for number in changed:
                 self.newest[number] = self.places[number].newest
+                if number not in self._readers and _is_ordered(self.places[number]):
+                    self._readers[number], self._read = _reader(self.places[number]), []
         return changed
 
     def copies(self) -> list[Any]:
@@ -55,14 +70,10 @@ class Together:
 
     def let_go(self) -> None:
         """Keep no tensors for longer than the user does: until they are looked at again, they count as changed."""
-        for number, held in enumerate(self.places):
-            if held.has_tensors:
-                held.let_go()
-                self._changing[number] = held
-        for group in self._groups:
-            if not self._changing.keys().isdisjoint(group.numbers):
-                group.note(self._changing)
-        self.newest = [held.newest for held in self.places]
+        self._let_go = [number for number, held in enumerate(self.places) if held.has_tensors]
+        for number in self._let_go:
+            self.places[number].let_go()
+        self.newest, self._read = [held.newest for held in self.places], []
 
 
 class Contents:
@@ -92,64 +103,39 @@ class Contents:
         return [each for each in zip(self.places, self.copies, now, strict=True) if each[1] is not each[2]]
 
 
-class _Group:
-    """Some places, of which is seen in one go whether anything has changed.
+def _dict_of(held: Held) -> dict[Any, Any] | None:
+    """The dict in which all is that is in a place, if there is one."""
+    content = held.content.entries if isinstance(held.content, Variables) else held.content
+    return content if isinstance(content, dict) else None
 
-    Args:
-        places: all places.
-        numbers: of those in the group.
 
-    Attributes:
-        numbers: the same, but for those that are looked at one by one.
-    """
+def _versions_of(dicts: Iterable[dict[Any, Any]]) -> list[int]:
+    """Numbers of which some change whenever one of the dicts does."""
+    dicts = list(dicts)
+    # torch does not count that an empty dict was filled with all of another one at once.
+    return [*map(dict_version, dicts), *map(dict.__len__, dicts)]
 
-    def __init__(self, places: Sequence[Held], numbers: Sequence[int]) -> None:
-        self._places, self.numbers = places, numbers
-        self.note(())
 
-    def note(self, without: Container[int]) -> None:
-        """Note what is in them now."""
-        self.numbers = [number for number in self.numbers if number not in without]
-        held = [self._places[number] for number in self.numbers]
-        # Such as hooks that there are none of.
-        empty = [not each.newest and type(each.content) in SWITCHED for each in held]
-        self._empty = [each.content for each, is_empty in zip(held, empty, strict=True) if is_empty]
-        self._readers = [_reader(each) for each, is_empty in zip(held, empty, strict=True) if not is_empty]
-        self._values = self._read()
-
-    def _read(self) -> list[Any]:
-        return list(chain.from_iterable([read() for read in self._readers]))
-
-    def has_changed(self) -> bool:
-        """Whether anything has."""
-        return not have_same_content(self._read(), self._values) or any(map(len, self._empty))
+def _is_ordered(held: Held) -> bool:
+    """Whether its order may change without anything else: only that of what is in some order."""
+    return bool(held.newest) and isinstance(held.content, OrderedDict)
 
 
 def _reader(held: Held) -> Callable[[], Iterable[Any]]:
     """Reads what is in a place, in its order."""
     content = held.content
-    if isinstance(content, AttributesOfClass):
-        values: Callable[[], Iterable[Any]] = vars(content.owner).values
-        return values
     if isinstance(content, VariableOfClosure):
         return content.values
     if isinstance(content, Variables):
-        return partial(_in_variables, content)
-    if type(content) is not dict and type(content) not in SWITCHED:
-        return partial(copied_content, content)
-    if not isinstance(content, dict):
-        return content.__iter__  # type: ignore[no-any-return]
-    # Names of attributes come and go with their values.
-    return content.values if held.kind is Kind.MODULE else partial(_in_dict, content)
+        return partial(_in_dict, content.copied)
+    if isinstance(content, dict):
+        return partial(_in_dict, partial(copied_content, content))
+    return content.__iter__ if type(content) in SWITCHED else partial(copied_content, content)
 
 
-def _in_dict(content: dict[Any, Any]) -> Iterator[Any]:
+def _in_dict(copied: Callable[[], dict[Any, Any]]) -> Iterator[Any]:
+    content = copied()
     return chain(content, content.values())
-
-
-def _in_variables(content: Variables) -> Iterator[Any]:
-    copied = content.copied()
-    return chain(copied, copied.values())
 
 
 class Places:
@@ -168,6 +154,7 @@ class Places:
         self._together = Together(())
         self._newest: Sequence[Any] = []
         self._structure: list[dict[Any, Any]] = []
+        self._versions: list[int] = []
         self._within: list[Any] = []
 
     def look(self) -> Contents:
@@ -180,7 +167,7 @@ class Places:
                 for _, module in modules_of(self._model)
                 for each in (module._modules, *(vars(module).get(name, {}) for name in HOOKS_OF_BACKWARD))
             ]
-            self._within = self._in_structure()
+            self._versions, self._within = _versions_of(self._structure), self._in_structure()
         contents = Contents(self._together)
         self._newest = contents.copies
         return contents
@@ -194,9 +181,11 @@ class Places:
         return list(chain.from_iterable(map(dict.values, self._structure)))
 
     def _is_outdated(self, walk: Walk) -> bool:
-        if not have_same_content(self._in_structure(), self._within) or any(
-            size_of(content) <= LONGEST for content in walk.too_long
-        ):
+        versions = _versions_of(self._structure)
+        if versions != self._versions and not have_same_content(self._in_structure(), self._within):
+            return True
+        self._versions = versions
+        if any(size_of(content) <= LONGEST for content in walk.too_long):
             return True
         now = self._together.copies()
         if now is self._newest:

@@ -5,6 +5,7 @@ Also the entries of dicts of other classes: these may make what is asked for.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, MutableMapping
 from functools import cache
 from types import CellType, GetSetDescriptorType, MemberDescriptorType
@@ -38,7 +39,10 @@ class Variables(MutableMapping[str, Any]):
 
     Attributes:
         owner: whose they are.
+        entries: the dict in which they are, if they are in one.
     """
+
+    entries: dict[Any, Any] | None = None
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -57,6 +61,7 @@ class EntriesOf(Variables):
 
     def __init__(self, entries: dict[Any, Any]) -> None:
         super().__init__(entries)
+        self.entries = entries
         kind: Any = type(entries)
         self._holds = class_of_python(kind)
 
@@ -175,6 +180,11 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 class AttributesOfClass(Variables):
     """The attributes of a class, but for those that Python itself gives it."""
+
+    def __init__(self, owner: type) -> None:
+        super().__init__(owner)
+        # What is shown of a class refers to its dict alone.
+        (self.entries,) = gc.get_referents(vars(owner))
 
     def copied(self) -> dict[str, Any]:
         """All of them, in a dict."""
