@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -61,6 +62,17 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Nor each time at what libraries and pytest have made since, and keep."""
+    num_ended = item.session.stash[_NUM_ENDED] = item.session.stash.get(_NUM_ENDED, 0) + 1
+    if num_ended % 100 == 0:
+        gc.collect()
+        gc.freeze()
+
+
+_NUM_ENDED = pytest.StashKey[int]()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def installed_once() -> Iterator[None]:
     """Each Trainer reads what every package offers that is installed, which takes as long as a step of a small network."""
@@ -110,11 +122,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         num_numbers = len(item.get_closest_marker("devices").args)
         return not case or known.index(case) % num_numbers == callspec.indices["num_default_devices"]
 
-    left_out = [item for item in items if is_left_out(item)]
-    config.hook.pytest_deselected(items=left_out)
+    left_out = {item for item in items if is_left_out(item)}
+    if not IS_WHOLE:
+        left_out |= _sampled_away([item for item in items if item not in left_out])
+    config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
     if not IS_WHOLE:
         _update_in_turns(items)
+
+
+def _sampled_away(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The cases of a test marked `every(n)` but for one of each n in a row: whole matrices have all of them.
+
+    It is another one of each n, since values of a parameter may come in turns.
+    """
+    left_out, num_cases = set(), Counter[str]()
+    for item in items:
+        marker = item.get_closest_marker("every")
+        if marker is not None:
+            name = item.nodeid.partition("[")[0]
+            if (num_cases[name] + num_cases[name] // marker.args[0]) % marker.args[0]:
+                left_out.add(item)
+            num_cases[name] += 1
+    return left_out
 
 
 _UPDATES = pytest.StashKey[tuple[same_training.Update, ...]]()

@@ -296,6 +296,7 @@ class Puts(Model):
     ("way", "first_step", "accumulated", "num_microbatches", "devices"),
     in_turns(product(PUTS, [0, 3], [1, 3]), [(1, 1), (4, 1), (2, 2)]),
 )
+@pytest.mark.every(2)
 def test_a_tensor_that_a_layer_finds_past_its_arguments_is_that_of_its_microbatch_in_the_backward_too(
     way: str, num_microbatches: int, devices: int, first_step: int, accumulated: int
 ) -> None:
@@ -399,6 +400,7 @@ class Loss(nn.Module):
 
 
 @pytest.mark.parametrize(("read", "num_microbatches"), in_turns(READS, [(1,), (4,)]))
+@pytest.mark.every(2)
 def test_a_weight_that_autocast_alone_has_read_is_as_wide_as_it_is_when_code_reads_it(
     read: str, num_microbatches: int
 ) -> None:

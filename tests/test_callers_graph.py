@@ -330,6 +330,7 @@ def refused_on_gpus(name: str, devices: int) -> AbstractContextManager[Any]:
 
 @pytest.mark.parametrize("memory", [None, "240KiB"])
 @pytest.mark.parametrize("name", REACHING)
+@pytest.mark.every(2)
 def test_what_reaches_out_of_layers_has_the_gradients_of_plain_training(name: str, memory: str | None) -> None:
     """Graphs are kept with all memory, and recomputed with less."""
     with refused_on_gpus(name, same_training.default_devices):
@@ -339,6 +340,7 @@ def test_what_reaches_out_of_layers_has_the_gradients_of_plain_training(name: st
 
 
 @pytest.mark.parametrize(("name", "update"), in_turns(REACHING, [("after the backward",), ("just in time",)]))
+@pytest.mark.every(2)
 def test_what_reaches_out_of_layers_on_two_devices(name: str, update: Update) -> None:
     with refused_on_gpus(name, 2):
         assert_same_training(Net(REACHING[name]()), samples(), devices=2, layers=[Block], updates=[update])

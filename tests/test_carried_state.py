@@ -249,6 +249,7 @@ IN_ORDER = [
 
 @pytest.mark.devices(1, 2)
 @pytest.mark.parametrize("net", [*CARRIED, *IN_ORDER])
+@pytest.mark.every(2)
 def test_what_a_batch_leaves_to_the_next_is_as_in_plain_lightning(net: type[Carries]) -> None:
     assert_same_training(Net(net()), samples(), batch_size=8, updates=["just in time"])
 

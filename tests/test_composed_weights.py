@@ -275,6 +275,7 @@ NETS: dict[str, Callable[[type[Any]], nn.Module]] = {
 @pytest.mark.devices(1, 2)
 @pytest.mark.parametrize("kind", [Packed, Unsteady, Scaled, Nested, Views])
 @pytest.mark.parametrize("place", NETS)
+@pytest.mark.every(2)
 def test_composed_weights_may_be_wherever_plain_ones_may(place: str, kind: type[Any]) -> None:
     assert_same_training(Net(NETS[place](kind)), SAMPLES)
 

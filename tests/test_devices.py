@@ -54,6 +54,7 @@ def in_one_order(training: Training) -> Training:
 
 
 @pytest.mark.parametrize(("net", "devices"), in_turns([*NETS, "tied-by-code", "used-twice"], [(2,), (3,)]))
+@pytest.mark.every(2)
 def test_the_number_of_devices_changes_no_bit(net: str, devices: int) -> None:
     module = build({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net])
     # One device has the bits of plain Lightning, but where that sums in another order.

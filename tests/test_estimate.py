@@ -324,6 +324,7 @@ class Convolutions(pl.LightningModule):
     ],
     ids=["logits", "logits-16-microbatches", "head-registered-first", "attention", "convolutions"],
 )
+@pytest.mark.every(2)
 def test_the_least_capacity_for_taking_turns_lies_between_1_percent_above_and_15_percent_below_the_estimate(
     make: Callable[[], pl.LightningModule], data: Tensor, num_microbatches: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -81,6 +81,7 @@ def test_every_network_trains_bit_for_bit_as_plain_lightning(net: str, capacity:
 @pytest.mark.parametrize(
     ("net", "capacity", "update"), in_turns(NETS, [("some", "after the backward"), ("tight", "just in time")])
 )
+@pytest.mark.every(2)
 def test_every_network_trains_bit_for_bit_where_lanes_make_copies_themselves(
     net: str, capacity: str, update: Update, monkeypatch: pytest.MonkeyPatch
 ) -> None:

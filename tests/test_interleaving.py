@@ -317,6 +317,7 @@ def _process_as_it_was() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("does", [*HAZARDS, *HARMLESS], ids=lambda does: does.__name__)
+@pytest.mark.every(2)
 def test_what_a_step_keeps_while_layers_run_is_as_in_plain_lightning(does: Any) -> None:
     stdout, filters = sys.stdout, list(warnings.filters)
     # Both updates are compared on two devices, below, for one of each sort.
@@ -472,6 +473,7 @@ LATE = [
     ),
     ids=lambda value: value.__name__,
 )
+@pytest.mark.every(2)
 def test_a_step_in_which_that_shows_late_is_run_again(does: Any, kind: Any) -> None:
     updates = get_args(Update) if kind is Later else ["just in time"]
     assert_same_training(Net(kind(does)), samples(40), batch_size=8, updates=updates)

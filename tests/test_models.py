@@ -795,6 +795,7 @@ def test_a_model_with_tied_or_shared_sources_differs_by_the_rounding_of_sums_onl
         [("just in time",), ("after the backward",)],
     ),
 )
+@pytest.mark.every(2)
 def test_a_model_that_swaps_on_several_devices_trains_bit_for_bit_as_plain_lightning(name: str, update: Update) -> None:
     case = CASES[name]
     assert_same_and_swapped(build(case.net), case.samples(), case.memory, layers=case.layers, updates=[update])

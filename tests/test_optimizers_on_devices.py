@@ -48,6 +48,7 @@ def build(optimizer: str, net: Callable[[], Any] = nets.Language) -> Net:
 
 
 @pytest.mark.parametrize(("optimizer", "is_clipped"), in_turns(OPTIMIZERS, [(True,), (False,)]))
+@pytest.mark.every(2)
 def test_training_is_that_of_plain_lightning_on_the_same_device(optimizer: str, is_clipped: bool) -> None:
     clip = {"gradient_clip_val": 0.05} if is_clipped else {}
     assert_same_training(build(optimizer), nets.tokens(), device_memory=CAPACITY, updates=("just in time",), **clip)

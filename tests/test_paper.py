@@ -69,6 +69,7 @@ def refuse_other_bytes(measured: Any, plan: Plan, counted: Any, *, far: float = 
 
 
 @pytest.mark.parametrize("row", ["per microbatch", "grouping", "just in time", "packing", "prefetch"])
+@pytest.mark.every(2)
 def test_replay_counts_what_one_device_copies_in_each_row(paper: Any, row: str) -> None:
     refuse_other_bytes(*run(paper, "gpt2-xl", row, 1, "pipeline", TIGHT))
 

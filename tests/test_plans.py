@@ -290,6 +290,7 @@ class TestForeseen:
 
     @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 8])
     @pytest.mark.parametrize("net", [Wide])
+    @pytest.mark.every(2)
     def test_bytes_and_peaks_of_steps_are_those_foreseen(
         self, num_microbatches: int, net: type[torch.nn.Module]
     ) -> None:
@@ -440,6 +441,7 @@ class TestForwardPacks:
             ["plain", "dropout", "tied-by-code", "skipped", "own-parameters", "used-twice"], [(None,), ("128KiB",)]
         ),
     )
+    @pytest.mark.every(2)
     def test_a_turn_of_the_forward_that_takes_several_packs_changes_no_bit(
         self, net: str, capacity: str | None
     ) -> None:

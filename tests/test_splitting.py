@@ -85,6 +85,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize(("kind", "memory"), in_turns(KINDS, [("32KiB",), (None,)]))
+@pytest.mark.every(2)
 def test_a_batch_of_certain_samples_trains_as_under_accumulation(kind: str, memory: str | None) -> None:
     """Of a list of samples, each sample's own tensor was cut: every microbatch had a part of all samples."""
     collate, tensors = KINDS[kind]

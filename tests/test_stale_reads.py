@@ -282,9 +282,10 @@ def named(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("keep", "when"), in_turns(KEPT, [(when,) for when in WHEN]), ids=named)
+@pytest.mark.every(2)
 def test_what_is_first_read_in_a_later_step_is_what_the_microbatch_before_has_left(keep: Any, when: Any) -> None:
     module = Net(Keeps(keep, when))
-    assert_same_training(module, samples(40), batch_size=8, device_memory=room("40KiB"), updates=["just in time"])
+    assert_same_training(module, samples(32), batch_size=8, device_memory=room("40KiB"), updates=["just in time"])
 
 
 @pytest.mark.parametrize("keep", [a_number, a_tensor, a_list_of_numbers, a_count_of_a_closure], ids=named)
@@ -360,7 +361,7 @@ HOOKS = [features_of_a_closure, features_of_the_module, newest_of_a_closure, cou
 @pytest.mark.parametrize("hook", HOOKS, ids=named)
 def test_what_hooks_keep_is_each_microbatchs_own(hook: Any) -> None:
     module = Net(Hooked(hook))
-    assert_same_training(module, samples(40), batch_size=8, device_memory=room("40KiB"), updates=["just in time"])
+    assert_same_training(module, samples(32), batch_size=8, device_memory=room("40KiB"), updates=["just in time"])
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=named)

@@ -205,6 +205,7 @@ def taken_from(queue: SimpleQueue[Any]) -> list[Any]:
 @pytest.mark.devices(1, 2)
 @pytest.mark.parametrize("device_memory", [None, "28KiB"])
 @pytest.mark.parametrize("kind", [*KINDS, AsAttribute, *MOVED])
+@pytest.mark.every(2)
 def test_weights_in_objects_train_with_equal_bits(kind: type[nn.Module], device_memory: str | None) -> None:
     assert_same_training(Net(Stack(*[Adapted(kind(), SIZE) for _ in range(4)])), SAMPLES, device_memory=device_memory)
 

@@ -267,6 +267,7 @@ def find_races(
 
 
 @pytest.mark.parametrize(("net", "device_memory", "parallel"), in_turns(ALL, [(None, "data"), ("22KiB", "pipeline")]))
+@pytest.mark.every(2)
 def test_nothing_races(monkeypatch: pytest.MonkeyPatch, net: str, device_memory: str | None, parallel: Any) -> None:
     assert find_races(monkeypatch, net, device_memory=device_memory, parallel=parallel) == []
 
@@ -295,6 +296,7 @@ def test_transforms_and_layers_find_tensors_on_other_devices(
 
 
 @pytest.mark.parametrize(("net", "device_memory"), in_turns(OF_THE_BACKWARD, [(None,), ("40KiB",)]))
+@pytest.mark.every(2)
 def test_glue_in_the_backward_is_on_one_device(monkeypatch: pytest.MonkeyPatch, net: str, device_memory: Any) -> None:
     """It used to meet operands on two GPUs, which torch refuses."""
     assert find_races(monkeypatch, net, device_memory=device_memory, update="deferred") == []
@@ -462,6 +464,7 @@ SPREAD = ALL if IS_WHOLE else (*MOST_ENTANGLED, "dropout", "reordered", "returne
 
 
 @pytest.mark.parametrize(("net", "device_memory", "which"), in_turns(SPREAD, [(None, "last"), ("22KiB", "all")]))
+@pytest.mark.every(2)
 def test_nothing_races_where_packs_are_spread(
     monkeypatch: pytest.MonkeyPatch, net: str, device_memory: str | None, which: str
 ) -> None:
