@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy
 from lightning_harmony.engine.devices import virtual_device
+from lightning_harmony.engine.glue.one_device import OneDevice
 from support import nets, same_training
 from support.cases import NETS, OPTIMIZERS, SUMMED_IN_ANOTHER_ORDER
 from support.same_training import (
@@ -290,6 +291,52 @@ def test_tensors_that_do_not_go_with_their_layers_are_used_where_they_are(as_buf
     compare(*(train(build(make), devices, layers={Shifted}) for devices in (1, 2)))
     one, two = (predict(build(make), devices, layers={Shifted}) for devices in (1, 2))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+FOUND: dict[str, Tensor] = {}
+
+
+class Weighs(nets.Block):
+    """Reads a tensor that is neither its own nor an argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * FOUND["weight"])
+
+
+class FindsElsewhere(nets.Language):
+    """Keeps a tensor where its layers find it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Weighs() for _ in range(4))
+
+    def body(self, x: Tensor) -> Tensor:
+        FOUND["weight"] = x.detach().mean() + 1
+        return super().body(x)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("net", "finds"), [(FindsElsewhere, True), (nets.Language, False)])
+def test_layers_have_tensors_brought_to_their_device_that_they_find_elsewhere(
+    net: type[nets.Language], finds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two GPUs torch refused them. Layers whose first calls find none run without looking at each operation."""
+    modes: list[OneDevice] = []
+    enter = OneDevice.__enter__
+
+    def entered(mode: OneDevice) -> Any:
+        modes.extend([] if mode._at is None else [mode])
+        return enter(mode)
+
+    monkeypatch.setattr(OneDevice, "__enter__", entered)
+    # Their first calls are over after two steps.
+    module, samples = build(net), nets.tokens(40)
+    several = train(module, 2, samples)
+    of_last_steps = modes[len(modes) // 2 :]
+    compare(train(module, 1, samples), several)
+    assert {mode._at for mode in modes if mode.has_found} == ({1} if finds else set())
+    # Others look where arguments come from the other device.
+    assert finds != all(mode._given for mode in of_last_steps)
 
 
 class Slope(nn.Module):

@@ -33,14 +33,21 @@ class OneDevice(TorchFunctionMode):
         lane: the lane's transfers.
         transfers: all lanes'.
         at: the number of the device for all: a layer's. None to go by the operands.
+        given: what the layer is called with, and is elsewhere.
+
+    Attributes:
+        has_found: whether any other operand was elsewhere.
     """
 
-    def __init__(self, lane: LaneTransfers, transfers: Transfers, at: int | None = None) -> None:
+    def __init__(
+        self, lane: LaneTransfers, transfers: Transfers, at: int | None = None, given: Sequence[Tensor] = ()
+    ) -> None:
         super().__init__()
+        self._given = frozenset(map(id, given))
         self._at = at
         self._lane = lane
         self._transfers = transfers
-        self._is_off = False
+        self._is_off = self.has_found = False
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -147,6 +154,7 @@ class OneDevice(TorchFunctionMode):
             return moved
 
         if away:
+            self.has_found |= not away <= self._given
             args, kwargs = tree_map_only(Tensor, brought, (args, kwargs))
         return args, kwargs, originals
 

@@ -87,7 +87,9 @@ class LayerCall(Call):
                 self._takes_objects = arguments.have_objects
                 tensors = arguments.tensors
                 self._away = [each for each in tensors if runtime.at_layer(each, residency) is not each]
-                with runtime.running(layer, residency, takes_objects=self._takes_objects or bool(self._away)):
+                with runtime.surroundings.running(
+                    layer, residency, takes_objects=self._takes_objects or bool(self._away)
+                ):
                     result = self._run_in_graph(args, kwargs)
                 tensors = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
                 runtime.hand_out(tensors, residency)
@@ -181,12 +183,14 @@ class LayerCall(Call):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         away = self._away if self._is_running else []
-        reaching = self.runtime.reaching(self.layer, self.residency, away, takes_objects=self._takes_objects)
+        reaching = self.runtime.surroundings.reaching(
+            self.layer, self.residency, away, takes_objects=self._takes_objects, is_compiled=self._is_compiled
+        )
         try:
             with reaching, own_code_of(self.layer):
                 if not self._is_compiled:
                     return self._original(*args, **kwargs)
-                with self.runtime.compiling(tensors_of(*args, *kwargs.values())):
+                with self.runtime.surroundings.compiling(tensors_of(*args, *kwargs.values())):
                     return self.residency.device.run_compiled(self._original, args, kwargs)
         except DataAssignedError as error:
             raise UnsupportedModelError(changes_data(self.layer)) from error
@@ -295,7 +299,7 @@ class LayerCall(Call):
         """
         self.residency = residency
         stack.callback(self._leave)
-        stack.enter_context(self.runtime.differentiating(residency))
+        stack.enter_context(self.runtime.surroundings.differentiating(residency))
         # For as long as the backward is here: a checkpoint within the layer runs a part of it again.
         stack.enter_context(self._recompute.bound(residency, self._weights.bind_again(residency)))
 
@@ -319,7 +323,7 @@ class LayerCall(Call):
                 "as of a tensor that one of them left where the other found it, in a closure or an object; use "
                 "num_microbatches=1"
             )
-        running = self.runtime.running(self.layer, self.residency, takes_objects=self._takes_objects)
+        running = self.runtime.surroundings.running(self.layer, self.residency, takes_objects=self._takes_objects)
         with running, self.runtime.measuring_graph(self.layer), torch.enable_grad():
             if not self._saves.fill(lambda: self._recompute.run(self.residency, self._run)):
                 raise UnsupportedModelError(

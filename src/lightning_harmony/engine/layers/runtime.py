@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.layers.narrow import CastWatch
 from lightning_harmony.engine.layers.open_call import OpenCall
+from lightning_harmony.engine.layers.surroundings import Surroundings
 from lightning_harmony.engine.memory.residents import HasGraph
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
@@ -23,9 +24,11 @@ class Runtime(Protocol):
 
     Attributes:
         open_call: the call that a backward is in.
+        surroundings: of layers' own code.
     """
 
     open_call: OpenCall
+    surroundings: Surroundings
 
     def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
         """Wait for the turn of a layer; it resides on the device within the context."""
@@ -53,22 +56,6 @@ class Runtime(Protocol):
 
     def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
         """A layer's own code has set some of the attributes of a module."""
-
-    def reaching(
-        self, layer: SwappedLayer, residency: Residency, away: Sequence[Tensor], *, takes_objects: bool
-    ) -> AbstractContextManager[None]:
-        """The context of a layer's forward: it may use tensors of its own wherever they are."""
-
-    def running(
-        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
-    ) -> AbstractContextManager[None]:
-        """The context of a layer's own code."""
-
-    def differentiating(self, residency: Residency) -> AbstractContextManager[None]:
-        """The context in which a backward runs through a layer, from node to node."""
-
-    def compiling(self, given: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """The context of a compiled layer that is called with tensors."""
 
     def watch(self, layer: SwappedLayer, residency: Residency) -> CastWatch | None:
         """What a layer does with its weights, if that isn't known yet: the watch, to be active during its call."""

@@ -154,13 +154,18 @@ class AttributesOfLayer:
             self._newest = newest if newest.are_plain else None
         return newest
 
+    @property
+    def are_first_calls(self) -> bool:
+        """Whether it is not yet known what the layer's code usually does."""
+        return self._num_calls < _WATCHED_CALLS
+
     def after_call(self, before: Attributes) -> Attributes | None:
         """The attributes as a call has left them, to be looked at; None where calls have left no tensors so far.
 
         Args:
             before: as it found them.
         """
-        if self._num_calls >= _WATCHED_CALLS and not self.may_hold_tensors:
+        if not self.are_first_calls and not self.may_hold_tensors:
             return None
         self._num_calls += 1
         return before if before.are_current() else self.read()

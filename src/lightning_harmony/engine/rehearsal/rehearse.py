@@ -23,6 +23,7 @@ from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.layers.open_call import OpenCall
 from lightning_harmony.engine.layers.structure import structure_of
+from lightning_harmony.engine.layers.surroundings import Surroundings
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.opaque import without_caches
 from lightning_harmony.engine.memory.residents import HasGraph
@@ -32,7 +33,7 @@ from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import COMPARED_CALLS, BufferKey, SwappedLayer, places_of
-from lightning_harmony.engine.model.pack import Residency, SwappedPack, buffer_of
+from lightning_harmony.engine.model.pack import Residency, buffer_of
 from lightning_harmony.engine.rehearsal.fakes import (
     FakeDevice,
     FakeStore,
@@ -42,10 +43,11 @@ from lightning_harmony.engine.rehearsal.fakes import (
     faked_others,
 )
 from lightning_harmony.engine.rehearsal.rehearsed_call import CallProfile, Measured, RehearsedForward
+from lightning_harmony.engine.rehearsal.rehearsed_step import RehearsedStep
 from lightning_harmony.engine.rehearsal.work_by_layer import WorkByLayer
 from lightning_harmony.engine.rehearsal.work_counter import WorkCounter
 from lightning_harmony.engine.structures.strides import copied
-from lightning_harmony.plan.outlook.work import LayerProfile, StepProfile, Work
+from lightning_harmony.plan.outlook.work import StepProfile, Work
 from lightning_harmony.plan.values.task import Phase
 
 _CPU = torch.device("cpu")
@@ -70,12 +72,10 @@ def rehearse(
     random = RandomState.capture(None)
     try:
         first = _Rehearsal(model, layers, {})
-        first.run(step, microbatch, casting)
+        wide = first.run(step, microbatch, casting)
         if not any(first.narrow.values()):
-            return first.profile(first)
-        second = _Rehearsal(model, layers, first.narrow)
-        second.run(step, microbatch, casting)
-        return second.profile(first)
+            return wide.profile(wide)
+        return _Rehearsal(model, layers, first.narrow).run(step, microbatch, casting).profile(wide)
     finally:
         random.restore(None)
 
@@ -114,6 +114,7 @@ class _Rehearsal:
         self._structures: dict[int, Any] = {}
         self._measured: Measured | None = None
         self.open_call = OpenCall(self.visit)
+        self.surroundings = Surroundings()
         self._buffer_bytes = 0
         self._microbatch_bytes = 0
         self._dtype: torch.dtype | None = None
@@ -121,8 +122,8 @@ class _Rehearsal:
 
     # ---- the step ------------------------------------------------------------------------------------------------------
 
-    def run(self, step: Callable[[Any], Tensor], microbatch: Any, casting: Callable[[], Any]) -> None:
-        """Run the step and its backward."""
+    def run(self, step: Callable[[Any], Tensor], microbatch: Any, casting: Callable[[], Any]) -> RehearsedStep:
+        """Run the step and its backward; what was seen."""
         with casting():
             self._dtype = autocast_dtype(_CPU)
         for layer in self._layers:
@@ -137,6 +138,10 @@ class _Rehearsal:
         finally:
             for each in intercepted:
                 each.remove()
+        num_elements = sum(p.numel() for p in self._names)
+        return RehearsedStep(
+            self._layers, self._by_layer, self._store, num_elements, self._buffer_bytes, self._microbatch_bytes
+        )
 
     def _run_on_fakes(self, step: Callable[[Any], Tensor], microbatch: Any, casting: Callable[[], Any]) -> None:
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -241,26 +246,6 @@ class _Rehearsal:
 
     def calling(self) -> AbstractContextManager[None]:
         """One device: glue needs no help."""
-        return nullcontext()
-
-    def running(
-        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
-    ) -> AbstractContextManager[None]:
-        """Nothing changes."""
-        return nullcontext()
-
-    def reaching(
-        self, layer: SwappedLayer, residency: Residency, away: Sequence[Tensor], *, takes_objects: bool
-    ) -> AbstractContextManager[None]:
-        """One device: all tensors are there."""
-        return nullcontext()
-
-    def differentiating(self, residency: Residency) -> AbstractContextManager[None]:
-        """Nothing changes."""
-        return nullcontext()
-
-    def compiling(self, given: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Nothing changes."""
         return nullcontext()
 
     def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -394,50 +379,3 @@ class _Rehearsal:
         self._by_layer.work.note_graph(layer, call.graph_bytes)
         self._by_layer.totals[layer.index].recompute += call.recompute
         self.redo(call.backward, call.backward_bytes)
-
-    # ---- the result ----------------------------------------------------------------------------------------------------
-
-    def profile(self, first: _Rehearsal) -> StepProfile:
-        """What was seen.
-
-        Args:
-            first: the rehearsal of a first step, with weights as they are.
-        """
-        seen: set[nn.Parameter] = set()
-        layers = []
-        for layer, wide in zip(self._layers, first._layers, strict=True):
-            trained = [p for p in layer.parameters if p.requires_grad and p not in seen]
-            seen.update(layer.parameters)
-            totals = self._by_layer.totals[layer.index]
-            layers.append(
-                LayerProfile(
-                    cost=self._by_layer.work.cost(layer, self._store),
-                    first_cost=first._by_layer.work.cost(wide, first._store),
-                    swapped_bytes=self._swapped_bytes(layer),
-                    trained_bytes=sum(p.numel() * p.element_size() for p in trained),
-                    num_trained=sum(p.numel() for p in trained),
-                    held=totals.held,
-                    first_held=first._by_layer.totals[layer.index].held,
-                    input_bytes=totals.input_bytes,
-                    stash_bytes=totals.stash_bytes,
-                    num_calls=totals.num_calls,
-                    forward=totals.forward,
-                    backward=totals.backward,
-                    recompute=totals.recompute,
-                )
-            )
-        return StepProfile(
-            layers=tuple(layers),
-            calls=tuple(self._by_layer.calls),
-            weight_bytes=self._store.num_bytes,
-            num_parameters=sum(p.numel() for p in self._names),
-            buffer_bytes=self._buffer_bytes,
-            microbatch_bytes=self._microbatch_bytes,
-            start_bytes=self._by_layer.start_bytes,
-            loss_bytes=max(self._by_layer.loss_bytes, first._by_layer.loss_bytes),
-        )
-
-    def _swapped_bytes(self, layer: SwappedLayer) -> int:
-        """What crosses the bus to bring a layer."""
-        pack = SwappedPack(-1, [layer], self._store)
-        return pack.layout.copied_bytes + pack.buffer_bytes

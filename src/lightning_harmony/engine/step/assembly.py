@@ -28,6 +28,7 @@ from lightning_harmony.engine.model.decompose import Layer
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer, places_of
+from lightning_harmony.engine.step.device_surroundings import DeviceSurroundings
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.fit_record import FitRecord, Records
 from lightning_harmony.engine.step.given_plan import check_given
@@ -129,8 +130,9 @@ def assemble(
     sums = GradientSums(swapped, step, placement, transfers, updater, observer, profiler)
     preparation = PackPreparation(step, placement, observer, profiler, traffic, recorder, compute_dtype)
     lone_calls = LoneCalls(swapped, placement, sums, recorder, record.discard)
+    surroundings = DeviceSurroundings(step, transfers, recorder)
     runtime = Runtime(
-        swapped, step, placement, preparation, lone_calls, sums, transfers, observer, recorder, recomputing
+        swapped, step, placement, preparation, lone_calls, sums, transfers, observer, surroundings, recomputing
     )
     glue = Glue(places_of(model, list(in_order)), root.torch_device, runtime, compute_dtype)
     granting = Granting(step, placement, preparation, sums, observer, recorder)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.glue.one_device import OneDevice
 from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.layers.open_call import OpenCall
-from lightning_harmony.engine.measure.step_recorder import StepRecorder
+from lightning_harmony.engine.layers.surroundings import Surroundings
 from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.memory.residents import HasGraph
 from lightning_harmony.engine.memory.stash import Alias, Stashed, is_small
@@ -45,7 +45,7 @@ class Runtime:
         sums: of gradients.
         transfers: between devices.
         observer: of what is not known yet.
-        recorder: notes when layers compute.
+        surroundings: of layers' own code.
         recomputing: gives the context of a layer's own code when it runs again, and has been heard before.
     """
 
@@ -59,7 +59,7 @@ class Runtime:
         sums: GradientSums,
         transfers: Transfers,
         observer: Observer,
-        recorder: StepRecorder,
+        surroundings: Surroundings,
         recomputing: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._model, self._step, self._placement = model, step, placement
@@ -68,9 +68,9 @@ class Runtime:
         self._sums = sums
         self._transfers = transfers
         self._observer = observer
-        self._recorder = recorder
         self._devices = transfers.devices
         self.open_call = OpenCall(self.visit)
+        self.surroundings = surroundings
         self.recomputing = recomputing
 
     def visit(self, layer: SwappedLayer, phase: Phase) -> AbstractContextManager[Residency]:
@@ -146,71 +146,6 @@ class Runtime:
         """The context of a layer's call."""
         glue = self._current_glue()
         return nullcontext() if glue is None else glue.off()
-
-    def running(
-        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
-    ) -> AbstractContextManager[None]:
-        """The context of a layer's own code."""
-        if self._step.current() is None:
-            return residency.device.computing()
-        if len(self._devices) == 1:
-            return nullcontext()
-        number = self._devices.index(residency.device)
-        if takes_objects or layer.attributes.may_hold_tensors:
-            return self._running_on_all_devices(number)
-        return self._recorder.computing(residency.device)
-
-    def differentiating(self, residency: Residency) -> AbstractContextManager[None]:
-        """The context in which a backward runs through a layer, from node to node."""
-        if self._step.current() is None or len(self._devices) == 1:
-            # Modes that one node enters, torch leaves before the next.
-            return nullcontext()
-        return self._recorder.differentiating(residency.device)
-
-    @contextmanager
-    def _running_on_all_devices(self, number: int) -> Iterator[None]:
-        """What a layer does to tensors on other devices is in the order of their computing."""
-        with ExitStack() as stack:
-            for device in [*self._devices[:number], *self._devices[number + 1 :]]:
-                stack.enter_context(device.computing())
-            stack.enter_context(self._recorder.computing(self._devices[number]))
-            yield
-
-    def reaching(
-        self, layer: SwappedLayer, residency: Residency, away: Sequence[Tensor], *, takes_objects: bool
-    ) -> AbstractContextManager[None]:
-        """The context of a layer's forward: it may use tensors of its own wherever they are."""
-        progress = self._step.current()
-        may_reach = takes_objects or away or layer.attributes.may_hold_tensors
-        if len(self._devices) == 1 or progress is None or not may_reach:
-            return nullcontext()
-        number = self._devices.index(residency.device)
-        if takes_objects or away:
-            # What is in objects is not looked at: a layer may put more there.
-            return self._mixing(progress.transfers.within(away, number), number)
-        tensors = list(layer.attributes.read().tensors().values())
-        if not tensors:
-            return nullcontext()
-        if all(self.home(tensor) in (None, number) for tensor in tensors):
-            return progress.transfers.using(tensors, number)
-        return self._mixing(progress.transfers.within((), number), number)
-
-    @contextmanager
-    def _mixing(self, transfers: LaneTransfers, number: int) -> Iterator[None]:
-        """A layer's operations find tensors of all devices, as those of the glue do."""
-        with OneDevice(transfers, self._transfers, number):
-            yield
-        transfers.refuse_changed()
-
-    def compiling(self, given: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """The context of a compiled layer, whatever becomes of compiled code around it.
-
-        Args:
-            given: what the layer is called with.
-        """
-        if self._step.listeners.on_compiled is not None:
-            self._step.listeners.on_compiled(given)
-        return torch.compiler.set_stance("default") if len(self._devices) > 1 else nullcontext()
 
     def _current_glue(self) -> OneDevice | None:
         if len(self._devices) == 1:

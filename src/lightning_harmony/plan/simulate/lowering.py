@@ -7,6 +7,7 @@ does as told here: what it finds on a device in the middle of a step depends on 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
+from lightning_harmony.plan.simulate.computing import Computing
 from lightning_harmony.plan.simulate.fetching import Residence, fetch_ahead
 from lightning_harmony.plan.simulate.footprint import Footprint, footprints
 from lightning_harmony.plan.simulate.held import Held
@@ -110,9 +111,10 @@ class _Lowering:
     ) -> None:
         # What of the capacity neither weights nor sums may have.
         self._apart_bytes = 0 if capacity_bytes is None or lasting_bytes is None else capacity_bytes - lasting_bytes
-        self._plan, self._packs, self._footprint, self._capacity_bytes = plan, packs, footprint, capacity_bytes
+        self._plan, self._packs, self._capacity_bytes = plan, packs, capacity_bytes
         self._device = device
-        self._stays = [Stay(stay.phase, stay.place, runs) for stay in order if (runs := self._here(stay.runs))]
+        self._computing = computing = Computing(plan, footprint, device)
+        self._stays = [Stay(stay.phase, stay.place, runs) for stay in order if (runs := computing.here(stay.runs))]
         self._wanted = [self._packs_of(stay) for stay in self._stays]
         # Each visit that is computed here, and whether it is the last backward of its pack.
         self._last = {run_pack: number for number, stay in enumerate(self._stays) for run_pack in self._summed(stay)}
@@ -121,7 +123,6 @@ class _Lowering:
         self._resident_bytes = 0
         self._residences: list[Residence] = []
         self._held = Held()
-        self._parked: set[tuple[int, int]] = set()
         # Until which stay, and how much, updates use up.
         self._staying = deque[tuple[int, int]]()
         # Of the stay that is lowered: what comes behind its computing.
@@ -131,21 +132,6 @@ class _Lowering:
         self.moves: dict[tuple[Phase, int], tuple[Task, ...]] = {}
         self.most_passing_bytes = 0
         self._lower()
-
-    def _here(self, runs: Sequence[Run]) -> tuple[Run, ...]:
-        """The runs that compute here, and those whose gradients are gathered here."""
-        if self._plan.num_devices == 1:
-            return tuple(runs)
-        return tuple(run for run in runs if self._computes(run) or self._gathers(run))
-
-    def _computes(self, run: Run) -> bool:
-        return self._plan.device_of(self._plan.visits[run.position], run.microbatch) == self._device
-
-    def _gathers(self, run: Run) -> bool:
-        """Whether the gradients of a run are added here, one microbatch after the other."""
-        if run.phase is Phase.FORWARD or not self._footprint[run.position].is_gathered:
-            return False
-        return owner(self._plan, self._plan.visits[run.position]) == self._device
 
     def _summed(self, stay: Stay) -> list[int]:
         """The packs that run backward in a stay."""
@@ -167,7 +153,7 @@ class _Lowering:
         computing, behind, needed = [], [], []
         for stay in self._stays:
             self._end_updates()
-            tasks, held = self._compute(stay)
+            tasks, held = self._computing.compute(stay, self._held)
             if self._plan.just_in_time:
                 self._drop(stay, held)
             else:
@@ -214,90 +200,6 @@ class _Lowering:
         if run.phase is Phase.FORWARD:
             return run.phase, run.position
         return run.phase, len(self._plan.visits) - 1 - run.position
-
-    def _compute(self, stay: Stay) -> tuple[list[Task], Held]:
-        """The tasks of a stay besides those of weights, and what the device holds behind them."""
-        tasks: list[Task] = []
-        before = self._held
-        held = Held(before.num_bytes, before.num_bytes, 0, before.sum_bytes, 0, set(before.sums), dict(before.outputs))
-        # Else all of them compute here.
-        has_spread = bool(self._plan.spread)
-        for run in stay.runs:
-            if not has_spread or self._computes(run):
-                self._run(run, tasks, held)
-            if has_spread and self._gathers(run):
-                self._gather(run, tasks, held)
-        return tasks, held
-
-    def _run(self, run: Run, tasks: list[Task], held: Held) -> None:
-        pack = self._plan.visits[run.position]
-        if self._comes_from_elsewhere(run):
-            self._transfer(run, tasks, held)
-        if run.phase is Phase.FORWARD:
-            self._forward(run, pack, tasks, held)
-        else:
-            self._backward(run, pack, tasks, held)
-
-    def _comes_from_elsewhere(self, run: Run) -> bool:
-        plan = self._plan
-        if plan.num_devices == 1 or plan.parallel == "data":
-            return False
-        before = run.position - 1 if run.phase is Phase.FORWARD else run.position + 1
-        return 0 <= before < len(plan.visits) and plan.device_of(plan.visits[before], run.microbatch) != self._device
-
-    def _transfer(self, run: Run, tasks: list[Task], held: Held) -> None:
-        kind, footprint = Errand.TRANSFER_FORWARD, self._footprint[run.position]
-        num_bytes = footprint.there_bytes
-        if run.phase is Phase.BACKWARD:
-            kind, num_bytes = Errand.TRANSFER_BACKWARD, footprint.returning_bytes
-        # What the lane left here when it went elsewhere has been fetched, or it could not come back.
-        held.num_bytes -= held.outputs.pop(run.microbatch, 0)
-        held.take(num_bytes, num_bytes)
-        tasks.append(Task(self._plan.visits[run.position], kind, run.microbatch))
-
-    def _forward(self, run: Run, pack: int, tasks: list[Task], held: Held) -> None:
-        footprint = self._footprint[run.position]
-        held.take(footprint.forward_bytes, footprint.forward_left_bytes - footprint.there_bytes)
-        held.outputs[run.microbatch] = footprint.passed_bytes
-        tasks.append(Task(pack, Phase.FORWARD, run.microbatch))
-        if footprint.stash_bytes:
-            tasks.append(Task(pack, Errand.STASH_OUT, run.microbatch))
-            held.num_bytes -= footprint.stash_bytes
-            held.leaving_bytes += footprint.stash_bytes
-
-    def _backward(self, run: Run, pack: int, tasks: list[Task], held: Held) -> None:
-        footprint = self._footprint[run.position]
-        if not footprint.is_gathered:
-            self._begin_sum(run, held)
-        if (pack, run.position) in self._parked:
-            self._parked.discard((pack, run.position))
-            tasks.append(Task(pack, Errand.UNPARK, run.microbatch))
-        if footprint.stash_bytes:
-            tasks.append(Task(pack, Errand.STASH_IN, run.microbatch))
-            held.take(footprint.loaded_bytes, footprint.loaded_bytes)
-        gone = footprint.returning_bytes + footprint.loaded_bytes + footprint.graph_bytes
-        held.take(footprint.backward_bytes, footprint.backward_left_bytes - gone)
-        held.outputs[run.microbatch] = footprint.backward_left_bytes
-        held.leaving_bytes += footprint.gathered_bytes
-        tasks.append(Task(pack, Phase.BACKWARD, run.microbatch))
-
-    def _begin_sum(self, run: Run, held: Held) -> None:
-        """Where a sum of gradients is not there yet, it comes to be."""
-        key = self._plan.visits[run.position], run.position
-        if key not in held.sums:
-            held.sums.add(key)
-            num_bytes = self._footprint[run.position].gradient_bytes
-            held.sum_bytes += num_bytes
-            held.take(num_bytes, num_bytes)
-
-    def _gather(self, run: Run, tasks: list[Task], held: Held) -> None:
-        """Add the gradients of a microbatch, which may come from another device."""
-        self._begin_sum(run, held)
-        if not self._computes(run):
-            num_bytes = self._footprint[run.position].gathered_bytes
-            held.take(num_bytes, 0)
-            held.leaving_bytes += num_bytes
-        tasks.append(Task(self._plan.visits[run.position], Errand.GATHER, run.microbatch))
 
     def _beside_weights(self, num_bytes: int, held: Held) -> int:
         """What weights cannot have: what is there beside them, or what is kept for what passes, with the sums."""
@@ -439,7 +341,7 @@ class _Lowering:
         """What was summed so far makes way, until a microbatch comes back."""
         if self._packs[pack].gradient_bytes:
             self._behind.append(Task(pack, Errand.PARK))
-            self._parked |= self._let_go_of_sums(pack)
+            self._computing.parked |= self._let_go_of_sums(pack)
 
     def _update_all(self) -> None:
         """The update after the whole backward."""

@@ -1,0 +1,53 @@
+"""The contexts of a layer's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor
+
+from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.model.pack import Residency
+
+
+class Surroundings:
+    """Those of layers on one device, where all that their code finds is at hand."""
+
+    def running(
+        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
+    ) -> AbstractContextManager[None]:
+        """The context of a layer's own code."""
+        return nullcontext()
+
+    def reaching(
+        self,
+        layer: SwappedLayer,
+        residency: Residency,
+        away: Sequence[Tensor],
+        *,
+        takes_objects: bool,
+        is_compiled: bool,
+    ) -> AbstractContextManager[None]:
+        """The context of a layer's forward: it may use tensors of its own wherever they are.
+
+        Args:
+            layer: the layer.
+            residency: of its pack.
+            away: what it is called with, and is on other devices.
+            takes_objects: whether it is called with objects, in which tensors may be.
+            is_compiled: whether its code is.
+        """
+        return nullcontext()
+
+    def differentiating(self, residency: Residency) -> AbstractContextManager[None]:
+        """The context in which a backward runs through a layer, from node to node."""
+        return nullcontext()
+
+    def compiling(self, given: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """The context of a compiled layer, whatever becomes of compiled code around it.
+
+        Args:
+            given: what the layer is called with.
+        """
+        return nullcontext()

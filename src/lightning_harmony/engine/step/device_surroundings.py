@@ -1,0 +1,112 @@
+"""The contexts of layers' own code in a step, on one of several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_harmony.engine.glue.one_device import OneDevice
+from lightning_harmony.engine.layers.surroundings import Surroundings
+from lightning_harmony.engine.measure.step_recorder import StepRecorder
+from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers
+from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.step.step import Step
+
+
+class DeviceSurroundings(Surroundings):
+    """Those of layers on any of several devices: what they find elsewhere comes to theirs.
+
+    Args:
+        step: the step that runs.
+        transfers: between devices.
+        recorder: notes when layers compute.
+    """
+
+    def __init__(self, step: Step, transfers: Transfers, recorder: StepRecorder) -> None:
+        self._step, self._transfers, self._recorder = step, transfers, recorder
+        self._devices = transfers.devices
+
+    @override
+    def running(
+        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
+    ) -> AbstractContextManager[None]:
+        """The context of a layer's own code."""
+        if self._step.current() is None:
+            return residency.device.computing()
+        if len(self._devices) == 1:
+            return nullcontext()
+        number = self._devices.index(residency.device)
+        if takes_objects or _may_reach(layer):
+            return self._running_on_all_devices(number)
+        return self._recorder.computing(residency.device)
+
+    @override
+    def differentiating(self, residency: Residency) -> AbstractContextManager[None]:
+        """The context in which a backward runs through a layer, from node to node."""
+        if self._step.current() is None or len(self._devices) == 1:
+            # Modes that one node enters, torch leaves before the next.
+            return nullcontext()
+        return self._recorder.differentiating(residency.device)
+
+    @contextmanager
+    def _running_on_all_devices(self, number: int) -> Iterator[None]:
+        """What a layer does to tensors on other devices is in the order of their computing."""
+        with ExitStack() as stack:
+            for device in [*self._devices[:number], *self._devices[number + 1 :]]:
+                stack.enter_context(device.computing())
+            stack.enter_context(self._recorder.computing(self._devices[number]))
+            yield
+
+    @override
+    def reaching(
+        self,
+        layer: SwappedLayer,
+        residency: Residency,
+        away: Sequence[Tensor],
+        *,
+        takes_objects: bool,
+        is_compiled: bool,
+    ) -> AbstractContextManager[None]:
+        """The context of a layer's forward: it may use tensors of its own wherever they are."""
+        progress = self._step.current()
+        if len(self._devices) == 1 or progress is None or not (takes_objects or away or _may_reach(layer)):
+            return nullcontext()
+        number = self._devices.index(residency.device)
+        watches = layer.attributes.are_first_calls and not is_compiled
+        if takes_objects or away or layer.reaches_elsewhere or watches:
+            # What is in objects is not looked at: a layer may put more there.
+            return self._mixing(layer, progress.transfers, number, away)
+        tensors = list(layer.attributes.read().tensors().values())
+        if not tensors:
+            return nullcontext()
+        if all(self._transfers.home(tensor) in (None, number) for tensor in tensors):
+            return progress.transfers.using(tensors, number)
+        return self._mixing(layer, progress.transfers, number, ())
+
+    @contextmanager
+    def _mixing(
+        self, layer: SwappedLayer, transfers: LaneTransfers, number: int, away: Sequence[Tensor]
+    ) -> Iterator[None]:
+        """A layer's operations find tensors of all devices, as those of the glue do."""
+        within = transfers.within(away, number)
+        with OneDevice(within, self._transfers, number, away) as mode:
+            yield
+        layer.reaches_elsewhere |= mode.has_found
+        within.refuse_changed()
+
+    @override
+    def compiling(self, given: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """The context of a compiled layer, whatever becomes of compiled code around it."""
+        if self._step.listeners.on_compiled is not None:
+            self._step.listeners.on_compiled(given)
+        return torch.compiler.set_stance("default") if len(self._devices) > 1 else nullcontext()
+
+
+def _may_reach(layer: SwappedLayer) -> bool:
+    """Whether a layer's code may use tensors that it was not given: its first calls tell."""
+    return layer.attributes.may_hold_tensors or layer.reaches_elsewhere or layer.attributes.are_first_calls
