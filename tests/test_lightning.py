@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, StepReport
-from lightning_harmony.engine.memory.residents import Place, Residents
+from lightning_harmony.engine.memory.agenda import Place
+from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.setup.lightning_tree import classes_of
 from support import nets, same_training
 from support.lightning_fits import (

@@ -55,7 +55,7 @@ def test_each_device_has_packs_of_its_own_of_the_same_layers(num_devices: int) -
     copies = placement.copies(0)
     assert len({id(pack) for pack in copies}) == num_devices
     assert all(pack.layers == model[:2] for pack in copies)
-    assert all(residents.plan is plan for residents in placement.residents)
+    assert all(residents.agenda.plan is plan for residents in placement.residents)
 
 
 def test_a_layer_that_the_plan_does_not_know_is_a_pack_of_its_own_until_the_next_plan() -> None:

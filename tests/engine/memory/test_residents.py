@@ -13,7 +13,8 @@ from torch import nn
 from lightning_harmony.engine.devices.stream import Happened, HostStream
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.measure.report import Traffic
-from lightning_harmony.engine.memory.residents import Place, Residents
+from lightning_harmony.engine.memory.agenda import Place
+from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.memory.stash import Stash
 from lightning_harmony.engine.memory.sums import Sums
 from lightning_harmony.engine.memory.swap import Swapper
@@ -73,7 +74,7 @@ class Model:
         )
         self.residents.packs = [SwappedPack(index, [layer], store) for index, layer in enumerate(layers)]
         order = tuple(range(NUM_PACKS))
-        self.residents.plan = Plan(tuple((str(index),) for index in order), order, NUM_PACKS - 1)
+        self.residents.agenda.use(Plan(tuple((str(index),) for index in order), order, NUM_PACKS - 1), {})
 
     def forward(self, pack: int) -> Place:
         return Place(self.residents.packs[pack], Phase.FORWARD, pack)
@@ -105,7 +106,8 @@ def test_the_next_packs_are_fetched_ahead(model: Model) -> None:
 def test_what_is_updated_comes_while_the_pack_before_it_is_not(model: Model, is_told: bool) -> None:
     """Told what comes, the host waited for the first pack of a step, and the second came after it though it was updated."""
     if is_told:
-        model.residents.moves = {(Phase.FORWARD, 0): tuple(Task(pack, Errand.SWAP_IN) for pack in (0, 1, 2))}
+        moves = {(Phase.FORWARD, 0): tuple(Task(pack, Errand.SWAP_IN) for pack in (0, 1, 2))}
+        model.residents.agenda.use(model.residents.agenda.plan, moves)
     layers = [model.residents.packs[index].parameters for index in (1, 0)]
     optimizer = torch.optim.SGD([p for parameters in layers for p in parameters], lr=0.1)
     for parameter in optimizer.param_groups[0]["params"]:
@@ -231,8 +233,9 @@ class TestMoves:
 
     def follow(self, model: Model, *moves: str, lookahead: int = 2) -> Place:
         place = model.forward(1)
-        model.residents.plan = replace(model.residents.plan, lookahead=lookahead)
-        model.residents.moves = {(place.phase, place.position): [Task.parse(move) for move in moves]}
+        agenda = model.residents.agenda
+        told = {(place.phase, place.position): [Task.parse(move) for move in moves]}
+        agenda.use(replace(agenda.plan, lookahead=lookahead), told)
         return place
 
     def test_what_it_tells_comes_and_goes(self, model: Model) -> None:
@@ -283,7 +286,8 @@ class TestMoves:
 class TestLessReuse:
     def plan(self, model: Model, **changes: Any) -> None:
         changes = {"first_fused": NUM_PACKS, "lookahead": 0, **changes}
-        model.residents.plan = replace(model.residents.plan, **changes)
+        agenda = model.residents.agenda
+        agenda.use(replace(agenda.plan, **changes), {})
 
     def test_nothing_is_fetched_ahead(self, model: Model) -> None:
         self.plan(model, lookahead=0)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.memory import stash
-from lightning_harmony.engine.memory.residents import Place, Residents
+from lightning_harmony.engine.memory.agenda import Place
+from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.plan.values.plan import Plan
 from support import nets

@@ -72,7 +72,8 @@ class Placement:
         # Anew even where they are the same: their weights may be narrow by now.
         for residents, moves, limit in zip(self.residents, weight_moves(plan), lasting_limits(plan), strict=True):
             residents.packs = [SwappedPack(index, layers, self._store) for index, layers in enumerate(packs)]
-            residents.plan, residents.moves, residents.device.lasting_limit_bytes = plan, moves, limit
+            residents.agenda.use(plan, moves)
+            residents.device.lasting_limit_bytes = limit
         self.pack_of = {layer.index: index for index, layers in enumerate(packs) for layer in layers}
         having: dict[BufferKey, list[int]] = defaultdict(list)
         for pack in self.packs:

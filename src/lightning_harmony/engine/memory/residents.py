@@ -7,29 +7,20 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.memory.agenda import Agenda, Place
 from lightning_harmony.engine.memory.stash import Stash
 from lightning_harmony.engine.memory.sums import Sums
 from lightning_harmony.engine.memory.swap import Swapper
 from lightning_harmony.engine.memory.weight_checks import WeightChecks
 from lightning_harmony.engine.model.pack import SwappedPack
 from lightning_harmony.errors import CapacityError
-from lightning_harmony.plan.simulate.lowering import Moves
-from lightning_harmony.plan.values.plan import Plan
-from lightning_harmony.plan.values.task import Errand, Phase
-
-
-class Place(NamedTuple):
-    """Where a lane is: in a pack, in a phase, and where in the plan's order of that phase."""
-
-    pack: SwappedPack
-    phase: Phase
-    position: int
+from lightning_harmony.plan.values.task import Phase
 
 
 @dataclass
@@ -65,38 +56,29 @@ class Residents:
         swapper: makes the copies.
         sums: of their gradients.
         stash: has tensors on their way out, whose memory can be had by waiting.
-
         number: of the device in the plan.
 
     Attributes:
-        plan: what is needed when.
-        moves: what comes and goes before which visit; empty where the plan doesn't tell.
+        agenda: what the plan tells.
         packs: those of the plan, by their indices, and those that it doesn't know, as they are on this device.
         pinned: the packs that lanes behind the running one will come through, wherever that is.
         visit: where lanes are on this device.
         waited_seconds: how long the host has waited for copies to leave room.
         weight_checks: compare weights from before and after the forward.
-        follows_moves: whether a step visits packs as moves were made for: not if microbatches run one after the other.
     """
 
     def __init__(self, device: Device, swapper: Swapper, sums: Sums, stash: Stash, number: int = 0) -> None:
-        self.plan = Plan((), (), 0)
-        self.moves: Moves = {}
+        self.agenda = Agenda(number)
         self.packs: list[SwappedPack] = []
         self.pinned: frozenset[int] = frozenset()
         self.visit: Visit | None = None
         self.waited_seconds = 0.0
-        self.follows_moves = True
         self.device = device
         self.swapper = swapper
         self.sums = sums
         self.stash = stash
         self.weight_checks = WeightChecks(device)
-        self._number = number
         self._graphs: dict[int, weakref.WeakSet[HasGraph]] = {}
-        # The visits of this step that moves were made for, and the packs that were to come with them, and are not yet there.
-        self._visited: set[tuple[Phase, int]] = set()
-        self._due: dict[int, None] = {}
 
     def enter(self, place: Place, work_bytes: int, *, alone: bool) -> None:
         """Bring the pack of a place, with room for its work, and start to fetch what comes after it.
@@ -110,7 +92,7 @@ class Residents:
             CapacityError: if there is no room for its weights.
         """
         visit = self.visit
-        if visit is not None and visit.place == place and place.pack.residency is not None and self.plan.groups:
+        if visit is not None and visit.place == place and place.pack.residency is not None and self.agenda.plan.groups:
             # A further lane in the same pack: only the room that the last one took may be missing.
             visit.reserved_bytes = work_bytes
             if alone:
@@ -126,10 +108,11 @@ class Residents:
         """Bring the pack of a place, whatever was visited before."""
         if alone:
             self.evict_all_but(place.pack)
-        elif not self.plan.just_in_time:
+        elif not self.agenda.plan.just_in_time:
             self._take_away()
         else:
-            self._move(place)
+            for index in self.agenda.begin_visit(place):
+                self.evict(self.packs[index])
             self._await_update(place, work_bytes)
             self._await_lasting_room(place)
         if isinstance(self.device, VirtualDevice):
@@ -182,8 +165,7 @@ class Residents:
         if isinstance(self.device, VirtualDevice):
             self.device.relieve = lambda: False
         self.visit = None
-        self._visited.clear()
-        self._due.clear()
+        self.agenda.reset()
         # The host may be far ahead of the copies that were asked for. What comes next is user's code, which may write weights.
         self.swapper.finish_reading()
         self.sums.finish_gathering()
@@ -203,11 +185,11 @@ class Residents:
         """
         pack = place.pack
         self.ensure_room(work_bytes + (0 if pack.residency is not None else self._swap_in_bytes(pack, place)), place)
-        if not self.plan.lookahead and pack.residency is None:
+        if not self.agenda.plan.lookahead and pack.residency is None:
             # The host is ahead of the device: what it asks for now would come while the device still computes.
             self.device.swap_in.submit_brief(lambda: None, after=[self.device.record()])
         try:
-            self.swapper.swap_in(pack, keeps_masters=self._keeps_masters(pack, place))
+            self.swapper.swap_in(pack, keeps_masters=self.agenda.keeps_masters(pack, place))
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"pack {pack.index} ({pack.name}) does not fit beside what glue keeps, such as the batch and activations "
@@ -243,7 +225,7 @@ class Residents:
         """Free something that has left, or that nobody needs any more."""
         if self.device.retire() or self.stash.retire():
             return True
-        over = [index for index in self._evictable(place) if self.plan.is_over(index, place.phase, place.position)]
+        over = [index for index in self._evictable(place) if self.agenda.is_over(index, place)]
         if over:
             self._evict_one_of(over, place)
         return bool(over)
@@ -271,9 +253,9 @@ class Residents:
             Whether all have come, or are on their way.
         """
         have_come = True
-        for following in self._following(place):
+        for following in self.agenda.following(place, self.packs):
             if following.residency is not None:
-                self._due.pop(following.index, None)
+                self.agenda.come(following.index)
                 continue
             if not self.swapper.is_current(following):
                 # The host has better to do than to wait for its update. Those behind it may have been updated sooner.
@@ -283,22 +265,12 @@ class Residents:
                 continue
             if not self._make_room_ahead(following, self._swap_in_bytes(following, place) + reserved_bytes, place):
                 return False
-            self._due.pop(following.index, None)
-            self.swapper.swap_in(following, keeps_masters=self._keeps_masters(following, place))
+            self.agenda.come(following.index)
+            self.swapper.swap_in(following, keeps_masters=self.agenda.keeps_masters(following, place))
         return have_come
 
-    def _keeps_masters(self, pack: SwappedPack, place: Place) -> bool:
-        """Whether a pack that comes for what a lane does at a place, or later, stays as it is on the host for its update.
-
-        Where it would have to be there twice from the forward on, as it is and as it has been cast, it does not.
-        """
-        plan, index = self.plan, pack.index
-        if index not in plan.device_updated:
-            return False
-        return not pack.layout.casts or plan.comes_back_to(index, place.phase, place.position)
-
     def _swap_in_bytes(self, pack: SwappedPack, place: Place) -> int:
-        return pack.swap_in_bytes(keeps_masters=self._keeps_masters(pack, place))
+        return pack.swap_in_bytes(keeps_masters=self.agenda.keeps_masters(pack, place))
 
     def _make_room_ahead(self, following: SwappedPack, num_bytes: int, place: Place) -> bool:
         """Whether there is room to fetch a pack ahead. Where no plan tells what goes, what is needed later makes way."""
@@ -306,29 +278,11 @@ class Residents:
             if not self._make_room_at_once(place):
                 return False
         while not self.device.room_for(num_bytes):
-            last = self._needed_last([following.index, *self._evictable(place)], place)
-            if self._has_moves or last == following.index:
+            last = self.agenda.needed_last([following.index, *self._evictable(place)], place)
+            if self.agenda.has_moves or last == following.index:
                 return False
             self.evict(self.packs[last])
         return True
-
-    @property
-    def _has_moves(self) -> bool:
-        return self.follows_moves and bool(self.moves)
-
-    def _move(self, place: Place) -> None:
-        """Evict what the plan tells to evict before a visit, and note what it tells to bring."""
-        key = place.phase, place.position
-        if key in self._visited or not self.follows_moves:
-            return
-        self._visited.add(key)
-        for pack, kind, _ in self.moves.get(key, ()):
-            if kind is Errand.SWAP_IN:
-                self._due[pack] = None
-                continue
-            self._due.pop(pack, None)
-            if self.packs[pack] is not place.pack:
-                self.evict(self.packs[pack])
 
     def keep_graph(self, pack: SwappedPack, call: HasGraph) -> None:
         """A call of a layer of this pack keeps its graph, until the pack is evicted."""
@@ -383,21 +337,5 @@ class Residents:
         """The packs on the device besides that of a place that no lane needs soon, as far as the plan tells."""
         return [pack.index for pack in self._others(place.pack) if pack.index not in self.pinned]
 
-    def _following(self, place: Place) -> list[SwappedPack]:
-        """The packs that are fetched ahead: those that the plan tells to bring, or as many as it looks ahead."""
-        if self._has_moves:
-            return [self.packs[index] for index in self._due] if self.plan.lookahead else []
-        following: list[SwappedPack] = []
-        for index in self.plan.upcoming(place.phase, place.position):
-            if len(following) == self.plan.lookahead:
-                break
-            pack = self.packs[index]
-            if pack is not place.pack and pack not in following and self.plan.runs_on(index, self._number):
-                following.append(pack)
-        return following
-
     def _evict_one_of(self, packs: Sequence[int], place: Place) -> None:
-        self.evict(self.packs[self._needed_last(packs, place)])
-
-    def _needed_last(self, packs: Sequence[int], place: Place) -> int:
-        return self.plan.needed_last(packs, place.phase, place.position)
+        self.evict(self.packs[self.agenda.needed_last(packs, place)])

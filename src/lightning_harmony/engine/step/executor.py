@@ -247,7 +247,7 @@ class Executor:
         step.in_backward = False
         self._model.begin_step(is_training=is_training, runtime=self._runtime)
         for residents in self._placement.residents:
-            residents.follows_moves = is_alone or not step.is_sequential
+            residents.agenda.follows_moves = is_alone or not step.is_sequential
             residents.device.begin_lanes()
             for pack in residents.packs:
                 pack.is_narrow = is_training

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lightning_harmony.engine.lanes.lane import CallerLane, Lane
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
+from lightning_harmony.engine.memory.agenda import Place
 from lightning_harmony.engine.memory.placement import Placement
-from lightning_harmony.engine.memory.residents import Place
 from lightning_harmony.engine.step.gradient_sums import GradientSums
 from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.pack_preparation import PackPreparation

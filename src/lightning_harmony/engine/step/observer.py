@@ -13,8 +13,9 @@ from lightning_harmony.engine.devices.stream import Moment
 from lightning_harmony.engine.measure.profile import Period, Profiler, Visit
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.measure.workspace import WorkSpace
+from lightning_harmony.engine.memory.agenda import Place
 from lightning_harmony.engine.memory.placement import Placement
-from lightning_harmony.engine.memory.residents import Place, Residents
+from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack

@@ -12,8 +12,9 @@ from lightning_harmony.engine.layers.narrow import autocast_dtype
 from lightning_harmony.engine.measure.profile import Profiler
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
+from lightning_harmony.engine.memory.agenda import Place
 from lightning_harmony.engine.memory.placement import Placement
-from lightning_harmony.engine.memory.residents import Place, Residents
+from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import Residency, SwappedPack
 from lightning_harmony.engine.step.observer import Observer
