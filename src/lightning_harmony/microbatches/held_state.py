@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.model.attributes import GeneratorAccess
-from lightning_harmony.engine.structures.containers import copied_content, have_same_content
+from lightning_harmony.engine.structures.containers import copied_content, have_same_content, put_item
 from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.engine.structures.seekable import Position, Seekable, given_back, make_seekable
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.microbatches.variables import MISSING, EntriesOf, Variables
 
@@ -124,10 +125,20 @@ class Held:
 
     def _copy(self) -> None:
         content = self.content
-        self.newest = content.copied() if isinstance(content, Variables) else copied_content(content)
-        others = [(name, value) for name, value in self.items() if type(value) not in _UNMARKED]
+        self.newest = newest = content.copied() if isinstance(content, Variables) else copied_content(content)
+        if self.kind is not Kind.HOOKS and make_seekable(content, newest):
+            self.newest = content.copied() if isinstance(content, Variables) else copied_content(content)
+        others = [(name, each) for name, value in self.items() for each in _in_one(value)]
         self.marked = [(name, value) for name, value in others if mark_of(value) is not None]
         self.has_tensors = any(_holds_tensors(value) for _, value in self.items())
+
+    def give_back(self) -> None:
+        """Let iterators be what the user has put there."""
+        if any(type(value) is Seekable for _, value in self.marked):
+            for name, value in list(self.items()):
+                own = given_back(value)
+                if own is not value:
+                    put_item(self.content, name, own)
 
     def let_go(self) -> None:
         """Keep no tensors for longer than the user does."""
@@ -135,6 +146,18 @@ class Held:
             without = ((name, None if _holds_tensors(value) else value) for name, value in self.items())
             self.newest = dict(without) if self.is_named else type(self.newest)(value for _, value in without)
             self.marked = []
+
+
+def _in_one(value: Any) -> Iterator[Any]:
+    """What may be changed in place of a value: itself, what is in a tuple, or the iterator whose method it is."""
+    kind = type(value)
+    if kind is tuple:
+        for each in value:
+            yield from _in_one(each)
+    elif kind is MethodType and type(value.__self__) is Seekable:
+        yield value.__self__
+    elif kind not in _UNMARKED:
+        yield value
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -174,11 +197,13 @@ def mark_of(value: Any) -> Any:
 
 
 def state_of_generator(value: Any) -> Any:
-    """What a generator of random numbers will draw; None of anything else."""
+    """What tells what a generator of random numbers, or an iterator, will draw; None of anything else."""
     access = GeneratorAccess.of(value)
     if access is None:
         return None
     state = access.get()
+    if isinstance(state, Position):
+        return state
     if isinstance(state, Tensor):
         return bytes(state.numpy())
     # NumPy's hold arrays, which equal each other element by element.

@@ -173,7 +173,10 @@ class Places:
         return contents
 
     def let_go(self) -> None:
-        """Keep no tensors for longer than the user does, until they are looked at again."""
+        """The step is over: keep no tensors for longer than the user does, and give the user's iterators back."""
+        self._together.look()
+        for held in self._together.places:
+            held.give_back()
         self._together.let_go()
         self._newest = self._together.newest
 

@@ -2,9 +2,9 @@
 
 Looked at are all modules of the model, and from each attribute lists, dicts, sets and deques to any depth, and objects to a
 depth of `DEEPEST`; of functions, hooks among them, attributes, defaults and the variables of closures, of which those are
-places that a function sets, and what methods and `functools.partial` are bound to, through as many functions that hold each
-other; the classes of all these, with their functions; and globals of the files that define the modules' classes, with what
-these define, and containers among them.
+places that a function sets or draws from, and what methods and `functools.partial` are bound to, through `MOST_NESTED`
+functions that hold each other; the classes of all these, with their functions; and globals of the files that define the
+modules' classes, with what these define, and containers among them.
 
 None of the user's code runs: objects and containers of all classes are read past it. Longer containers than `LONGEST` are
 data, and so are more than `MOST` spaces. Left alone are metrics, whose states add up, parameters, and objects, functions and
@@ -30,6 +30,7 @@ from torchmetrics import Metric
 
 from lightning_harmony.engine.model.attributes import HOOKS, LONGEST, OF_TORCH
 from lightning_harmony.engine.structures.containers import size_of
+from lightning_harmony.engine.structures.seekable import seekable
 from lightning_harmony.microbatches.held_state import FUNCTIONS, PLAIN, SWITCHED, Held, Kind, Leads
 from lightning_harmony.microbatches.variables import (
     AttributesOfClass,
@@ -40,7 +41,8 @@ from lightning_harmony.microbatches.variables import (
     slots_of,
 )
 
-DEEPEST, MOST = 3, 20_000
+# Of objects, and of functions.
+DEEPEST, MOST_NESTED, MOST = 12, 3, 20_000
 _OF_THREADS = (
     *(type(threading.Lock()), type(threading.RLock())),
     *(threading.Condition, threading.Event, threading.Semaphore, threading.Thread),
@@ -152,7 +154,7 @@ class Walk:
         if issubclass(kind, _CONTAINERS):
             yield from self._container(name, value, depth, nested)
         elif issubclass(kind, FUNCTIONS):
-            if nested < DEEPEST:
+            if nested < MOST_NESTED:
                 yield from _shared(self._function(name, value, depth, nested + 1))
         elif issubclass(kind, type):
             yield from self._class(value, nested)
@@ -219,7 +221,8 @@ class Walk:
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             named, content = f"{name}.{variable}", VariableOfClosure(cell, variable)
             leads = partial(self._variable, named, depth, nested)
-            if variable in rebound and id(cell) not in self._seen:
+            is_place = variable in rebound or any(seekable(value) is not value for value in content.values())
+            if is_place and id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
                 yield from self._place(Held(named, content, Kind.CONTAINER if not depth else Kind.OBJECT, leads=leads))
             elif is_own:

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import starmap
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.containers import have_same_content, put_content
+from lightning_harmony.engine.structures.seekable import Seekable, make_seekable
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -35,8 +37,8 @@ _SMALL_BYTES = 16 * 1024
 class Attributes:
     """The attributes of some modules at one moment, with lists, dicts, sets and deques among them to any depth, and hooks.
 
-    Also the state of generators of random numbers that are attributes. Parameters and buffers are not looked at, nor what
-    hangs on other objects.
+    Also the state of generators of random numbers that are attributes, and of iterators, which are made seekable. Parameters
+    and buffers are not looked at, nor what hangs on other objects.
 
     Args:
         modules: those of a layer.
@@ -50,6 +52,7 @@ class Attributes:
         seen: set[int] = set()
         for module in modules:
             attributes = vars(module)
+            make_seekable(attributes, attributes.copy())
             self._modules.append((attributes, attributes.copy()))
             self._contents += [(attributes[name], attributes[name].copy()) for name in HOOKS]
             for name, value in attributes.items():
@@ -113,8 +116,11 @@ class Attributes:
         elif issubclass(type(value), tuple):
             for inner in value:
                 self._look_at(name, inner, seen)
+        elif type(value) is MethodType and type(value.__self__) is Seekable:
+            self._look_at(name, value.__self__, seen)
         elif type(value) in _CONTAINERS:
             if len(value) <= LONGEST:
+                make_seekable(value, value.copy())
                 # Referred to from here, so that no other gets its id.
                 self._contents.append((value, value.copy()))
                 seen.add(id(value))
@@ -217,15 +223,17 @@ def _with(others: Mapping[int, Tensor], before: Any) -> Any:
 
 
 class GeneratorAccess(NamedTuple):
-    """How the state of a generator of random numbers is read and set."""
+    """How the state of a generator of random numbers, or of an iterator, is read and set."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
 
     @classmethod
     def of(cls, value: Any) -> GeneratorAccess | None:
-        """For one of PyTorch's, Python's or NumPy's; None of anything else."""
+        """For one of PyTorch's, Python's or NumPy's, and for seekable iterators; None of anything else."""
         kind = type(value)
+        if kind is Seekable:
+            return cls(lambda: value.position, value.seek)
         if issubclass(kind, torch.Generator):
             return cls(value.get_state, value.set_state)
         if issubclass(kind, random.Random):

@@ -63,3 +63,10 @@ def put_content(content: Any, before: Any) -> None:
             OrderedDict.__setitem__(content, name, value)
     else:
         (holds.extend if holds in (list, deque) else holds.update)(content, before)
+
+
+def put_item(content: Any, name: Any, value: Any) -> None:
+    """Let a list, deque or dict, or what is seen as one, have another value under a number or name."""
+    kind: Any = type(content)
+    holds = class_of_python(kind) if issubclass(kind, list | dict | deque) else kind
+    holds.__setitem__(content, name, value)
