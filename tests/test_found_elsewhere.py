@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.errors import UnsupportedModelError
-from support import nets
+from support import another_file, nets
+from support.another_file import Context
+from support.another_file import context as CONTEXT
 from support.same_training import Net, assert_same_training, room, root, trainer_for
 from support.sampling import in_turns
 from support.taking_turns import samples
@@ -29,7 +31,7 @@ SCALE: Any = 1.0
 SCALES: list[Any] = [1.0]
 
 
-class Context:
+class OfClass:
     """Of a class of its own, whose attribute counts for all."""
 
     scale: Any = 1.0
@@ -97,7 +99,7 @@ def variable() -> Place:
 PLACES: dict[str, Callable[[], Place]] = {
     "global": lambda: Place(lambda _: SCALE, put_global),
     "list among globals": lambda: Place(lambda _: SCALES[0], lambda _, value: SCALES.__setitem__(0, value)),
-    "attribute of a class": lambda: Place(lambda _: Context.scale, lambda _, value: setattr(Context, "scale", value)),
+    "attribute of a class": lambda: Place(lambda _: OfClass.scale, lambda _, value: setattr(OfClass, "scale", value)),
     "attribute of a function": lambda: Place(
         lambda _: getattr(function, "scale", 1.0), lambda _, value: setattr(function, "scale", value)
     ),
@@ -107,6 +109,11 @@ PLACES: dict[str, Callable[[], Place]] = {
     ),
     "attribute of the model": lambda: Place(lambda m: m.scale, lambda m, value: setattr(m, "scale", value)),
     "variable": variable,
+    "global of another file": lambda: Place(lambda _: another_file.get(), lambda _, value: another_file.put(value)),
+    "object of another file": lambda: Place(
+        lambda _: another_file.context.scale, lambda _, value: setattr(another_file.context, "scale", value)
+    ),
+    "dict behind a class of another file": lambda: Place(lambda _: Context.get(), lambda _, value: CONTEXT.put(value)),
 }
 
 

@@ -4,7 +4,8 @@ Looked at are all modules of the model, and from each attribute lists, dicts, se
 depth of `DEEPEST`; of functions, hooks among them, attributes, defaults and the variables of closures, of which those are
 places that a function sets or draws from, and what methods and `functools.partial` are bound to, through `MOST_NESTED`
 functions that hold each other; the classes of all these, with their functions; and globals of the files that define the
-modules' classes, with what these define, and containers among them.
+modules' classes, and of those of the user's whose functions, classes or objects their code names, with what these define,
+and containers among them.
 
 None of the user's code runs: objects and containers of all classes are read past it. Longer containers than `LONGEST` are
 data, and so are more than `MOST` spaces. Left alone are metrics, whose states add up, parameters, and objects, functions and
@@ -16,10 +17,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dis import get_instructions, opmap
 from enum import EnumMeta
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from torchmetrics import Metric
 from lightning_harmony.engine.model.attributes import HOOKS, LONGEST, OF_TORCH
 from lightning_harmony.engine.structures.containers import size_of
 from lightning_harmony.engine.structures.seekable import seekable
+from lightning_harmony.microbatches.files import LIBRARIES, files_of, is_users
 from lightning_harmony.microbatches.held_state import FUNCTIONS, PLAIN, SWITCHED, Held, Kind, Leads
 from lightning_harmony.microbatches.variables import (
     AttributesOfClass,
@@ -50,18 +52,6 @@ _OF_THREADS = (
 # What gives variables of functions that others share other values.
 _REBINDING = frozenset(opmap[name] for name in ("STORE_DEREF", "DELETE_DEREF"))
 _CONTAINERS = (list, deque, set, dict, tuple)
-_LIBRARIES = frozenset(
-    (
-        "torch",
-        "lightning",
-        "pytorch_lightning",
-        "lightning_fabric",
-        "torchmetrics",
-        "lightning_harmony",
-        "builtins",
-        "numpy",
-    )
-)
 # Those that run within a step, beside those around a forward.
 HOOKS_OF_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
@@ -82,6 +72,7 @@ class Walk:
         self._model, self._others = model, others
         # What was seen, by its identity: kept, so that nothing else gets that.
         self._seen: dict[int, Any] = {}
+        self._functions: list[FunctionType] = []
         self.too_long: list[Any] = []
         self.places: list[Held] = list(islice(self._all(), MOST))
 
@@ -218,6 +209,7 @@ class Walk:
             return
         is_own = is_users(str(function.__globals__.get("__name__")))
         rebound = rebound_by(function.__code__) if is_own else frozenset()
+        self._functions += [function] if is_own else []
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             named, content = f"{name}.{variable}", VariableOfClosure(cell, variable)
             leads = partial(self._variable, named, depth, nested)
@@ -259,9 +251,9 @@ class Walk:
     def _of_class(self, name: str, kind: type, nested: int, attribute: str, value: Any) -> Iterator[Held]:
         return _led_to(self._within(f"{name}.{attribute}", value, 0, nested), kind, attribute)
 
-    def _globals(self, classes: Iterable[type]) -> Iterator[Held]:
-        """The globals of the files in which the classes of a model are defined, and what is the user's among them."""
-        files = dict.fromkeys(kind.__module__ for kind in classes)
+    def _globals(self, classes: Collection[type]) -> Iterator[Held]:
+        """The globals of the files that the code of a model's classes may use, and what is the user's among them."""
+        files = files_of(classes, self._functions)
         for name in files:
             file = sys.modules.get(name)
             if file is not None and is_users(name):
@@ -366,14 +358,7 @@ def _is_looked_into(value: Any) -> bool:
     kind = type(value)
     if issubclass(kind, Metric | torch.optim.Optimizer | torch.utils.data.Dataset | torch.utils.data.DataLoader):
         return False
-    return kind.__module__.partition(".")[0] not in _LIBRARIES
-
-
-@cache
-def is_users(file: str) -> bool:
-    """Whether what a file defines is the user's: not that of the libraries above, or the standard library."""
-    package = file.partition(".")[0]
-    return package not in _LIBRARIES and package not in sys.stdlib_module_names
+    return kind.__module__.partition(".")[0] not in LIBRARIES
 
 
 def _joined(name: str, attribute: str) -> str:
