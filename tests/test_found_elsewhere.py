@@ -22,13 +22,14 @@ from support.another_file import Context
 from support.another_file import context as CONTEXT
 from support.same_training import Net, assert_same_training, room, root, trainer_for
 from support.sampling import in_turns
-from support.taking_turns import samples
+from support.taking_turns import ONE_AFTER_THE_OTHER, samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 LARGE = 5000
 SCALE: Any = 1.0
 SCALES: list[Any] = [1.0]
+LOCAL = threading.local()
 
 
 class OfClass:
@@ -109,6 +110,9 @@ PLACES: dict[str, Callable[[], Place]] = {
     ),
     "attribute of the model": lambda: Place(lambda m: m.scale, lambda m, value: setattr(m, "scale", value)),
     "variable": variable,
+    "threading.local": lambda: Place(
+        lambda _: getattr(LOCAL, "scale", 1.0), lambda _, value: setattr(LOCAL, "scale", value)
+    ),
     "global of another file": lambda: Place(lambda _: another_file.get(), lambda _, value: another_file.put(value)),
     "object of another file": lambda: Place(
         lambda _: another_file.context.scale, lambda _, value: setattr(another_file.context, "scale", value)
@@ -138,6 +142,17 @@ def assert_trains_as_plain(model: Callable[[], Model], num_microbatches: int, me
         device_memory=room(memory),
         updates=["just in time"],
     )
+
+
+@pytest.mark.devices(1, 2)
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_what_a_thread_keeps_for_itself_its_lanes_find(
+    num_microbatches: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lanes are threads: a flag that was set before the fit was not there, without a word."""
+    monkeypatch.setattr(LOCAL, "scale", 2.0, raising=False)
+    assert_trains_as_plain(lambda: Model(PLACES["threading.local"](), lambda *_: None), num_microbatches)
+    assert ONE_AFTER_THE_OTHER not in caplog.text
 
 
 @pytest.mark.devices(1, 2)

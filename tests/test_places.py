@@ -98,6 +98,18 @@ def test_what_comes_into_an_order_may_change_it_later() -> None:
     assert names_of(filled.changed()) == {"unordered"}
 
 
+def test_a_dict_that_was_emptied_is_seen_to_be_filled_at_once() -> None:
+    """From Python 3.12 on, torch does not count that."""
+    module = Module()
+    module.table.update(one=1)
+    places = Places(module)
+    places.look()
+    module.table.clear()
+    emptied = places.look()
+    module.table |= {"one": 1}
+    assert names_of(emptied.changed()) == {"table"}
+
+
 # Python has ways of its own for what is set often.
 OFTEN: dict[str, tuple[Callable[[Module], Callable[[int], None]], str]] = {
     "attribute": (lambda m: lambda i: setattr(m, "hidden", i), ""),

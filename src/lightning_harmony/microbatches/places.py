@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, cycle
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -29,17 +29,27 @@ class Together:
         self.places = places
         self.newest = [held.look() for held in places]
         dicts = {number: _dict_of(held) for number, held in enumerate(places)}
-        self._dicts = {number: content for number, content in dicts.items() if content is not None}
+        self._all_dicts = {number: content for number, content in dicts.items() if content is not None}
         self._readers = {
             number: _reader(held)
             for number, held in enumerate(places)
-            if number not in self._dicts or _is_ordered(held)
+            if number not in self._all_dicts or _is_ordered(held)
         }
         self._let_go: list[int] = []
-        self._versions, self._read = self._versions_now(), self._read_now()
+        self._sort()
+        self._read = self._read_now()
+
+    def _sort(self) -> None:
+        """Tell empty dicts, as the attributes of most functions are, from others.
+
+        Of these torch does not count that they are filled with all of another one at once; and their size is sooner asked for.
+        """
+        self._empty = {number: content for number, content in self._all_dicts.items() if not dict.__len__(content)}
+        self._dicts = {number: content for number, content in self._all_dicts.items() if number not in self._empty}
+        self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
-        return _versions_of(self._dicts.values())
+        return [*map(dict_version, self._dicts.values()), *map(dict.__len__, self._empty.values())]
 
     def _read_now(self) -> list[Any]:
         return list(chain.from_iterable([read() for read in self._readers.values()]))
@@ -49,14 +59,17 @@ class Together:
         numbers, self._let_go = self._let_go, []
         versions, read = self._versions_now(), self._read_now()
         if versions != self._versions:
-            both = zip(cycle(self._dicts), self._versions, versions)
-            numbers += {number for number, then, now in both if then != now}
+            both = zip((*self._dicts, *self._empty), self._versions, versions, strict=True)
+            numbers += [number for number, then, now in both if then != now]
         if not have_same_content(read, self._read):
             numbers += self._readers
         self._versions, self._read = versions, read
         changed = [number for number in numbers if self.places[number].look() is not self.newest[number]]
         if changed:
             self.newest = list(self.newest)
+            dicts = [number for number in changed if number in self._all_dicts]
+            if any((number in self._empty) is bool(dict.__len__(self._all_dicts[number])) for number in dicts):
+                self._sort()
             for number in changed:
                 self.newest[number] = self.places[number].newest
                 if number not in self._readers and _is_ordered(self.places[number]):
@@ -112,7 +125,6 @@ def _dict_of(held: Held) -> dict[Any, Any] | None:
 def _versions_of(dicts: Iterable[dict[Any, Any]]) -> list[int]:
     """Numbers of which some change whenever one of the dicts does."""
     dicts = list(dicts)
-    # torch does not count that an empty dict was filled with all of another one at once.
     return [*map(dict_version, dicts), *map(dict.__len__, dicts)]
 
 

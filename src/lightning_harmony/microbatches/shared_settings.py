@@ -1,4 +1,4 @@
-"""Settings of the process that lanes do not switch: what a microbatch sets, the others find."""
+"""Settings of the process that lanes do not switch, and of its thread: what a microbatch sets, the next ones find."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_harmony.engine.lanes.ambient import OfProcess
+from lightning_harmony.engine.lanes.ambient import OfProcess, read_thread_locals, write_thread_locals
 
 
 def _set_environment(value: dict[Any, Any]) -> None:
@@ -24,4 +24,5 @@ NOT_SWITCHED = (
     OfProcess("os.environ", lambda: dict(os.environ._data), _set_environment),  # type: ignore[attr-defined]
     OfProcess("the working directory", os.getcwd, os.chdir),
     OfProcess("the level of forward-mode derivatives", lambda: torch.autograd.forward_ad._current_level, _end_levels),
+    OfProcess("an attribute of a threading.local", read_thread_locals, write_thread_locals),
 )

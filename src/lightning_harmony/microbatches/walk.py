@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_harmony.engine.lanes.ambient import share_thread_local
 from lightning_harmony.engine.model.attributes import HOOKS, LONGEST, OF_TORCH
 from lightning_harmony.engine.structures.containers import size_of
 from lightning_harmony.engine.structures.seekable import seekable
@@ -142,7 +143,9 @@ class Walk:
         kind = type(value)
         if kind in PLAIN or issubclass(kind, Tensor) or id(value) in self._seen:
             return
-        if issubclass(kind, _CONTAINERS):
+        if issubclass(kind, threading.local):
+            share_thread_local(value)
+        elif issubclass(kind, _CONTAINERS):
             yield from self._container(name, value, depth, nested)
         elif issubclass(kind, FUNCTIONS):
             if nested < MOST_NESTED:
@@ -344,9 +347,9 @@ def _bound_to(function: Any) -> Iterator[tuple[str, Any]]:
 
 def _is_users_global(value: Any, files: Container[str]) -> bool:
     """Whether a global is looked into: a container, or a function, class or object of what these files define."""
-    if type(value) in SWITCHED or type(value) is SimpleNamespace:
-        return True
     kind = type(value)
+    if kind in SWITCHED or kind is SimpleNamespace or issubclass(kind, threading.local):
+        return True
     if issubclass(kind, Tensor | nn.Module):
         return False
     defined_in = value.__module__ if issubclass(kind, type | FunctionType) else kind.__module__

@@ -159,7 +159,11 @@ class Watch:
                 self._note_end(held, begun, now, name)
             for held, name, value, mark in self._marks:
                 self._note_end_of_mark(held, name, value, mark)
-            for kind, before in zip(OF_PROCESS, self._registered, strict=True):
+            set_before = [
+                *zip(OF_PROCESS, self._registered, strict=True),
+                *zip(NOT_SWITCHED, self._settings, strict=True),
+            ]
+            for kind, before in set_before:
                 if self._microbatch > 0 and kind.get() != before:
                     self._note(f"{kind.name} is set for good", "the end of a microbatch")
             at_calls: dict[str, list[Any]] = defaultdict(list)

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextvars
 import sys
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -47,6 +50,19 @@ class OfProcess(NamedTuple):
     name: str
     get: Callable[[], Any]
     set: Callable[[Any], None]
+
+
+class _Objects(tuple[Any, ...]):
+    """Objects of which these and not their equals are meant, such as a list of filters that somebody will change."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Objects) and len(self) == len(other) and all(map(is_, self, other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
 
 def _autocast(device_type: str) -> OfThread:
@@ -88,6 +104,49 @@ def _with_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+# Objects of `threading.local` that a model's code may use. Replaced as a whole: other threads may read it.
+_thread_locals: tuple[weakref.ref[threading.local], ...] = ()
+
+
+def share_thread_local(kept: threading.local) -> None:
+    """From now on, lanes and recomputes find in it what their callers keep there."""
+    global _thread_locals  # noqa: PLW0603
+    known = [each for each in _thread_locals if each() is not None]
+    if all(each() is not kept for each in known):
+        _thread_locals = (*known, weakref.ref(kept))
+
+
+def read_thread_locals() -> _Objects:
+    """What the calling thread keeps in such objects: of each, itself, how much is in it, the names, and the values."""
+    found: list[Any] = []
+    for each in _thread_locals:
+        kept = each()
+        if kept is not None:
+            attributes = vars(kept)
+            found += [kept, len(attributes), *attributes, *attributes.values()]
+    return _Objects(found)
+
+
+def write_thread_locals(value: _Objects) -> None:
+    """Let the calling thread keep there what was read."""
+    left = iter(value)
+    for kept in left:
+        size = next(left)
+        names, values = list(islice(left, size)), list(islice(left, size))
+        vars(kept).clear()
+        vars(kept).update(zip(names, values, strict=True))
+
+
+@contextmanager
+def _with_thread_locals(value: _Objects) -> Iterator[None]:
+    before = read_thread_locals()
+    write_thread_locals(value)
+    try:
+        yield
+    finally:
+        write_thread_locals(before)
+
+
 OF_THREAD = (
     OfThread("inference mode", torch.is_inference_mode_enabled, torch.inference_mode),
     # Behind inference mode, which sets it.
@@ -97,6 +156,7 @@ OF_THREAD = (
     OfThread("the default device", _default_device, _on_default_device),
     OfThread("the current GPU", _cuda_device, torch.cuda.device),
     OfThread("the number of threads", torch.get_num_threads, _with_threads),
+    OfThread("what is kept in threading.local", read_thread_locals, _with_thread_locals),
 )
 
 
@@ -160,19 +220,6 @@ def _set_precision(value: tuple[Any, ...]) -> None:
     for backend, precision in zip(_BACKENDS, of_backends, strict=False):
         if _get_of_backend is not None and _get_of_backend(*backend) != precision:
             torch._C._set_fp32_precision_setter(*backend, precision)
-
-
-class _Objects(tuple[Any, ...]):
-    """Objects of which these and not their equals are meant, such as a list of filters that somebody will change."""
-
-    __slots__ = ()
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Objects) and len(self) == len(other) and all(map(is_, self, other))
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
 
 
 def _attributes(module: Any, *names: str) -> tuple[Callable[[], _Objects], Callable[[Any], None]]:
