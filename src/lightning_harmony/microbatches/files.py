@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -22,39 +22,84 @@ LIBRARIES = frozenset(
         "numpy",
     )
 )
+# What a Trainer calls in a step.
+_OF_STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step", "backward")
 # Where what others have made is installed: it is used, and not changed by steps.
 _INSTALLED = ("site-packages", "dist-packages")
 
 
 def files_of(classes: Collection[type], functions: Iterable[FunctionType]) -> dict[str, None]:
-    """The names of the modules of Python that define classes, and of those of the user's that code leads to.
+    """The names of the modules of Python that define classes, and of those of the user's that code of a step leads to.
 
     Args:
         classes: those of a model's modules.
-        functions: that are among what these keep.
+        functions: that are among what these keep, such as hooks.
     """
-    files = dict.fromkeys(kind.__module__ for kind in classes)
-    waiting, seen = deque[Any]((*(each for kind in classes for each in kind.__mro__), *functions)), set[int]()
-    while waiting:
-        value = waiting.popleft()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if not isinstance(value, FunctionType | type):
-            waiting.append(type(value))
-        elif _is_own(value.__module__):
-            files[value.__module__] = None
-            waiting += _named(value) if isinstance(value, FunctionType) else _functions_of(value)
-    return files
+    found = _Found()
+    for kind in classes:
+        found.files[kind.__module__] = None
+        for each in kind.__mro__:
+            found.add(each)
+    for function in functions:
+        found.add(function)
+    found.follow()
+    return found.files
 
 
-def _functions_of(kind: type) -> Iterator[Any]:
-    """The functions that the attributes of a class are made of."""
-    for held in list(vars(kind).values()):
+class _Found:
+    """What code is found to name, and in which files that is."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, None] = {}
+        self._waiting = deque[Any]()
+        self._seen: set[int] = set()
+        self._names = set(_OF_STEPS)
+        # By their names, the functions of classes that no code has named so far.
+        self._others: dict[str, list[Any]] = defaultdict(list)
+
+    def add(self, value: Any) -> None:
+        """Follow what a function, class or object leads to."""
+        self._waiting.append(value)
+
+    def follow(self) -> None:
+        """Follow all."""
+        while self._waiting:
+            value = self._waiting.popleft()
+            if id(value) in self._seen:
+                continue
+            self._seen.add(id(value))
+            if not isinstance(value, FunctionType | type):
+                self.add(type(value))
+            elif _is_own(value.__module__):
+                self.files[value.__module__] = None
+                if isinstance(value, FunctionType):
+                    self._read(value)
+                else:
+                    self._open(value)
+
+    def _open(self, kind: type) -> None:
+        """Follow those functions of a class that Python calls, or that code names."""
+        for name, function in _functions_of(kind):
+            if name in self._names or (name.startswith("__") and not name.startswith("__init")):
+                self.add(function)
+            else:
+                self._others[name].append(function)
+
+    def _read(self, function: FunctionType) -> None:
+        new = _names(function.__code__) - self._names
+        self._names |= new
+        for name in new & self._others.keys():
+            self._waiting += self._others.pop(name)
+        self._waiting += _named(function)
+
+
+def _functions_of(kind: type) -> Iterator[tuple[str, Any]]:
+    """What the attributes of a class are made of, with their names."""
+    for name, held in list(vars(kind).items()):
         if isinstance(held, property):
-            yield from (held.fget, held.fset, held.fdel)
+            yield from ((name, each) for each in (held.fget, held.fset, held.fdel))
         else:
-            yield held.__func__ if isinstance(held, staticmethod | classmethod) else held
+            yield name, held.__func__ if isinstance(held, staticmethod | classmethod) else held
 
 
 def _named(function: FunctionType) -> Iterator[Any]:

@@ -246,7 +246,10 @@ class Walk:
             name = f"class {each.__qualname__}"
             held = Held(name, AttributesOfClass(each), Kind.OBJECT, each, partial(self._of_class, name, each, nested))
             held.is_shared = True
+            num_functions = len(self._functions)
             yield from self._place(held)
+            # Of its own functions those run that code names.
+            del self._functions[num_functions:]
             # What Python itself calls.
             own = [item for item in vars(each).items() if item[0].startswith("__")]
             yield from _of_functions(own, held.leads)
