@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from array import array
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,41 @@ class Counts(nets.Block):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return super().forward(x) * (1 + 0.1 * (self.calls % 3))
+
+
+ARRAYS: dict[str, Any] = {
+    "NumPy": lambda: np.zeros(1),
+    "NumPy, in a dict": lambda: {0: np.zeros(2, np.int64)}[0],
+    "bytes": lambda: bytearray(1),
+    "Python": lambda: array("d", [0.0]),
+    "scalar": lambda: np.array(0),
+}
+
+
+class CountsInAnArray(nets.Block):
+    """Which Python does not see change."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.calls = {"of": (ARRAYS[kind](),)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        (calls,) = self.calls["of"]
+        where: Any = () if getattr(calls, "shape", None) == () else 0
+        calls[where] += 1
+        return super().forward(x) * (1 + 0.1 * (float(calls[where]) % 3))
+
+
+@pytest.mark.parametrize(("kind", "num_microbatches"), in_turns(product(ARRAYS, [1, 4]), [()]))
+def test_what_a_layer_counts_in_an_array_counts_once(kind: str, num_microbatches: int) -> None:
+    """Recomputes counted on: other weights, without a word."""
+    assert_same_training(
+        Net(Blocks(lambda: CountsInAnArray(kind))),
+        samples(),
+        num_microbatches=num_microbatches,
+        device_memory=room("40KiB"),
+        updates=update_for("40KiB"),
+    )
 
 
 class BeginsOnce(nets.Block):

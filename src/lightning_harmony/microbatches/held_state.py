@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.model.attributes import GeneratorAccess
 from lightning_harmony.engine.structures.containers import copied_content, have_same_content, put_item
-from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.engine.structures.object_state import ArrayAccess, GeneratorAccess
 from lightning_harmony.engine.structures.seekable import Position, Seekable, given_back, make_seekable
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.microbatches.variables import MISSING, EntriesOf, Variables
@@ -25,8 +24,6 @@ from lightning_harmony.microbatches.variables import MISSING, EntriesOf, Variabl
 SWITCHED = (list, deque, set, dict, OrderedDict, defaultdict)
 PLAIN = (bool, int, float, complex, str, bytes, type(None), ModuleType)
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, staticmethod, classmethod, property)
-# Arrays up to this size are compared by what is in them.
-_SMALL_BYTES = 64 * 1024
 # What is looked into by itself, or does not change: nothing tells by itself that it was changed in place.
 _UNMARKED = frozenset((*PLAIN, *FUNCTIONS, *SWITCHED, tuple, type, nn.Parameter, torch.dtype, torch.device))
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
@@ -191,9 +188,8 @@ def mark_of(value: Any) -> Any:
         return None if is_parameter(value) or value.is_inference() else value._version
     if kind in _LOCKS:
         return is_held(value)
-    if is_ndarray(value):
-        return value.tobytes() if value.nbytes <= _SMALL_BYTES and not value.dtype.hasobject else None
-    return state_of_generator(value)
+    array = ArrayAccess.of(value)
+    return state_of_generator(value) if array is None else array.get()
 
 
 def state_of_generator(value: Any) -> Any:

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.lanes.rng import RandomState
-from lightning_harmony.engine.model.attributes import restore_of_generator
 from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.engine.structures.object_state import restore_of_generator
 from lightning_harmony.setup import compat
 
 # Larger arrays are data.

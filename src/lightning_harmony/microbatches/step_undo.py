@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_harmony.engine.model.attributes import restore_of_generator
-from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.engine.structures.object_state import restore_of
 from lightning_harmony.microbatches.held_state import Held, mark_of, state_of_generator
 from lightning_harmony.microbatches.lane_attributes import Draws, KnownChanges
 from lightning_harmony.microbatches.reads import version_of
 from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED
-from lightning_harmony.microbatches.snapshot import undo_of_array, undo_of_tensor
+from lightning_harmony.microbatches.snapshot import undo_of_tensor
 from lightning_harmony.setup import compat
 
 # Buffers, and other tensors, up to this size are copied before each step in which microbatches take turns.
@@ -74,7 +73,7 @@ def undo_of(value: Any) -> Callable[[], None] | None:
     if isinstance(value, Tensor):
         is_small = value.numel() * value.element_size() <= _SMALL_BYTES
         return undo_of_tensor(value) if is_small and value.layout is torch.strided else None
-    return undo_of_array(value) if is_ndarray(value) else restore_of_generator(value)
+    return restore_of(value)
 
 
 class Undo:

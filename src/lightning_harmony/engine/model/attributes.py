@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import starmap
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.containers import have_same_content, put_content
+from lightning_harmony.engine.structures.object_state import restore_of
 from lightning_harmony.engine.structures.seekable import Seekable, make_seekable
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.errors import UnsupportedModelError
@@ -37,8 +34,8 @@ _SMALL_BYTES = 16 * 1024
 class Attributes:
     """The attributes of some modules at one moment, with lists, dicts, sets and deques among them to any depth, and hooks.
 
-    Also the state of generators of random numbers that are attributes, and of iterators, which are made seekable. Parameters
-    and buffers are not looked at, nor what hangs on other objects.
+    Also what is out of sight in generators of random numbers, arrays and iterators, which are made seekable. Parameters and
+    buffers are not looked at, nor what hangs on other objects.
 
     Args:
         modules: those of a layer.
@@ -48,7 +45,7 @@ class Attributes:
         self._modules: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: dict[int, _Kept] = {}
-        self._generators: list[Callable[[], None]] = []
+        self._restores: list[Callable[[], None]] = []
         seen: set[int] = set()
         for module in modules:
             attributes = vars(module)
@@ -61,14 +58,14 @@ class Attributes:
 
     def are_current(self) -> bool:
         """Whether nothing has changed since, as far as that can be told."""
-        if self._generators or any(kept.has_changed() for kept in self._tensors.values()):
+        if self._restores or any(kept.has_changed() for kept in self._tensors.values()):
             return False
         return all(starmap(have_same_content, self._modules)) and all(starmap(have_same_content, self._contents))
 
     @property
     def are_plain(self) -> bool:
-        """Whether no tensors are among them, and no generators."""
-        return not self._tensors and not self._generators
+        """Whether no tensors are among them, and nothing that is restored by itself."""
+        return not self._tensors and not self._restores
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors among them, by the names of the attributes that hold them."""
@@ -88,11 +85,11 @@ class Attributes:
             UnsupportedModelError: if a large tensor was changed in place.
         """
         self.exchange({key: kept.again() for key, kept in self._tensors.items() if kept.has_changed()})
-        for restore in self._generators:
+        for restore in self._restores:
             restore()
 
     def exchange(self, others: Mapping[int, Tensor]) -> None:
-        """Make everything but generators what it was, with other tensors in the places of some.
+        """Make everything but the state of objects what it was, with other tensors in the places of some.
 
         Args:
             others: by the identity of the tensor that each takes the place of.
@@ -127,9 +124,9 @@ class Attributes:
                 for inner in value.values() if isinstance(value, dict) else value:
                     self._look_at(name, inner, seen)
         else:
-            restore = restore_of_generator(value)
+            restore = restore_of(value)
             if restore is not None:
-                self._generators.append(restore)
+                self._restores.append(restore)
 
 
 class AttributesOfLayer:
@@ -220,34 +217,3 @@ def _with(others: Mapping[int, Tensor], before: Any) -> Any:
     if isinstance(before, dict):
         return {name: exchanged(value) for name, value in before.items()}
     return [exchanged(value) for value in before]
-
-
-class GeneratorAccess(NamedTuple):
-    """How the state of a generator of random numbers, or of an iterator, is read and set."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
-
-    @classmethod
-    def of(cls, value: Any) -> GeneratorAccess | None:
-        """For one of PyTorch's, Python's or NumPy's, and for seekable iterators; None of anything else."""
-        kind = type(value)
-        if kind is Seekable:
-            return cls(lambda: value.position, value.seek)
-        if issubclass(kind, torch.Generator):
-            return cls(value.get_state, value.set_state)
-        if issubclass(kind, random.Random):
-            return cls(value.getstate, value.setstate)
-        numpy: Any = sys.modules.get("numpy.random")
-        if numpy is not None and issubclass(kind, numpy.RandomState):
-            return cls(partial(value.get_state, legacy=False), value.set_state)
-        if numpy is not None and issubclass(kind, numpy.Generator):
-            bits = value.bit_generator
-            return cls(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
-        return None
-
-
-def restore_of_generator(value: Any) -> Callable[[], None] | None:
-    """What makes a generator of random numbers draw again what it would draw now; None of anything else."""
-    access = GeneratorAccess.of(value)
-    return None if access is None else partial(access.set, access.get())

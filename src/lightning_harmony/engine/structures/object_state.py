@@ -1,0 +1,84 @@
+"""State that objects keep where Python does not show it: generators, iterators and arrays; how it is read and set."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.engine.structures.seekable import Seekable
+
+# Larger arrays are data.
+LARGEST_BYTES = 64 * 1024
+
+
+class GeneratorAccess(NamedTuple):
+    """How the state of a generator of random numbers, or of an iterator, is read and set."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+    @classmethod
+    def of(cls, value: Any) -> GeneratorAccess | None:
+        """For one of PyTorch's, Python's or NumPy's, and for seekable iterators; None of anything else."""
+        kind = type(value)
+        if kind is Seekable:
+            return cls(lambda: value.position, value.seek)
+        if issubclass(kind, torch.Generator):
+            return cls(value.get_state, value.set_state)
+        if issubclass(kind, random.Random):
+            return cls(value.getstate, value.setstate)
+        numpy: Any = sys.modules.get("numpy.random")
+        if numpy is not None and issubclass(kind, numpy.RandomState):
+            return cls(partial(value.get_state, legacy=False), value.set_state)
+        if numpy is not None and issubclass(kind, numpy.Generator):
+            bits = value.bit_generator
+            return cls(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+        return None
+
+
+class ArrayAccess(NamedTuple):
+    """How the numbers in an array are read and set."""
+
+    get: Callable[[], bytes]
+    set: Callable[[bytes], Any]
+
+    @classmethod
+    def of(cls, value: Any) -> ArrayAccess | None:
+        """For one of NumPy's or Python's up to `LARGEST_BYTES`, and for bytearrays; None of anything else."""
+        kind = type(value)
+        if is_ndarray(value):
+            if value.dtype.hasobject or not value.flags.writeable or value.nbytes > LARGEST_BYTES:
+                return None
+            return cls(value.tobytes, partial(_fill, value))
+        arrays: Any = sys.modules.get("array")
+        if issubclass(kind, bytearray) or (arrays is not None and issubclass(kind, arrays.array)):
+            holds: Any = bytearray if issubclass(kind, bytearray) else arrays.array
+            return cls(partial(bytes, value), partial(_refill, holds, value)) if len(value) <= LARGEST_BYTES else None
+        return None
+
+
+def _fill(array: Any, numbers: bytes) -> None:
+    array[...] = sys.modules["numpy"].frombuffer(numbers, array.dtype).reshape(array.shape)
+
+
+def _refill(holds: Any, array: Any, numbers: bytes) -> None:
+    holds.__delitem__(array, slice(None))
+    (holds.extend if holds is bytearray else holds.frombytes)(array, numbers)
+
+
+def restore_of(value: Any) -> Callable[[], None] | None:
+    """What makes a generator, an iterator or an array what it is now; None of anything else."""
+    access = GeneratorAccess.of(value) or ArrayAccess.of(value)
+    return None if access is None else partial(access.set, access.get())
+
+
+def restore_of_generator(value: Any) -> Callable[[], None] | None:
+    """What makes a generator of random numbers draw again what it would draw now; None of anything else."""
+    access = GeneratorAccess.of(value)
+    return None if access is None else partial(access.set, access.get())

@@ -1,0 +1,52 @@
+"""State that Python does not show is read and set in place."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_harmony.engine.structures.object_state import LARGEST_BYTES, restore_of
+from lightning_harmony.engine.structures.seekable import seekable
+
+STATES: dict[str, tuple[Any, Any]] = {
+    "generator of Python's": (random.Random(1), lambda value: value.random()),
+    "generator of NumPy's": (np.random.default_rng(1), lambda value: value.random()),
+    "generator of torch's": (torch.Generator(), lambda value: torch.rand(2, generator=value).tolist()),
+    "iterator": (seekable(itertools.count()), next),
+    "array of NumPy's": (np.zeros((2, 3)), lambda value: value.__iadd__(1).tolist()),
+    "scalar of NumPy's": (np.array(1), lambda value: value.__iadd__(1).tolist()),
+    "days": (np.zeros(2, "datetime64[D]"), lambda value: value.__iadd__(1).tolist()),
+    "column": (np.zeros((3, 2))[:, 1], lambda value: value.__iadd__(1).tolist()),
+    "bytearray": (bytearray(b"ab"), lambda value: value.extend(b"c") or bytes(value)),
+    "array of Python's": (array("d", [1.0]), lambda value: value.append(2.0) or value.tolist()),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_what_follows_is_the_same_again(kind: str) -> None:
+    value, change = STATES[kind]
+    restore = restore_of(value)
+    assert restore is not None
+    after = change(value)
+    for _ in range(2):
+        restore()
+        assert change(value) == after
+
+
+def read_only() -> Any:
+    value = np.zeros(2)
+    value.flags.writeable = False
+    return value
+
+
+@pytest.mark.parametrize(
+    "value", [3, "text", [1], np.zeros(LARGEST_BYTES), np.array([[1], None], object), read_only(), b"bytes", object()]
+)
+def test_of_everything_else_there_is_none(value: Any) -> None:
+    assert restore_of(value) is None
