@@ -178,6 +178,22 @@ def test_places_that_come_are_found(change: str) -> None:
     assert any(name.startswith(where) for name in found)
 
 
+@pytest.mark.parametrize("change", NEW)
+@pytest.mark.parametrize("is_seen", [False, True], ids=["at the end", "meanwhile"])
+def test_places_that_come_in_a_step_are_found_in_the_next(change: str, is_seen: bool) -> None:
+    """What an object that a step had made was changed to in later steps, nobody saw."""
+    module = Module()
+    places = Places(module)
+    begun = places.look()
+    apply, where = NEW[change]
+    apply(module)
+    if is_seen:
+        begun.changed()
+    places.let_go()
+    found = [held.name for held in places.look().places]
+    assert any(name.startswith(where) for name in found)
+
+
 def test_places_that_have_gone_are_not_looked_at_and_not_kept() -> None:
     module = Module()
     places = Places(module)

@@ -186,7 +186,9 @@ class Places:
 
     def let_go(self) -> None:
         """The step is over: keep no tensors for longer than the user does, and give the user's iterators back."""
-        self._together.look()
+        if self._walk is not None and self._is_outdated(self._walk):
+            # What is let go would count as known.
+            self._walk = None
         for held in self._together.places:
             held.give_back()
         self._together.let_go()
