@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.containers import copied_content, have_same_content, put_item
-from lightning_harmony.engine.structures.object_state import ArrayAccess, GeneratorAccess
+from lightning_harmony.engine.structures.object_state import Access
 from lightning_harmony.engine.structures.seekable import Position, Seekable, given_back, make_seekable
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.microbatches.variables import MISSING, EntriesOf, Variables
@@ -188,13 +188,13 @@ def mark_of(value: Any) -> Any:
         return None if is_parameter(value) or value.is_inference() else value._version
     if kind in _LOCKS:
         return is_held(value)
-    array = ArrayAccess.of(value)
+    array = Access.of_array(value)
     return state_of_generator(value) if array is None else array.get()
 
 
 def state_of_generator(value: Any) -> Any:
     """What tells what a generator of random numbers, or an iterator, will draw; None of anything else."""
-    access = GeneratorAccess.of(value)
+    access = Access.of_generator(value)
     if access is None:
         return None
     state = access.get()

@@ -18,7 +18,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.engine.structures.nested import is_ndarray
-from lightning_harmony.engine.structures.object_state import restore_of_generator
+from lightning_harmony.engine.structures.object_state import restore_of
 from lightning_harmony.setup import compat
 
 # Larger arrays are data.
@@ -121,7 +121,7 @@ def _undo_of(value: Any) -> Callable[[], None] | None:
         return _undo_sequence(value)
     if is_ndarray(value):
         return undo_of_array(value) if value.nbytes <= _LARGEST_COUNTS else None
-    return _undo_collection(value) if isinstance(value, dict | set) else restore_of_generator(value)
+    return _undo_collection(value) if isinstance(value, dict | set) else restore_of(value)
 
 
 def _is_countable(value: Any) -> bool:

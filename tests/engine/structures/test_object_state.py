@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_harmony.engine.structures.object_state import LARGEST_BYTES, restore_of
+from lightning_harmony.engine.structures.object_state import LARGEST_BYTES, Access, restore_of
 from lightning_harmony.engine.structures.seekable import seekable
 
 STATES: dict[str, tuple[Any, Any]] = {
@@ -39,14 +39,27 @@ def test_what_follows_is_the_same_again(kind: str) -> None:
         assert change(value) == after
 
 
-def read_only() -> Any:
-    value = np.zeros(2)
-    value.flags.writeable = False
-    return value
-
-
 @pytest.mark.parametrize(
-    "value", [3, "text", [1], np.zeros(LARGEST_BYTES), np.array([[1], None], object), read_only(), b"bytes", object()]
+    "value",
+    [
+        *(3, "text", [1], b"bytes", object()),
+        *(np.zeros(LARGEST_BYTES), np.array([[1], None], object), array("d", [0.0] * LARGEST_BYTES)),
+    ],
+    ids=lambda value: type(value).__name__,
 )
 def test_of_everything_else_there_is_none(value: Any) -> None:
     assert restore_of(value) is None
+
+
+def test_an_array_that_is_only_shown_is_seen_to_change_and_left_alone() -> None:
+    value = np.zeros(2)
+    shown = value.view()
+    shown.flags.writeable = False
+    access, restore = Access.of_array(shown), restore_of(shown)
+    assert access is not None
+    assert restore is not None
+    before = access.get()
+    value += 1
+    assert access.get() != before
+    restore()
+    assert value.tolist() == [1, 1]

@@ -17,15 +17,15 @@ from lightning_harmony.engine.structures.seekable import Seekable
 LARGEST_BYTES = 64 * 1024
 
 
-class GeneratorAccess(NamedTuple):
-    """How the state of a generator of random numbers, or of an iterator, is read and set."""
+class Access(NamedTuple):
+    """How the state of an object is read and set."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
 
     @classmethod
-    def of(cls, value: Any) -> GeneratorAccess | None:
-        """For one of PyTorch's, Python's or NumPy's, and for seekable iterators; None of anything else."""
+    def of_generator(cls, value: Any) -> Access | None:
+        """For generators of random numbers, PyTorch's, Python's and NumPy's, and seekable iterators; None of anything else."""
         kind = type(value)
         if kind is Seekable:
             return cls(lambda: value.position, value.seek)
@@ -41,30 +41,25 @@ class GeneratorAccess(NamedTuple):
             return cls(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
         return None
 
-
-class ArrayAccess(NamedTuple):
-    """How the numbers in an array are read and set."""
-
-    get: Callable[[], bytes]
-    set: Callable[[bytes], Any]
-
     @classmethod
-    def of(cls, value: Any) -> ArrayAccess | None:
-        """For one of NumPy's or Python's up to `LARGEST_BYTES`, and for bytearrays; None of anything else."""
+    def of_array(cls, value: Any) -> Access | None:
+        """For an array of NumPy's or Python's up to `LARGEST_BYTES`, or a bytearray; None of anything else."""
         kind = type(value)
         if is_ndarray(value):
-            if value.dtype.hasobject or not value.flags.writeable or value.nbytes > LARGEST_BYTES:
-                return None
-            return cls(value.tobytes, partial(_fill, value))
+            is_number = value.nbytes <= LARGEST_BYTES and not value.dtype.hasobject
+            return cls(value.tobytes, partial(_fill, value)) if is_number else None
         arrays: Any = sys.modules.get("array")
         if issubclass(kind, bytearray) or (arrays is not None and issubclass(kind, arrays.array)):
             holds: Any = bytearray if issubclass(kind, bytearray) else arrays.array
-            return cls(partial(bytes, value), partial(_refill, holds, value)) if len(value) <= LARGEST_BYTES else None
+            is_small = memoryview(value).nbytes <= LARGEST_BYTES
+            return cls(partial(bytes, value), partial(_refill, holds, value)) if is_small else None
         return None
 
 
 def _fill(array: Any, numbers: bytes) -> None:
-    array[...] = sys.modules["numpy"].frombuffer(numbers, array.dtype).reshape(array.shape)
+    # One that is only shown here is changed elsewhere.
+    if array.flags.writeable:
+        array[...] = sys.modules["numpy"].frombuffer(numbers, array.dtype).reshape(array.shape)
 
 
 def _refill(holds: Any, array: Any, numbers: bytes) -> None:
@@ -74,11 +69,5 @@ def _refill(holds: Any, array: Any, numbers: bytes) -> None:
 
 def restore_of(value: Any) -> Callable[[], None] | None:
     """What makes a generator, an iterator or an array what it is now; None of anything else."""
-    access = GeneratorAccess.of(value) or ArrayAccess.of(value)
-    return None if access is None else partial(access.set, access.get())
-
-
-def restore_of_generator(value: Any) -> Callable[[], None] | None:
-    """What makes a generator of random numbers draw again what it would draw now; None of anything else."""
-    access = GeneratorAccess.of(value)
+    access = Access.of_generator(value) or Access.of_array(value)
     return None if access is None else partial(access.set, access.get())
