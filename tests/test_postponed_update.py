@@ -520,15 +520,14 @@ def test_an_update_that_all_wait_for_is_not_hidden(monkeypatch: pytest.MonkeyPat
         start(self, *args)
         self.finish()
 
-    update = PostponedUpdate._update
+    update = StreamedUpdate.update
 
-    def slowly(self: PostponedUpdate, *args: Any) -> None:
-        update(self, *args)
+    def slowly(self: StreamedUpdate, *args: Any, **options: Any) -> None:
+        update(self, *args, **options)
         time.sleep(0.02)
-        self._overlap.busy_seconds += 0.02
 
     monkeypatch.setattr(PostponedUpdate, "start", start_and_finish)
-    monkeypatch.setattr(PostponedUpdate, "_update", slowly)
+    monkeypatch.setattr(StreamedUpdate, "update", slowly)
     assert fit("harmony", Model(), **CLIP).strategy.step_report.update_hidden < 0.5
 
 

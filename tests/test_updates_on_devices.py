@@ -232,7 +232,7 @@ def test_an_error_in_the_middle_of_a_step_leaves_what_was_updated(monkeypatch: p
 
     def failing(self: StreamedUpdate, share: Share, clip: Any = None, **options: Any) -> None:
         nonlocal num_updates
-        num_updates += all(self.devices[0].owns(gradient) for gradient in share.gradients.values())
+        num_updates += all(self.device.owns(gradient) for gradient in share.gradients.values())
         if num_updates == 5:
             raise RuntimeError("in the middle")
         update(self, share, clip, **options)

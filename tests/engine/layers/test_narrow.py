@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_harmony.engine.devices.stream import HostStream
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.measure.report import Traffic
@@ -17,8 +16,7 @@ from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
-from lightning_harmony.engine.updates.postponed import Overlap, PostponedUpdate
-from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
+from support.queues import postponed_update
 
 CPU = torch.device("cpu")
 Use = Callable[[Tensor, Tensor], Tensor]
@@ -47,7 +45,7 @@ def packed(module: Module, dtype: torch.dtype | None = None) -> tuple[SwappedPac
     device = VirtualDevice(None)
     layer = SwappedLayer(0, "layer", module, list(module.parameters()), dtype)
     store = HostStore(list(module.parameters()), device)
-    update = PostponedUpdate(HostStream("update"), StreamedUpdate([device]), Overlap())
+    update = postponed_update(device)
     swapper = Swapper(device, store, HostPool(device.host_buffer), Traffic(), update)
     return SwappedPack(0, [layer], store), swapper, device
 

@@ -3,7 +3,6 @@
 import pytest
 from torch import nn
 
-from lightning_harmony.engine.devices.stream import HostStream
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.placement import Placement
@@ -14,9 +13,8 @@ from lightning_harmony.engine.memory.swap import Swapper
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
-from lightning_harmony.engine.updates.postponed import Overlap, PostponedUpdate
-from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.plan.values.plan import Plan
+from support.queues import postponed_update
 
 
 def layers(number: int) -> list[SwappedLayer]:
@@ -27,7 +25,7 @@ def layers(number: int) -> list[SwappedLayer]:
 def placement_of(layers: list[SwappedLayer], num_devices: int) -> Placement:
     devices = [VirtualDevice(None) for _ in range(num_devices)]
     store = HostStore([p for layer in layers for p in layer.parameters], devices[0])
-    update = PostponedUpdate(HostStream("update"), StreamedUpdate(devices), Overlap())
+    update = postponed_update(*devices)
     residents = []
     for number, device in enumerate(devices):
         pool = HostPool(device.host_buffer)

@@ -22,11 +22,13 @@ from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
-from lightning_harmony.engine.updates.postponed import Overlap, PostponedUpdate
+from lightning_harmony.engine.updates.postponed import PostponedUpdate
+from lightning_harmony.engine.updates.queue import Overlap
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import Errand, Phase, Task
+from support.queues import queues_of
 
 NUM_PACKS = 5
 PACK_BYTES = 4096
@@ -63,8 +65,9 @@ class Model:
         layers = [SwappedLayer(i, str(i), module, list(module.parameters())) for i, module in enumerate(modules)]
         store = HostStore([p for layer in layers for p in layer.parameters], self.device)
         pool = HostPool(self.device.host_buffer)
-        self.stream = HostStream("update")
-        self.update = PostponedUpdate(self.stream, StreamedUpdate([self.device]), Overlap())
+        overlap = Overlap()
+        (self.queue,) = queues_of([self.device], overlap)
+        self.update = PostponedUpdate([self.queue], overlap)
         swapper = Swapper(self.device, store, pool, Traffic(), self.update)
         self.residents = Residents(
             self.device,
@@ -91,7 +94,7 @@ def model() -> Iterator[Model]:
     torch.manual_seed(0)
     model = Model(num_resident=3)
     yield model
-    model.stream.close()
+    model.queue.close()
     model.device.close()
 
 
@@ -123,7 +126,7 @@ def test_what_is_updated_comes_while_the_pack_before_it_is_not(model: Model, is_
             found.append(model.resident())
             super().update(*args, **options)
 
-    model.update._streamed = Watched([model.device])
+    model.queue.streamed = Watched(model.device)
     model.update.start(optimizer, layers, None)
     model.residents.enter(model.forward(0), 0, alone=False)
     assert 1 in found[1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.devices.stream import Happened, HostStream
+from lightning_harmony.engine.devices.stream import Happened
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.residents import Residents
@@ -21,9 +21,10 @@ from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import SummedGradients, SwappedPack
-from lightning_harmony.engine.updates.postponed import Overlap, PostponedUpdate
-from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
+from lightning_harmony.engine.updates.postponed import PostponedUpdate
+from lightning_harmony.engine.updates.queue import Overlap
 from lightning_harmony.errors import UnsupportedModelError
+from support.queues import queues_of
 
 
 class Norm:
@@ -36,8 +37,9 @@ class Norm:
         self.layer.is_training = True
         store = HostStore(self.layer.parameters, self.device)
         self.pool = HostPool(self.device.host_buffer)
-        self.updates = HostStream("update")
-        update = PostponedUpdate(self.updates, StreamedUpdate([self.device]), Overlap())
+        overlap = Overlap()
+        (self.queue,) = queues_of([self.device], overlap)
+        update = PostponedUpdate([self.queue], overlap)
         self.swapper = Swapper(self.device, store, self.pool, Traffic(), update)
         self.pack = SwappedPack(0, [self.layer], store)
         self.residents = Residents(
@@ -67,7 +69,7 @@ class Norm:
 def norm() -> Iterator[Norm]:
     norm = Norm()
     yield norm
-    norm.updates.close()
+    norm.queue.close()
     norm.device.close()
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.devices.stream import HostStream
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.swap import Swapper
@@ -17,9 +16,8 @@ from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
-from lightning_harmony.engine.updates.postponed import Overlap, PostponedUpdate
-from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.errors import UnsupportedModelError
+from support.queues import postponed_update
 
 
 class Packed:
@@ -29,7 +27,7 @@ class Packed:
         self.device = VirtualDevice(None)
         modules = [nn.Linear(200, 200), nn.Linear(4, 4)]
         store = HostStore([p for module in modules for p in module.parameters()], self.device)
-        update = PostponedUpdate(HostStream("update"), StreamedUpdate([self.device]), Overlap())
+        update = postponed_update(self.device)
         self.swapper = Swapper(self.device, store, HostPool(self.device.host_buffer), Traffic(), update)
         self.checks = WeightChecks(self.device)
         layers = [SwappedLayer(n, f"layer {n}", m, list(m.parameters())) for n, m in enumerate(modules)]

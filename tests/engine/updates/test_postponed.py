@@ -1,35 +1,33 @@
 """Norms that are known early have the bits of torch's; a postponed update takes what it needs when it is asked for."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_harmony.engine.devices.stream import HostStream
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.updates.norms import Norms, norms_of
 from lightning_harmony.engine.updates.optimizer_twin import by_norm, by_value
-from lightning_harmony.engine.updates.postponed import Overlap, PostponedUpdate
-from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
+from lightning_harmony.engine.updates.postponed import PostponedUpdate
+from lightning_harmony.engine.updates.queue import Overlap, UpdateQueue
+from support.queues import queues_of
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def stream() -> Iterator[HostStream]:
-    stream = HostStream("update")
-    yield stream
-    stream.close()
+def queue() -> Iterator[UpdateQueue]:
+    (queue,) = queues_of([VirtualDevice(None)])
+    yield queue
+    queue.close()
 
 
 @pytest.fixture
-def update(stream: HostStream) -> PostponedUpdate:
-    return PostponedUpdate(stream, StreamedUpdate([VirtualDevice(None)]), Overlap())
+def update(queue: UpdateQueue) -> PostponedUpdate:
+    return PostponedUpdate([queue], Overlap())
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +105,7 @@ def adamw(parameters: list[nn.Parameter]) -> Optimizer:
 
 @pytest.mark.parametrize("make", [adamw, lambda p: SGD(p, lr=0.1), lambda p: AdamW(p, lr=torch.tensor(0.1))])
 def test_a_postponed_update_is_the_step_that_was_asked_for(
-    make: Callable[[list[nn.Parameter]], Optimizer], update: PostponedUpdate, stream: HostStream
+    make: Callable[[list[nn.Parameter]], Optimizer], update: PostponedUpdate, queue: UpdateQueue
 ) -> None:
     parameters = some_parameters()
     parameters[1].grad = None
@@ -117,7 +115,7 @@ def test_a_postponed_update_is_the_step_that_was_asked_for(
         torch.nn.utils.clip_grad_value_(expected, 0.5)
         plain.step()
         gate = threading.Event()
-        stream.submit(lambda gate=gate: (gate.wait(30), None)[1])
+        queue.submit(lambda gate=gate: (gate.wait(30), None)[1])
         # A share that names a parameter again, and one that none has.
         update.start(
             optimizer, [[parameters[3]], [parameters[3], parameters[0], nn.Parameter(torch.ones(1))]], by_value(0.5)
@@ -152,12 +150,12 @@ def test_a_postponed_update_is_the_step_that_was_asked_for(
     assert list(optimizer.state) == [p for p in parameters if p in optimizer.state]
 
 
-def test_the_state_is_complete_for_who_asks_for_it_or_replaces_it(update: PostponedUpdate, stream: HostStream) -> None:
+def test_the_state_is_complete_for_who_asks_for_it_or_replaces_it(update: PostponedUpdate, queue: UpdateQueue) -> None:
     parameters = some_parameters()
     optimizer = AdamW(parameters)
     for ask in (optimizer.state_dict, lambda: optimizer.load_state_dict(AdamW(parameters).state_dict())):
         gate = threading.Event()
-        stream.submit(lambda gate=gate: (gate.wait(30), None)[1])
+        queue.submit(lambda gate=gate: (gate.wait(30), None)[1])
         update.start(optimizer, [], None)
         threading.Timer(0.02, gate.set).start()
         ask()
@@ -192,18 +190,3 @@ def test_what_was_waited_for_is_not_hidden() -> None:
     overlap.busy_seconds, overlap.waited_seconds = 1.0, 3.0
     assert overlap.take_hidden() == 0.0
     assert overlap.take_hidden() == 0.0
-
-
-def test_an_update_within_another_counts_once() -> None:
-    spans: list[tuple[list[nn.Parameter], float, float]] = []
-    overlap = Overlap(on_update=lambda parameters, start, end: spans.append((list(parameters), start, end)))
-    outer, inner = [nn.Parameter(torch.ones(1))], [nn.Parameter(torch.ones(1))]
-    with overlap.updating(outer) as interrupted:
-        with overlap.updating(inner) as urgent:
-            time.sleep(0.01)
-        time.sleep(0.001)
-    assert [parameters for parameters, _, _ in spans] == [outer, inner, outer]
-    assert all(before <= start for (_, _, before), (_, start, _) in pairwise(spans))
-    assert urgent.seconds == spans[1][2] - spans[1][1]
-    assert interrupted.seconds == pytest.approx(spans[0][2] - spans[0][1] + spans[2][2] - spans[2][1])
-    assert overlap.busy_seconds == pytest.approx(interrupted.seconds + urgent.seconds)

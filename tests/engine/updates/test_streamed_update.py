@@ -74,13 +74,12 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("number_of_devices", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_pieces_have_the_bits_of_a_step(name: str, number_of_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_have_the_bits_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = pieces_of(monkeypatch)
     members, expected = parameters(), parameters()
     optimizer, plain = OPTIMIZERS[name](members), OPTIMIZERS[name](expected)
-    streamed = StreamedUpdate([VirtualDevice(CAPACITY) for _ in range(number_of_devices)])
+    streamed = StreamedUpdate(VirtualDevice(CAPACITY))
     for step in range(4):
         for each in (members, expected):
             set_gradients(each, step)
@@ -93,11 +92,11 @@ def test_pieces_have_the_bits_of_a_step(name: str, number_of_devices: int, monke
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor", "momentum", "foreach"])
-def test_gradients_that_are_on_a_device_stay_there(name: str) -> None:
+def test_gradients_that_are_on_the_device_stay_there(name: str) -> None:
     members, expected = parameters(), parameters()
     optimizer, plain = OPTIMIZERS[name](members), OPTIMIZERS[name](expected)
-    traffic, (first, second) = Traffic(), (VirtualDevice(None), VirtualDevice(None))
-    streamed = StreamedUpdate([first, second], traffic=traffic)
+    traffic, device = Traffic(), VirtualDevice(None)
+    streamed = StreamedUpdate(device, traffic=traffic)
     for step in range(3):
         for each in (members, expected):
             set_gradients(each, step)
@@ -107,7 +106,7 @@ def test_gradients_that_are_on_a_device_stay_there(name: str) -> None:
             if number % 3 == 0:
                 come += gradient.nbytes
             else:
-                share.gradients[parameter] = _on(second if number % 3 == 1 else first, gradient)
+                share.gradients[parameter] = _on(device, gradient)
         traffic.reset()
         streamed.update(share)
         assert same(plain, optimizer)
@@ -126,7 +125,7 @@ def test_parameters_that_are_on_a_device_do_not_come(name: str) -> None:
     members, expected = parameters(), parameters()
     optimizer, plain = OPTIMIZERS[name](members), OPTIMIZERS[name](expected)
     device, traffic = VirtualDevice(None), Traffic()
-    streamed = StreamedUpdate([device], traffic=traffic)
+    streamed = StreamedUpdate(device, traffic=traffic)
     for step in range(3):
         for each in (members, expected):
             set_gradients(each, step)
@@ -155,8 +154,8 @@ def test_no_piece_is_asked_for_before_there_is_memory_for_it(monkeypatch: pytest
     members = parameters()
     optimizer = AdamW(members)
     set_gradients(members, 0)
-    streamed = StreamedUpdate([VirtualDevice(CAPACITY)])
-    (stage,) = streamed._stages
+    streamed = StreamedUpdate(VirtualDevice(CAPACITY))
+    stage = streamed._stage
     coming = stage._streams[0]
     submit, free = coming.submit, []
 
@@ -176,7 +175,7 @@ def test_no_piece_is_asked_for_before_there_is_memory_for_it(monkeypatch: pytest
 def test_pieces_of_other_types_have_the_bits_of_a_step(make: Any, dtype: torch.dtype) -> None:
     members, expected = parameters(dtype), parameters(dtype)
     optimizer, plain = make(members), make(expected)
-    streamed = StreamedUpdate([VirtualDevice(CAPACITY)])
+    streamed = StreamedUpdate(VirtualDevice(CAPACITY))
     for step in range(3):
         for each in (members, expected):
             set_gradients(each, step)
@@ -195,7 +194,7 @@ def test_muon_updates_whole_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
         for each in (members, expected):
             set_gradients([*each, each[0]], step)
         plain.step()
-        StreamedUpdate([VirtualDevice(CAPACITY)]).update(share_of(optimizer))
+        StreamedUpdate(VirtualDevice(CAPACITY)).update(share_of(optimizer))
     assert same(plain, optimizer)
     assert not any(part.elements is not None for piece in found for part in piece)
 
@@ -215,7 +214,7 @@ def test_gradients_are_clipped_piece_by_piece_and_go_back_where_somebody_may_loo
         clip = found
         torch.nn.utils.clip_grad_norm_(expected, 1.0)
     plain.step()
-    StreamedUpdate([VirtualDevice(CAPACITY)]).update(share_of(optimizer), clip, keeps_gradients=True)
+    StreamedUpdate(VirtualDevice(CAPACITY)).update(share_of(optimizer), clip, keeps_gradients=True)
     assert same(plain, optimizer)
     for ours, theirs in zip(members, expected, strict=True):
         assert (ours.grad is None) == (theirs.grad is None)
@@ -234,7 +233,7 @@ def test_state_that_a_first_step_makes_lies_in_memory_that_copies_are_fast_from(
     members = parameters()
     optimizer = AdamW(members)
     set_gradients(members, 0)
-    StreamedUpdate([Locking(None)]).update(share_of(optimizer))
+    StreamedUpdate(Locking(None)).update(share_of(optimizer))
     (buffer,) = buffers
     for parameter in members[:4]:
         for name in ("exp_avg", "exp_avg_sq"):
@@ -259,7 +258,7 @@ def test_state_of_a_checkpoint_moves_to_such_memory_once() -> None:
             return buffer
 
     members = parameters()
-    optimizer, streamed = AdamW(members), StreamedUpdate([Locking(CAPACITY)])
+    optimizer, streamed = AdamW(members), StreamedUpdate(Locking(CAPACITY))
     set_gradients(members, 0)
     optimizer.step()
     numbers = []
@@ -284,13 +283,13 @@ def test_where_the_system_locks_no_more_memory_updates_are_the_same() -> None:
         for each in (members, expected):
             set_gradients(each, step)
         plain.step()
-        StreamedUpdate([Refusing(CAPACITY)]).update(share_of(optimizer))
+        StreamedUpdate(Refusing(CAPACITY)).update(share_of(optimizer))
     assert same(plain, optimizer)
 
 
 def test_an_error_in_a_piece_is_raised_and_leaves_no_half_of_a_new_state() -> None:
     members = parameters()
-    optimizer, streamed = AdamW(members), StreamedUpdate([VirtualDevice(CAPACITY)])
+    optimizer, streamed = AdamW(members), StreamedUpdate(VirtualDevice(CAPACITY))
     set_gradients(members, 0)
     number = iter(range(100))
 
@@ -310,7 +309,7 @@ def test_what_is_not_swapped_is_updated_where_it_is() -> None:
     swapped, own = parameters()[0], parameters()[2]
     expected = [copy.deepcopy(swapped), copy.deepcopy(own)]
     optimizer, plain = AdamW([swapped, own]), AdamW(expected)
-    streamed = StreamedUpdate([VirtualDevice(CAPACITY)], lambda parameter: parameter is swapped)
+    streamed = StreamedUpdate(VirtualDevice(CAPACITY), lambda parameter: parameter is swapped)
     for _ in range(2):
         for parameter in (swapped, own, *expected):
             parameter.grad = torch.ones_like(parameter)
@@ -339,7 +338,7 @@ def test_what_the_pieces_take_is_a_small_part_of_the_capacity() -> None:
             taken.append(num_bytes)
             return super().staging(num_bytes, stream)
 
-    StreamedUpdate([Counting(1 << 20)]).open()
+    StreamedUpdate(Counting(1 << 20)).open()
     assert taken == [(1 << 20) // 32] * 2
 
 
@@ -355,5 +354,5 @@ def test_a_parameter_that_is_updated_as_a_whole_and_finds_no_room_is_refused() -
     members[0].grad = torch.ones_like(members[0])
     before = members[0].detach().clone()
     with pytest.raises(streamed_update.CapacityError, match=r"takes 19 KiB.*as a whole.*device_memory"):
-        StreamedUpdate([Full(CAPACITY)]).update(share_of(optimizer))
+        StreamedUpdate(Full(CAPACITY)).update(share_of(optimizer))
     assert torch.equal(members[0], before)

@@ -16,6 +16,7 @@ from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import lay_out
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import SummedGradients
+from lightning_harmony.engine.updates.optimizer_twin import Share
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate, _Stage
 from lightning_harmony.engine.updates.update import Updater
 from lightning_harmony.plan.values.host_need import RING
@@ -36,7 +37,7 @@ def pool() -> HostPool:
 
 @pytest.fixture
 def updater(pool: HostPool) -> Iterator[Updater]:
-    updater = Updater(pool, StreamedUpdate([VirtualDevice(None)]))
+    updater = Updater(pool, [StreamedUpdate(VirtualDevice(None))])
     yield updater
     updater.close()
 
@@ -264,7 +265,7 @@ class TestHoldingBack:
 def test_of_what_has_arrived_that_is_updated_first_which_a_forward_needs_first(pool: HostPool) -> None:
     done: list[nn.Parameter] = []
     updater = Updater(
-        pool, StreamedUpdate([VirtualDevice(None)]), on_update=lambda parameters, start, end: done.extend(parameters)
+        pool, [StreamedUpdate(VirtualDevice(None))], on_update=lambda parameters, start, end: done.extend(parameters)
     )
     parameters, gate = some_parameters(4), Gate()
     updater.begin(SGD(parameters, lr=1.0), [[p] for p in parameters])
@@ -279,11 +280,84 @@ def test_of_what_has_arrived_that_is_updated_first_which_a_forward_needs_first(p
     assert list(map(id, done)) == [id(parameters[index]) for index in (3, 0, 1, 2)]
 
 
+class TestSeveralDevices:
+    """Each updates what it has summed; updates ran one after the other, and all buses but one were idle."""
+
+    def test_updates_of_two_devices_run_beside_each_other(
+        self, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        both, where = threading.Barrier(2), dict[nn.Parameter, VirtualDevice]()
+        update = StreamedUpdate.update
+
+        def beside(self: StreamedUpdate, share: Share, *args: Any, **options: Any) -> None:
+            # Neither ends before the other has begun.
+            both.wait(60)
+            where.update(dict.fromkeys(share.parameters, self.device))
+            update(self, share, *args, **options)
+
+        monkeypatch.setattr(StreamedUpdate, "update", beside)
+        devices = [VirtualDevice(None), VirtualDevice(None)]
+        updater = Updater(pool, [StreamedUpdate(device) for device in devices])
+        parameters = some_parameters(4)
+        before = [parameter.detach().clone() for parameter in parameters]
+        updater.begin(SGD(parameters, lr=1.0), [[p] for p in parameters])
+        for index, parameter in reversed(list(enumerate(parameters))):
+            source = on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})
+            updater.deliver([parameter], [source])
+        updater.finish()
+        updater.close()
+        assert all(torch.equal(new, old - 1) for new, old in zip(parameters, before, strict=True))
+        # Of those on the host, each takes its turn.
+        assert [where[parameter] for parameter in parameters] == [*devices, *devices]
+        assert 0.0 <= updater.overlap.take_hidden() <= 1.0
+
+    @pytest.mark.parametrize("number", [0, 1])
+    def test_gradients_are_updated_where_they_are(self, pool: HostPool, number: int) -> None:
+        done = []
+        devices = [VirtualDevice(None), VirtualDevice(None)]
+
+        class Told(StreamedUpdate):
+            def update(self, share: Share, *args: Any, **options: Any) -> None:
+                done.append(self.device)
+                super().update(share, *args, **options)
+
+        updater = Updater(pool, [Told(device) for device in devices])
+        (parameter,) = some_parameters(1)
+        before = parameter.detach().clone()
+        updater.begin(SGD([parameter], lr=1.0), [[parameter]])
+        (slot,), num_bytes = lay_out([parameter])
+        gradient = slot.view(devices[number].sums(num_bytes)).fill_(1.0)
+        source = on_host(pool, layer_of(0), {parameter: torch.ones_like(parameter)})
+        source.sums = dict.fromkeys(source.sums, gradient)
+        updater.deliver([parameter], [source])
+        updater.finish()
+        updater.close()
+        assert done == [devices[number]]
+        assert torch.equal(parameter, before - 1)
+
+    def test_an_optimizer_that_steps_as_a_whole_is_stepped_by_one(self, pool: HostPool) -> None:
+        threads = set()
+
+        class Own(SGD):
+            def step(self, *args: Any) -> Any:
+                threads.add(threading.get_ident())
+                return super().step(*args)
+
+        updater = Updater(pool, [StreamedUpdate(VirtualDevice(None)) for _ in range(2)])
+        parameters = some_parameters(4)
+        updater.begin(Own(parameters, lr=1.0), [[p] for p in parameters])
+        for index, parameter in enumerate(parameters):
+            updater.deliver([parameter], [on_host(pool, layer_of(index), {parameter: torch.ones_like(parameter)})])
+        updater.finish()
+        updater.close()
+        assert len(threads) == 1
+
+
 def test_a_large_update_lets_a_more_urgent_one_go_first(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pack that the next forward begins with comes last, behind one that may take long."""
     done: list[nn.Parameter] = []
     updater = Updater(
-        pool, StreamedUpdate([VirtualDevice(4096)]), on_update=lambda parameters, start, end: done.extend(parameters)
+        pool, [StreamedUpdate(VirtualDevice(4096))], on_update=lambda parameters, start, end: done.extend(parameters)
     )
     small, large = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(100, 100))
     expected = [parameter.detach().clone() for parameter in (small, large)]
@@ -500,7 +574,7 @@ class TestErrors:
 
     def test_close_joins_the_thread(self, pool: HostPool) -> None:
         before = threading.active_count()
-        updater = Updater(pool, StreamedUpdate([VirtualDevice(None)]))
+        updater = Updater(pool, [StreamedUpdate(VirtualDevice(None))])
         updater.begin(None, [])
         assert threading.active_count() == before + 1
         updater.close()

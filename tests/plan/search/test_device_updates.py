@@ -205,10 +205,10 @@ def test_where_that_would_take_longer_fewer_are() -> None:
     ("machine", "more"),
     [
         (replace(MACHINE, updates_in_place=False), {}),
-        (MACHINE, {"num_devices": 2}),
+        (MACHINE, {"num_devices": 2, "parallel": "data"}),
         (MACHINE, {"reuse": "visit", "lookahead": 0}),
     ],
-    ids=["on the host", "several devices", "no pack stays"],
+    ids=["on the host", "summed on several devices", "no pack stays"],
 )
 def test_else_gradients_go_to_the_host_first(machine: MachineLimits, more: dict[str, object]) -> None:
     plan = plan_of(machine=machine)

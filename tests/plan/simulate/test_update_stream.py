@@ -1,12 +1,12 @@
-"""Updates one at a time, and room for gradients that wait for theirs."""
+"""Updates of a device one at a time, and room for gradients that wait for theirs."""
 
 from lightning_harmony.plan.simulate.device_memory import DeviceMemory
-from lightning_harmony.plan.simulate.update_stream import Staying, UpdateStream
+from lightning_harmony.plan.simulate.update_stream import Staying, UpdateStream, room_on_host_at
 
 
 def staying_in(memory: DeviceMemory) -> Staying:
-    """Gradients of ten bytes on the seventh device."""
-    return Staying(7, (memory,), 10)
+    """Gradients of ten bytes."""
+    return Staying((memory,), 10)
 
 
 def stream() -> UpdateStream:
@@ -34,20 +34,31 @@ def test_the_update_stream_waits_for_gradients_on_their_way() -> None:
 
 def test_there_is_room_on_the_host_when_few_enough_wait_there() -> None:
     updates = stream()
-    assert updates.room_at(4) == 0.0
-    assert updates.room_at(3) == 11.0
+    assert room_on_host_at(updates, [updates], 4) == 0.0
+    assert room_on_host_at(updates, [updates], 3) == 11.0
     # In order of arrival.
-    assert updates.room_at(2) == 13.0
-    assert updates.room_at(1) == 18.0
+    assert room_on_host_at(updates, [updates], 2) == 13.0
+    assert room_on_host_at(updates, [updates], 1) == 18.0
+
+
+def test_gradients_of_all_devices_share_the_room_on_the_host() -> None:
+    own, other = UpdateStream({0: 0, 1: 1}, [5.0, 2.0]), UpdateStream({0: 0, 1: 1}, [5.0, 2.0])
+    own.add(0, 1.0)
+    other.add(1, 2.0)
+    assert room_on_host_at(own, [own, other], 3) == 0.0
+    # The two run beside each other: the first that has begun is waited for.
+    assert room_on_host_at(own, [own, other], 2) == 6.0
+    assert room_on_host_at(own, [own, other], 1) == 6.0
+    assert other.done == [(1, 2.0, 4.0)]
 
 
 def test_gradients_that_stay_on_a_device_take_no_room_there() -> None:
     updates = UpdateStream({0: 0, 1: 1}, [5.0, 2.0])
     updates.add(1, 1.0, staying_in(DeviceMemory(None)))
     updates.add(0, 2.0)
-    assert updates.room_at(2) == 0.0
+    assert room_on_host_at(updates, [updates], 2) == 0.0
     # Behind the other one, which came first.
-    assert updates.room_at(1) == 8.0
+    assert room_on_host_at(updates, [updates], 1) == 8.0
 
 
 def test_gradients_that_stay_on_a_device_are_there_until_their_update_has_ended() -> None:
@@ -65,7 +76,7 @@ def test_updates_of_gradients_on_a_device_may_outlast_the_step() -> None:
     updates.add(1, 1.0, staying_in(DeviceMemory(None)))
     updates.add(0, 2.0)
     updates.run_all()
-    assert updates.left_behind(2.5) == [(7, 10, 0.5)]
+    assert updates.left_behind(2.5) == [(10, 0.5)]
     assert updates.left_behind(3.0) == []
 
 

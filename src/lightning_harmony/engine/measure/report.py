@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from threading import Lock
 
 KINDS = ("weights", "gradients", "optimizer", "stash")
 
@@ -56,19 +57,22 @@ class StepReport:
 
 @dataclass
 class Traffic:
-    """Bytes that are copied between host and devices, and from device to device, in one step."""
+    """Bytes that are copied between host and devices, and from device to device, in one step. All threads count."""
 
     swapped_in: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     swapped_out: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     transferred: int = 0
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def count_in(self, kind: str, num_bytes: int) -> None:
         """Count a copy to the device."""
-        self.swapped_in[kind] += num_bytes
+        with self._lock:
+            self.swapped_in[kind] += num_bytes
 
     def count_out(self, kind: str, num_bytes: int) -> None:
         """Count a copy to the host."""
-        self.swapped_out[kind] += num_bytes
+        with self._lock:
+            self.swapped_out[kind] += num_bytes
 
     def reset(self) -> None:
         """Begin a new step."""

@@ -104,7 +104,7 @@ def assemble(
     lanes = LanePool((lambda: core) if launches else core_of_caller, computes=not launches)
     updater = Updater(
         pool,
-        StreamedUpdate(devices, store.__contains__, on_host=updates_on_host, traffic=traffic),
+        [StreamedUpdate(each, store.__contains__, on_host=updates_on_host, traffic=traffic) for each in devices],
         spared_cores=() if core is None else siblings_of(core),
         on_update=recorder.note_update,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Lock
+
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import lies_in, num_users
 from lightning_harmony.engine.model.pack import SummedGradients
@@ -16,6 +18,8 @@ class GradientBuffers:
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
+        # Several queues may have parts of one.
+        self._lock = Lock()
         # How many gradients of each are still to be used.
         self._unused: dict[int, int] = {}
         # Those whose gradients became parameters' `grad`, and how many tensors of ours have their memory.
@@ -38,10 +42,11 @@ class GradientBuffers:
             as_grad: whether they became the ``grad`` of their parameters: `reclaim` sees when these are gone.
             free: otherwise, whether the buffer is free when all of them have been used.
         """
-        self._unused[id(source)] -= 1
-        if self._unused[id(source)] > 0:
-            return
-        del self._unused[id(source)]
+        with self._lock:
+            self._unused[id(source)] -= 1
+            if self._unused[id(source)] > 0:
+                return
+            del self._unused[id(source)]
         if as_grad:
             grads = [parameter.grad for _, parameter in source.sums if parameter.grad is not None]
             num_grads = sum(lies_in(gradient, source.buffer) for gradient in grads)

@@ -2,134 +2,30 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_harmony.engine.devices.stream import Event, HostStream, Urgency
+from lightning_harmony.engine.devices.stream import Event, Urgency
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
-from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
-
-# Told the parameters of a piece of an update, and its beginning and end by `time.perf_counter`.
-UpdateHeard = Callable[[Iterable[nn.Parameter], float, float], None]
-# While it waits for an update, the host looks this often whether there is something else to do.
-_GLANCE_SECONDS = 2e-4
-
-
-class Recorder(Protocol):
-    """What tells when a device has nothing left to do."""
-
-    def record(self) -> Event:
-        """The event of all that was launched so far."""
-
-
-@dataclass
-class Running:
-    """An update that is made.
-
-    Attributes:
-        parameters: what it updates.
-        since: when it began, or went on, by `time.perf_counter`.
-        seconds: what it took before.
-    """
-
-    parameters: Iterable[nn.Parameter]
-    since: float = field(default_factory=time.perf_counter)
-    seconds: float = 0.0
-
-
-@dataclass
-class Overlap:
-    """How long updates took, and how long they held up all else.
-
-    Attributes:
-        busy_seconds: what updates took.
-        waited_seconds: how much of that all devices, with nothing else to do, waited for.
-        on_update: told each piece of an update.
-        has_failed: whether an update that was waited for has raised.
-    """
-
-    busy_seconds: float = 0.0
-    waited_seconds: float = 0.0
-    on_update: UpdateHeard = lambda parameters, start, end: None
-    has_failed: bool = False
-
-    _running: Running | None = None
-
-    @contextmanager
-    def updating(self, parameters: Iterable[nn.Parameter]) -> Iterator[Running]:
-        """The context of an update, in the thread that does it. A more urgent one may come in the middle of it."""
-        interrupted = self._running
-        if interrupted is not None:
-            self._pause(interrupted)
-        self._running = running = Running(parameters)
-        try:
-            yield running
-        finally:
-            self._pause(running)
-            self._running = interrupted
-            if interrupted is not None:
-                interrupted.since = time.perf_counter()
-
-    def _pause(self, running: Running) -> None:
-        end = time.perf_counter()
-        running.seconds += end - running.since
-        self.busy_seconds += end - running.since
-        self.on_update(running.parameters, running.since, end)
-
-    def take_hidden(self) -> float:
-        """The share of the updates' seconds in which other work went on, since this was last asked; 0 without an update."""
-        busy, waited = self.busy_seconds, self.waited_seconds
-        self.busy_seconds = self.waited_seconds = 0.0
-        return max(1.0 - waited / busy, 0.0) if busy > 0.0 else 0.0
-
-    def wait_for(
-        self, events: Sequence[Event], devices: Sequence[Recorder], meanwhile: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Block until updates are done; what they raised is raised here.
-
-        Args:
-            events: of the updates.
-            devices: what may have something else to do.
-            meanwhile: called again and again, until it says that there is nothing left to do meanwhile.
-        """
-        computed = [device.record() for device in devices]
-        idle_since: float | None = None
-        while not all(event.done() for event in events):
-            if idle_since is None and all(event.done() for event in computed):
-                idle_since = time.perf_counter()
-            if not meanwhile() and idle_since is not None:
-                break
-            time.sleep(_GLANCE_SECONDS)
-        try:
-            for event in events:
-                event.synchronize()
-        except Exception:
-            self.has_failed = True
-            raise
-        if idle_since is not None:
-            self.waited_seconds += time.perf_counter() - idle_since
+from lightning_harmony.engine.updates.queue import Overlap, UpdateQueue
 
 
 class PostponedUpdate:
-    """The update of parameters that goes on when a step has ended, in shares, on a stream of its own.
+    """The update of parameters that goes on when a step has ended, in shares, which the queues take in turns.
 
     Args:
-        stream: runs it.
-        streamed: makes it.
+        queues: make it.
         overlap: where its seconds are counted.
     """
 
-    def __init__(self, stream: HostStream, streamed: StreamedUpdate, overlap: Overlap) -> None:
-        self._stream = stream
-        self._streamed = streamed
+    def __init__(self, queues: Sequence[UpdateQueue], overlap: Overlap) -> None:
+        self._queues = queues
+        self._devices = [queue.device for queue in queues]
         self._overlap = overlap
         self._optimizer: Optimizer | None = None
         self._known: Collection[Tensor] = ()
@@ -164,13 +60,10 @@ class PostponedUpdate:
             members = {parameter: left.pop(parameter) for parameter in parameters if parameter in left}
             if members:
                 share = Share(optimizer, members)
-                event = self._stream.submit(partial(self._update, share, clip), urgency=Urgency(number))
+                queue = self._queues[number % len(self._queues)]
+                event = queue.submit(partial(_update, queue, share, clip), urgency=Urgency(number))
                 events.update(dict.fromkeys(members, event))
         self._follow(optimizer, events, known)
-
-    def _update(self, share: Share, clip: Clip | None) -> None:
-        with self._overlap.updating(share.parameters):
-            self._streamed.update(share, clip, keeps_gradients=True)
 
     def follow(self, optimizer: Optimizer, events: dict[nn.Parameter, Event], known: Collection[Tensor]) -> None:
         """Take over what is under way.
@@ -205,7 +98,7 @@ class PostponedUpdate:
             meanwhile: called again and again, until it says that there is nothing left to do meanwhile.
         """
         if self._events and (events := self._of(parameters)):
-            self._overlap.wait_for(events, self._streamed.devices, meanwhile)
+            self._overlap.wait_for(events, self._devices, meanwhile)
 
     def _of(self, parameters: Iterable[nn.Parameter]) -> list[Event]:
         return list(dict.fromkeys(self._events[p] for p in parameters if p in self._events))
@@ -219,10 +112,11 @@ class PostponedUpdate:
         if optimizer is None:
             return
         try:
-            self._overlap.wait_for(events, self._streamed.devices)
+            self._overlap.wait_for(events, self._devices)
         finally:
             # Also what comes after a share that failed.
-            self._stream.submit(lambda: None).synchronize()
+            for queue in self._queues:
+                queue.drain()
             sort_state(optimizer, known)
 
     def drain(self) -> None:
@@ -235,6 +129,11 @@ class PostponedUpdate:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def _update(queue: UpdateQueue, share: Share, clip: Clip | None) -> None:
+    with queue.updating(share.parameters):
+        queue.streamed.update(share, clip, keeps_gradients=True)
 
 
 def sort_state(optimizer: Optimizer, known: Collection[Tensor]) -> None:

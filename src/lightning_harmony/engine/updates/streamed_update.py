@@ -1,6 +1,6 @@
-"""Updates on devices of what lives on the host: parameters and optimizer state come in pieces, and go back.
+"""Updates on a device of what lives on the host: parameters and optimizer state come in pieces, and go back.
 
-Gradients come with them, or are used where they are: on the device that has summed them.
+Gradients come with them, or are used where they are, if this device has summed them.
 
 Each piece is stepped by the user's own optimizer, so that results have the bits of plain training on that device. Two pieces
 are under way at a time: one comes, or is stepped, while the other goes back. No more are asked for: all copies to a device
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -41,10 +40,10 @@ _ASSUMED_COPIES = 2
 
 
 class StreamedUpdate:
-    """Updates what lives on the host, piece by piece on devices.
+    """Updates what lives on the host, piece by piece on a device.
 
     Args:
-        devices: where pieces are stepped, in turns.
+        device: where pieces are stepped.
         is_swapped: whether the host is the home of a parameter because layers are swapped. Any other is stepped where it is.
         on_host: whether all parameters are stepped where they are.
         traffic: counts what comes and goes.
@@ -52,32 +51,31 @@ class StreamedUpdate:
 
     def __init__(
         self,
-        devices: Sequence[Device],
+        device: Device,
         is_swapped: Callable[[nn.Parameter], bool] = lambda parameter: True,
         *,
         on_host: bool = False,
         traffic: Traffic | None = None,
     ) -> None:
-        self.devices = devices
+        self.device = device
         self._is_swapped = is_swapped
         self._on_host = on_host
-        traffic = traffic or Traffic()
-        self._stages = [_Stage(device, traffic) for device in devices]
+        self._stage = _Stage(device, traffic or Traffic())
 
     @property
-    def is_on_devices(self) -> bool:
-        """Whether what is swapped is updated on devices."""
+    def is_on_device(self) -> bool:
+        """Whether what is swapped is updated on the device."""
         return not self._on_host
 
     @property
     def spares_the_bus(self) -> bool:
         """Whether there is one, which gradients need not cross where they stay on their device."""
-        return self.is_on_devices and self.devices[0].computes_apart
+        return self.is_on_device and self.device.computes_apart
 
     def open(self) -> None:
-        """Take the memory on the devices, before anybody plans with what is left."""
-        for stage in () if self._on_host else self._stages:
-            stage.open()
+        """Take the memory on the device, before anybody plans with what is left."""
+        if not self._on_host:
+            self._stage.open()
 
     def update(
         self,
@@ -116,29 +114,23 @@ class StreamedUpdate:
         keeps_gradients: bool,
     ) -> None:
         self.open()
-        having = {p: stage for p in streamed for stage in self._stages if stage.device.owns(gradients[p])}
-        coming = [p for p in streamed if p not in having]
         homes: _Values = {}
+        there = [parameter for parameter in streamed if self.device.owns(gradients[parameter])]
+        coming = [parameter for parameter in streamed if not self.device.owns(gradients[parameter])]
         try:
-            for stages, parameters in [
-                (self._stages, coming),
-                *(([stage], [p for p in streamed if having.get(p) is stage]) for stage in self._stages),
-            ]:
+            for parameters in (coming, there):
                 num_copies = _state_copies(share, parameters) + (2 if parameters is coming else 1)
-                most_bytes = min(stage.num_bytes for stage in stages) // num_copies
-                pieces = Pieces(parameters, most_bytes, partial(may_be_cut, share))
-                for number, (piece, stage) in enumerate(zip(pieces, cycle(stages), strict=False)):
+                pieces = Pieces(parameters, self._stage.num_bytes // num_copies, partial(may_be_cut, share))
+                for number, piece in enumerate(pieces):
                     if number > 0:
                         between()
-                    stage.launch(share, piece, gradients, clip, homes, keeps_gradients=keeps_gradients)
+                    self._stage.launch(share, piece, gradients, clip, homes, keeps_gradients=keeps_gradients)
         finally:
-            for stage in self._stages:
-                stage.finish()
+            self._stage.finish()
 
     def close(self) -> None:
-        """Finish what is under way, and let the memory on the devices go."""
-        for stage in self._stages:
-            stage.close()
+        """Finish what is under way, and let the memory on the device go."""
+        self._stage.close()
 
 
 def _state_copies(share: Share, parameters: Sequence[nn.Parameter]) -> int:
@@ -159,7 +151,7 @@ _Values = dict[tuple[nn.Parameter, str], Tensor]
 
 
 class _Stage:
-    """The memory and the streams of one device in which pieces are stepped.
+    """The memory and the streams of a device in which pieces are stepped.
 
     Attributes:
         device: which one.

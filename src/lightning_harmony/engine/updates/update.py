@@ -11,14 +11,15 @@ from functools import partial
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_harmony.engine.devices.stream import Event, HostEvent, HostStream, Urgency, wait_for_one
+from lightning_harmony.engine.devices.stream import Event, HostEvent, Urgency, wait_for_one
 from lightning_harmony.engine.measure.profile import Speed, UpdateSpeeds
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.pack import SummedGradients
 from lightning_harmony.engine.updates.gradient_buffers import GradientBuffers
 from lightning_harmony.engine.updates.norms import Norms
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
-from lightning_harmony.engine.updates.postponed import Overlap, PostponedUpdate, UpdateHeard, sort_state
+from lightning_harmony.engine.updates.postponed import PostponedUpdate, sort_state
+from lightning_harmony.engine.updates.queue import Overlap, UpdateHeard, UpdateQueue
 from lightning_harmony.engine.updates.separable_optimizers import why_not_separable
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.plan.values.host_need import RING
@@ -61,7 +62,7 @@ class Updater:
 
     Args:
         pool: where the buffers of gradients return to.
-        streamed: updates parameters that can be updated by themselves.
+        streamed: of each device, updates parameters that can be updated by themselves.
         spared_cores: the cores of the processor that updates leave to who launches the devices' work.
         on_update: told the parameters of each piece of an update, and its beginning and end by `time.perf_counter`.
 
@@ -76,22 +77,21 @@ class Updater:
     def __init__(
         self,
         pool: HostPool,
-        streamed: StreamedUpdate,
+        streamed: Sequence[StreamedUpdate],
         spared_cores: Collection[int] = (),
         on_update: UpdateHeard = lambda parameters, start, end: None,
     ) -> None:
-        self.speeds, self._speed_of_step = UpdateSpeeds(), Speed()
+        self.speeds = UpdateSpeeds()
         self._pool = pool
         self.buffers = GradientBuffers(pool)
-        self._streamed = streamed
-        # A thread of its own: the update of a pack runs under the backward of the next.
-        self._stream = HostStream("update", spared_cores)
         self.overlap = Overlap(on_update=on_update)
-        self.norms = Norms(streamed.devices[0].torch_device)
-        self.postponed = PostponedUpdate(self._stream, streamed, self.overlap)
+        # Threads of their own: the update of a pack runs under the backward of the next.
+        self._queues = [UpdateQueue(each, self.overlap, spared_cores) for each in streamed]
+        self.norms = Norms(self._queues[0].device.torch_device)
+        self.postponed = PostponedUpdate(self._queues, self.overlap)
         self._step = _Step()
         self._known: frozenset[Tensor] = frozenset()
-        self._held_back: list[tuple[list[nn.Parameter], list[list[_Part]], list[Event]]] | None = None
+        self._held_back: list[tuple[UpdateQueue, list[nn.Parameter], list[list[_Part]], list[Event]]] | None = None
         # The number of the optimizer's group that each parameter is in.
         self._groups: dict[nn.Parameter, int] = {}
         self._ranks: dict[nn.Parameter, int] = {}
@@ -126,14 +126,15 @@ class Updater:
         # A step that failed never came to its end: what it left must not run into this one.
         self.drain()
         # What waits on a device keeps its memory: the oldest goes first. When all is there, the next forward says what does.
-        self._stream.goes_by_rank = False
-        self._streamed.open()
+        for queue in self._queues:
+            queue.goes_by_rank(False)
+            queue.streamed.open()
         self._submitted, self._from_host, self._updated = [], [], {}
         self._held_back = [] if hold_back else None
         separable = optimizer is not None and why_not_separable(optimizer) is None
         self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back, separable)
         self.speeds.outlast = may_outlast or bool(self.speeds.outlast)
-        self.speeds.in_place = separable and self._streamed.spares_the_bus
+        self.speeds.in_place = separable and self._queues[0].streamed.spares_the_bus
         self._known = frozenset[Tensor]() if optimizer is None else frozenset(optimizer.state)
         self.norms.clear()
         self._parts = defaultdict(list)
@@ -174,7 +175,7 @@ class Updater:
     @property
     def updates_in_place(self) -> bool:
         """Whether gradients that are delivered may still be on the device, where their update is made."""
-        return self._step.separable and self._held_back is None and self._streamed.is_on_devices
+        return self._step.separable and self._held_back is None and self._queues[0].streamed.is_on_device
 
     def deliver(self, parameters: Sequence[nn.Parameter], gradients: Sequence[SummedGradients]) -> HostEvent | None:
         """Take the final gradients of a pack; those parameters that no other pack owns are ready.
@@ -201,24 +202,40 @@ class Updater:
         if not ready:
             return None
         after = list({id(part.source): part.source.event for several in parts for part in several}.values())
+        rank = min(self._ranks[p] for p in ready)
+        queue = self._queue_for(parts[0][0].gradient, rank)
         if self._held_back is not None:
-            self._held_back.append((ready, parts, after))
+            self._held_back.append((queue, ready, parts, after))
             return None
         is_on_host = any(source.is_on_host for source in gradients)
-        urgency = Urgency(min(self._ranks[p] for p in ready), gives_way=is_on_host)
-        event = self._stream.submit(self._work(ready, parts, urgency), after, urgency)
+        urgency = Urgency(rank, gives_way=is_on_host)
+        event = queue.submit(self._work(queue, ready, parts, urgency), after, urgency)
         self._submitted.append(event)
         if is_on_host:
             self._from_host.append(event)
         self._updated.update(dict.fromkeys(ready, event))
         return event
 
+    def _queue_for(self, gradient: Tensor, rank: int) -> UpdateQueue:
+        """Who updates a pack: the device that has its gradients; if the host has them, each device in turn.
+
+        An optimizer that takes part as a whole is stepped by one at a time.
+        """
+        if self._step.optimizer is None or not self._step.separable:
+            return self._queues[0]
+        in_turn = self._queues[rank % len(self._queues)]
+        return next((queue for queue in self._queues if queue.device.owns(gradient)), in_turn)
+
     def _work(
-        self, parameters: Sequence[nn.Parameter], parts: Sequence[list[_Part]], urgency: Urgency | None = None
+        self,
+        queue: UpdateQueue,
+        parameters: Sequence[nn.Parameter],
+        parts: Sequence[list[_Part]],
+        urgency: Urgency | None = None,
     ) -> Callable[[], None]:
         """What there is to do for some parameters, with the gradients that are there, as the optimizer is now."""
-        between = None if urgency is None else partial(self._stream.run_more_urgent, urgency)
-        return partial(self._take, self._step, self._share(parameters), parameters, parts, between)
+        between = None if urgency is None else partial(queue.make_more_urgent, urgency)
+        return partial(self._take, queue, self._step, self._share(parameters), parameters, parts, between)
 
     def _share(self, parameters: Sequence[nn.Parameter]) -> Share | None:
         """What is updated by itself, and not by the optimizer, which somebody may look at meanwhile."""
@@ -248,9 +265,12 @@ class Updater:
 
         What the first of those that it waits for raised is raised here.
         """
-        self._stream.goes_by_rank = True
+        for queue in self._queues:
+            queue.goes_by_rank(True)
         held_back, self._held_back = self._held_back or [], None
-        self._submitted += [self._stream.submit(self._work(ready, parts), after) for ready, parts, after in held_back]
+        self._submitted += [
+            queue.submit(self._work(queue, ready, parts), after) for queue, ready, parts, after in held_back
+        ]
         held_back.clear()
         submitted, self._submitted, self._from_host = self._submitted, [], []
         updated, self._updated = self._updated, {}
@@ -263,7 +283,7 @@ class Updater:
 
     def _wait_for(self, submitted: Sequence[Event]) -> None:
         try:
-            self.overlap.wait_for(submitted, self._streamed.devices)
+            self.overlap.wait_for(submitted, [queue.device for queue in self._queues])
         finally:
             self.drain()
             if self._step.optimizer is not None:
@@ -271,13 +291,16 @@ class Updater:
 
     def drain(self) -> None:
         """Wait until nothing is under way, on the way out of an error or before the next step."""
-        self._stream.submit(lambda: None).synchronize()
-        # Nobody times any more.
-        self.speeds.note(self._speed_of_step)
-        self._speed_of_step = Speed()
+        of_step = Speed()
+        for queue in self._queues:
+            queue.drain()
+            speed = queue.take_speed()
+            of_step.note(speed.num_bytes, speed.seconds)
+        self.speeds.note(of_step)
 
     def _take(
         self,
+        queue: UpdateQueue,
         step: _Step,
         share: Share | None,
         parameters: Sequence[nn.Parameter],
@@ -295,7 +318,7 @@ class Updater:
                     if masters is not None and (master := masters.find(parameter)) is not None:
                         share.masters[parameter] = master
         if step.optimizer is not None:
-            self._update(step.optimizer, step, share, parameters, between)
+            self._update(queue, step.optimizer, step, share, parameters, between)
         for contributions in parts:
             for part in contributions:
                 self.buffers.use(part.source, as_grad=step.optimizer is None, free=step.reuses)
@@ -305,15 +328,18 @@ class Updater:
 
     def _update(
         self,
+        queue: UpdateQueue,
         optimizer: Optimizer,
         step: _Step,
         share: Share | None,
         parameters: Sequence[nn.Parameter],
         between: Callable[[], None] | None,
     ) -> None:
-        with self.overlap.updating(parameters) as running:
+        # The first step of all, the one that is held back, also makes the state.
+        timed_bytes = sum(p.numel() * p.element_size() for p in parameters) if step.reuses else 0
+        with queue.updating(parameters, timed_bytes):
             if share is not None:
-                self._streamed.update(share, step.clip, between=between)
+                queue.streamed.update(share, step.clip, between=between)
             else:
                 with _only(optimizer, self._groups, parameters):
                     if step.clip is not None:
@@ -321,15 +347,12 @@ class Updater:
                     optimizer.step()
                 for parameter in parameters:
                     parameter.grad = None
-        # The first step of all, the one that is held back, also makes the state.
-        if step.reuses:
-            self._speed_of_step.note(sum(p.numel() * p.element_size() for p in parameters), running.seconds)
 
     def close(self) -> None:
-        """Finish what was asked for and join the thread."""
+        """Finish what was asked for and join the threads."""
         self.postponed.drain()
-        self._stream.close()
-        self._streamed.close()
+        for queue in self._queues:
+            queue.close()
 
 
 def _total(parameter: nn.Parameter, parts: list[_Part], earlier: Tensor | None) -> tuple[Tensor, bool]:

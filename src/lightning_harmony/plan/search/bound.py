@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_harmony.plan.simulate.order import owner
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.profile import MachineLimits
@@ -27,8 +28,10 @@ def least_seconds(plan: Plan, packs: Sequence[Cost], machine: MachineLimits) -> 
     way_out = _seconds(first.gradient_bytes, machine.update_bytes_per_second)
     if plan.visits[0] not in stay:
         way_out += _seconds(first.gradient_bytes, machine.swap_out_bytes_per_second)
-    updated = sum(packs[pack].gradient_bytes for pack in set(plan.visits))
-    bounds = [_seconds(updated, machine.update_bytes_per_second)]
+    updated = [0] * plan.num_devices
+    for pack in set(plan.visits):
+        updated[owner(plan, pack)] += packs[pack].gradient_bytes
+    bounds = [_seconds(max(updated), machine.update_bytes_per_second)]
     for runs in runs_of(plan):
         if not runs:
             continue

@@ -60,9 +60,7 @@ def _with_room(plan: Plan, most_seconds: float) -> Plan:
 
 
 def _can_be(plan: Plan) -> bool:
-    """Whether packs of a plan may be updated so.
-
-    Updates run one after the other. On several devices, those from the host use the bus of each.
-    """
+    """Whether packs of a plan may be updated so: one device has all of their gradients."""
     assert plan.profile is not None
-    return plan.profile.machine.updates_in_place and plan.just_in_time and plan.num_devices == 1
+    is_one = plan.num_devices == 1 or plan.parallel == "pipeline"
+    return plan.profile.machine.updates_in_place and plan.just_in_time and is_one

@@ -15,7 +15,7 @@ from lightning_harmony.plan.simulate.replay_state import (
     ReplayState,
     seconds_of,
 )
-from lightning_harmony.plan.simulate.update_stream import Staying
+from lightning_harmony.plan.simulate.update_stream import Staying, room_on_host_at
 from lightning_harmony.plan.values.host_need import RING
 from lightning_harmony.plan.values.streams import COMPUTE
 from lightning_harmony.plan.values.task import Errand, Phase
@@ -83,8 +83,7 @@ class GradientRules:
             return f"the gradients of pack {min(device.sums)} are never swapped out"
         if device.parked:
             return f"the gradients of pack {plan.visits[min(device.parked)]} are parked for ever"
-        updates = self._state.updates
-        waiting = [pack for pack in self._sent if pack not in updates and owner(plan, pack) == device.number]
+        waiting = [pack for pack in self._sent if pack not in device.updates and owner(plan, pack) == device.number]
         return f"pack {waiting[0]} is never updated" if waiting else ""
 
     # ---- sums ----------------------------------------------------------------------------------------------------------
@@ -191,7 +190,8 @@ class GradientRules:
         if len(device.reduced.get(pack, [])) < others:
             raise BrokenRuleError(f"the gradients of pack {pack} on other devices are not added")
         # Whoever asks for the copy waits for room on the host: what comes behind is asked for later.
-        device.hold(self._state.updates.room_at(RING))
+        streams = [each.updates for each in self._state.devices]
+        device.hold(room_on_host_at(device.updates, streams, RING))
         sent[device.number] = self._send(device, pack)
         # What was parked of other visits is on the host, where it is added.
         for position in [position for position in device.parked if self._state.plan.visits[position] == pack]:
@@ -236,13 +236,13 @@ class GradientRules:
 
     def _update(self, device: Device, pack: int, _: int) -> None:
         self._state.refuse_other_owner(device, pack)
-        if pack in self._state.updates:
+        if pack in device.updates:
             raise BrokenRuleError(f"pack {pack} has been updated")
         if pack in self._state.plan.device_updated:
             self._refuse_unfinished_sums(device, pack)
             num_bytes = device.sums.pop(pack) + device.masters.pop(pack, 0) + self.handed_over_bytes(device, pack)
-            staying = Staying(device.number, (device.memory, device.lasting), num_bytes)
-            self._state.updates.add(pack, device.summed_at[pack], staying)
+            staying = Staying((device.memory, device.lasting), num_bytes)
+            device.updates.add(pack, device.summed_at[pack], staying)
             return
         sent, after = self._sent.get(pack, {}), 0.0
         if self._state.plan.just_in_time and not sent:
@@ -254,4 +254,4 @@ class GradientRules:
                 raise NotYetError(f"the backward of microbatch {waiting[0]} has not ended")
             after = max(lane.ready for lane in self._state.lanes)
         # A deferred one is listed behind all computing.
-        self._state.updates.add(pack, max(*sent.values(), after, device.streams[COMPUTE]))
+        device.updates.add(pack, max(*sent.values(), after, device.streams[COMPUTE]))

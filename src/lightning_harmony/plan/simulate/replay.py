@@ -19,7 +19,7 @@ The rules, of which `lane_rules` keeps 2 to 5, `gradient_rules` 6 to 8, and `rep
    backward, as they are on the host.
 9. What is on a device never exceeds the capacity.
 
-Times: each device has a stream of each kind, and the host one for updates, which may go on from step to step. A task begins
+Times: each device has a stream of each kind. Updates may go on from step to step. A task begins
 when its stream is free, what it needs is there, and there is room: it waits for what earlier tasks send away, as far as it
 has to. A copy is issued behind the computing that is listed before it, so it begins no sooner than that does; weights, where
 none are fetched ahead, no sooner than that has ended. Gradients leave, and all behind them is issued, when those of few packs
@@ -35,7 +35,6 @@ from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.simulate.gradient_rules import GradientRules
 from lightning_harmony.plan.simulate.lane_rules import LaneRules
 from lightning_harmony.plan.simulate.lowering import lower
-from lightning_harmony.plan.simulate.order import owner
 from lightning_harmony.plan.simulate.replay_state import BrokenRuleError, Device, NotYetError, ReplayState, seconds_of
 from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.simulate.validity import refuse_invalid
@@ -98,7 +97,7 @@ def replay(plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: Machi
     prediction = step.run()
     left = step.left_behind(prediction.seconds)
     # A step begins with what the one before it leaves.
-    return _Replay(plan, schedule, packs, machine, left).run() if left else prediction
+    return _Replay(plan, schedule, packs, machine, left).run() if any(left) else prediction
 
 
 class _Replay:
@@ -109,7 +108,7 @@ class _Replay:
         schedule: the tasks of each device.
         packs: what each pack costs.
         machine: what they run on.
-        left: what updates of the step before use up on devices: by device, its bytes, and until when.
+        left: what updates of the step before use up: of each device, their bytes, and until when.
     """
 
     def __init__(
@@ -118,21 +117,22 @@ class _Replay:
         schedule: Schedule,
         packs: Sequence[Cost],
         machine: MachineLimits,
-        left: Sequence[tuple[int, int, float]] = (),
+        left: Sequence[Sequence[tuple[int, float]]] = (),
     ) -> None:
         self._schedule = schedule
         self._state = state = ReplayState(plan, schedule, packs, machine)
-        for number, num_bytes, end in left:
-            state.devices[number].memory.take(num_bytes, 0.0)
-            state.devices[number].lasting.take(num_bytes, 0.0)
-            state.devices[number].give(num_bytes, end, lingers=True)
+        for device, of_device in zip(state.devices, left, strict=False):
+            for num_bytes, end in of_device:
+                device.memory.take(num_bytes, 0.0)
+                device.lasting.take(num_bytes, 0.0)
+                device.give(num_bytes, end, lingers=True)
         self._gradients = GradientRules(state)
         self._lanes = LaneRules(state, self._gradients)
         self._handlers = {**self._lanes.handlers, **self._gradients.handlers}
 
-    def left_behind(self, seconds: float) -> list[tuple[int, int, float]]:
+    def left_behind(self, seconds: float) -> list[list[tuple[int, float]]]:
         """What updates still use up when the next step begins, after so many seconds; as `left`."""
-        return self._state.updates.left_behind(seconds)
+        return [device.updates.left_behind(seconds) for device in self._state.devices]
 
     def run(self) -> Prediction:
         devices = self._state.devices
@@ -151,12 +151,13 @@ class _Replay:
     def _end_updates(self) -> float:
         """Run the updates that are left. How long each step takes."""
         period = max((span.end_seconds for device in self._state.devices for span in device.spans), default=0.0)
-        self._state.updates.run_all()
-        for pack, start, end in self._state.updates.done:
-            span = Span(Task(pack, Errand.UPDATE), UPDATE, start, end)
-            self._state.devices[owner(self._state.plan, pack)].spans.append(span)
-            period = max(period, end - (self._needed_at(pack) if self._state.machine.updates_outlast else 0.0))
-        return max(period, sum(end - start for _, start, end in self._state.updates.done))
+        for device in self._state.devices:
+            device.updates.run_all()
+            for pack, start, end in device.updates.done:
+                device.spans.append(Span(Task(pack, Errand.UPDATE), UPDATE, start, end))
+                period = max(period, end - (self._needed_at(pack) if self._state.machine.updates_outlast else 0.0))
+            period = max(period, sum(end - start for _, start, end in device.updates.done))
+        return period
 
     def _needed_at(self, pack: int) -> float:
         """When a forward has to begin to fetch a pack for its first use."""

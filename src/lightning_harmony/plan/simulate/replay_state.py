@@ -61,6 +61,7 @@ class Device:
     tasks: Sequence[Task]
     memory: DeviceMemory
     lasting: DeviceMemory
+    updates: UpdateStream
     place: int = 0
     waits_for: str = ""
     streams: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STREAMS, 0.0))
@@ -111,7 +112,7 @@ def seconds_of(num_bytes: int, bytes_per_second: float | None) -> float:
 
 
 class ReplayState:
-    """The lanes, the devices and the updates of a step in the middle of it.
+    """The lanes and the devices of a step in the middle of it.
 
     Args:
         plan: what the tasks are for.
@@ -122,8 +123,7 @@ class ReplayState:
     Attributes:
         footprints: of each visit.
         lanes: of each microbatch.
-        devices: with their tasks.
-        updates: of packs.
+        devices: with their tasks and updates.
     """
 
     def __init__(self, plan: Plan, schedule: Schedule, packs: Sequence[Cost], machine: MachineLimits) -> None:
@@ -136,14 +136,18 @@ class ReplayState:
         self.footprints = footprints(plan, packs)
         self.lanes = [Lane() for _ in range(plan.num_microbatches)]
         limits = schedule.lasting_bytes if machine.pools_apart and schedule.lasting_bytes else [None] * plan.num_devices
+        ranks = {pack: rank for rank, pack in enumerate(dict.fromkeys(plan.visits))}
+        updating = [seconds_of(cost.gradient_bytes, machine.update_bytes_per_second) for cost in packs]
         self.devices = [
-            Device(number, own, DeviceMemory(machine.capacity_bytes, machine.occupied_bytes), DeviceMemory(limit))
+            Device(
+                number,
+                own,
+                DeviceMemory(machine.capacity_bytes, machine.occupied_bytes),
+                DeviceMemory(limit),
+                UpdateStream(ranks, updating),
+            )
             for number, (own, limit) in enumerate(zip(schedule.devices, limits, strict=True))
         ]
-        ranks = {pack: rank for rank, pack in enumerate(dict.fromkeys(plan.visits))}
-        self.updates = UpdateStream(
-            ranks, [seconds_of(cost.gradient_bytes, machine.update_bytes_per_second) for cost in packs]
-        )
 
     # ---- when the next task runs ---------------------------------------------------------------------------------------
 
@@ -177,9 +181,9 @@ class ReplayState:
 
     def _room_at(self, device: Device, num_bytes: int, lasting_bytes: int) -> float:
         """When a device has room."""
-        self.updates.run_until(device.issued)
+        device.updates.run_until(device.issued)
         while (room := device.memory.room_at(num_bytes)) is None:
-            if not self.updates.run_next():
+            if not device.updates.run_next():
                 short = format_bytes(device.memory.short_bytes(num_bytes))
                 problem = f"it takes {format_bytes(num_bytes)}, for which the capacity is {short} short"
                 # With several devices, another one may still fetch what is in the way.
@@ -187,7 +191,7 @@ class ReplayState:
         if not lasting_bytes:
             return room
         while (apart := device.lasting.room_at(lasting_bytes)) is None:
-            if not self.updates.run_next():
+            if not device.updates.run_next():
                 # Nothing else makes way: it has the memory of what passes, too.
                 return room
         return max(room, apart)

@@ -1,4 +1,4 @@
-"""The stream of updates just in time: in which order they run, and when."""
+"""The streams of updates just in time, one for each device: in which order they run, and when."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ class Staying:
     """What an update uses up where gradients were summed.
 
     Attributes:
-        device: the number of the device.
-        memories: those of the device's that have it.
+        memories: those of the device that have it.
         num_bytes: what it takes there.
     """
 
-    device: int
     memories: Sequence[DeviceMemory]
     num_bytes: int
 
@@ -36,6 +34,7 @@ class UpdateStream:
 
     Attributes:
         done: packs that have been updated, with beginning and end.
+        free: when the last of these has ended.
     """
 
     def __init__(self, ranks: Mapping[int, int], seconds: Sequence[float]) -> None:
@@ -47,7 +46,7 @@ class UpdateStream:
         self._coming: list[tuple[float, int, int]] = []
         self._waiting: list[tuple[int, int]] = []
         self._goes_by_rank = False
-        self._free = 0.0
+        self.free = 0.0
 
     def __contains__(self, pack: int) -> bool:
         return pack in self._added
@@ -61,11 +60,15 @@ class UpdateStream:
             self._staying[pack] = staying
         heappush(self._coming, (seconds, self._ranks[pack], pack))
 
-    def room_at(self, most: int) -> float:
-        """When the gradients of fewer packs than so many are on the host, or on their way there."""
-        while len(self._on_host) >= most:
-            self.run_next()
-        return self._free
+    @property
+    def num_on_host(self) -> int:
+        """Of how many packs the gradients are on the host, or on their way there."""
+        return len(self._on_host)
+
+    @property
+    def next_start(self) -> float:
+        """When the next update begins; infinite if there is none."""
+        return self.free if self._waiting else max(self.free, self._next_arrival)
 
     def run_all(self) -> None:
         """All have arrived: update what has not been."""
@@ -75,7 +78,7 @@ class UpdateStream:
 
     def run_until(self, seconds: float) -> None:
         """Update what an update begins with by then."""
-        while (self._free if self._waiting else max(self._free, self._next_arrival)) < seconds:
+        while self.next_start < seconds:
             self.run_next()
 
     @property
@@ -87,25 +90,41 @@ class UpdateStream:
         if not self._waiting:
             if not self._coming:
                 return False
-            self._free = max(self._free, self._next_arrival)
-        while self._coming and self._coming[0][0] <= self._free:
+            self.free = max(self.free, self._next_arrival)
+        while self._coming and self._coming[0][0] <= self.free:
             self._waiting.append(heappop(self._coming)[1:])
         _, pack = chosen = min(self._waiting, key=self._order_of)
         self._waiting.remove(chosen)
-        start, self._free = self._free, self._free + self._seconds[pack]
+        start, self.free = self.free, self.free + self._seconds[pack]
         self._on_host.discard(pack)
-        self.done.append((pack, start, self._free))
+        self.done.append((pack, start, self.free))
         if pack in self._staying:
             staying = self._staying[pack]
             for memory in staying.memories:
-                memory.give(staying.num_bytes, self._free, lingers=True)
+                memory.give(staying.num_bytes, self.free, lingers=True)
         return True
 
     def _order_of(self, waiting: tuple[int, int]) -> int:
         rank, pack = waiting
         return rank if self._goes_by_rank else pack in self._on_host
 
-    def left_behind(self, seconds: float) -> list[tuple[int, int, float]]:
-        """The gradients that updates still use up on devices after so many seconds: where, their bytes, and until when."""
+    def left_behind(self, seconds: float) -> list[tuple[int, float]]:
+        """The gradients that updates still use up after so many seconds: their bytes, and until when."""
         ends = {pack: end - seconds for pack, _, end in self.done}
-        return [(each.device, each.num_bytes, ends[pack]) for pack, each in self._staying.items() if ends[pack] > 0.0]
+        return [(each.num_bytes, ends[pack]) for pack, each in self._staying.items() if ends[pack] > 0.0]
+
+
+def room_on_host_at(own: UpdateStream, streams: Sequence[UpdateStream], most: int) -> float:
+    """When the gradients of fewer packs than so many are on the host, or on their way there.
+
+    Args:
+        own: of the device that asks.
+        streams: of all devices.
+        most: how many may not be reached.
+    """
+    seconds = own.free
+    while sum(stream.num_on_host for stream in streams) >= most:
+        stream = min((each for each in streams if each.num_on_host), key=lambda each: each.next_start)
+        stream.run_next()
+        seconds = max(seconds, stream.free)
+    return seconds

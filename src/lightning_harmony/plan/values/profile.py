@@ -19,7 +19,7 @@ class MachineLimits:
         swap_in_bytes_per_second: host to device.
         swap_out_bytes_per_second: device to host.
         transfer_bytes_per_second: device to device.
-        update_bytes_per_second: gradients that updates use up.
+        update_bytes_per_second: gradients that updates of one device use up.
         occupied_bytes: what of the capacity a step finds taken: by the batch, by buffers of no layer, by what user code keeps.
         updates_outlast: whether updates just in time may go on under the next step's forward. Where something may look at
             weights between steps, each step waits for its own.

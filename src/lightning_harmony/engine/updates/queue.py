@@ -1,0 +1,191 @@
+"""Queues of updates: each device makes its own, so that all of their buses are used."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import nn
+
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.stream import Event, HostEvent, HostStream, Urgency
+from lightning_harmony.engine.measure.profile import Speed
+from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
+
+# Told the parameters of a piece of an update, and its beginning and end by `time.perf_counter`.
+UpdateHeard = Callable[[Iterable[nn.Parameter], float, float], None]
+# While it waits for an update, the host looks this often whether there is something else to do.
+_GLANCE_SECONDS = 2e-4
+
+
+class Recorder(Protocol):
+    """What tells when a device has nothing left to do."""
+
+    def record(self) -> Event:
+        """The event of all that was launched so far."""
+
+
+@dataclass
+class Running:
+    """An update that is made.
+
+    Attributes:
+        parameters: what it updates.
+        since: when it began, or went on, by `time.perf_counter`.
+        seconds: what it took before.
+    """
+
+    parameters: Iterable[nn.Parameter]
+    since: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+
+
+@dataclass
+class Overlap:
+    """How long updates went on, and how long they held up all else.
+
+    Attributes:
+        busy_seconds: how long at least one was made.
+        waited_seconds: how much of that all devices, with nothing else to do, waited for.
+        on_update: told each piece of an update.
+        has_failed: whether an update that was waited for has raised.
+    """
+
+    busy_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    on_update: UpdateHeard = lambda parameters, start, end: None
+    has_failed: bool = False
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _num_running: int = 0
+    _since: float = 0.0
+
+    def begin(self) -> None:
+        """An update begins, in the thread of any queue."""
+        with self._lock:
+            if self._num_running == 0:
+                self._since = time.perf_counter()
+            self._num_running += 1
+
+    def end(self) -> None:
+        """An update ends."""
+        with self._lock:
+            self._num_running -= 1
+            if self._num_running == 0:
+                self.busy_seconds += time.perf_counter() - self._since
+
+    def take_hidden(self) -> float:
+        """The share of the updates' seconds in which other work went on, since this was last asked; 0 without an update."""
+        busy, waited = self.busy_seconds, self.waited_seconds
+        self.busy_seconds = self.waited_seconds = 0.0
+        return max(1.0 - waited / busy, 0.0) if busy > 0.0 else 0.0
+
+    def wait_for(
+        self, events: Sequence[Event], devices: Sequence[Recorder], meanwhile: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Block until updates are done; what they raised is raised here.
+
+        Args:
+            events: of the updates.
+            devices: what may have something else to do.
+            meanwhile: called again and again, until it says that there is nothing left to do meanwhile.
+        """
+        computed = [device.record() for device in devices]
+        idle_since: float | None = None
+        while not all(event.done() for event in events):
+            if idle_since is None and all(event.done() for event in computed):
+                idle_since = time.perf_counter()
+            if not meanwhile() and idle_since is not None:
+                break
+            time.sleep(_GLANCE_SECONDS)
+        try:
+            for event in events:
+                event.synchronize()
+        except Exception:
+            self.has_failed = True
+            raise
+        if idle_since is not None:
+            self.waited_seconds += time.perf_counter() - idle_since
+
+
+class UpdateQueue:
+    """The updates that one device makes, one at a time, in a thread of its own.
+
+    Args:
+        streamed: makes them.
+        overlap: where their seconds are counted.
+        spared_cores: the cores of the processor that updates leave to who launches the devices' work.
+
+    Attributes:
+        device: which one.
+        streamed: makes them.
+    """
+
+    def __init__(self, streamed: StreamedUpdate, overlap: Overlap, spared_cores: Collection[int] = ()) -> None:
+        self.device: Device = streamed.device
+        self.streamed = streamed
+        self._overlap = overlap
+        self._stream = HostStream(f"update-{streamed.device.torch_device}", spared_cores)
+        self._running: Running | None = None
+        self._speed = Speed()
+
+    def goes_by_rank(self, whether: bool) -> None:
+        """Whether of what waits the lowest rank comes first; else what was submitted first, unless it gives way."""
+        self._stream.goes_by_rank = whether
+
+    def submit(
+        self, work: Callable[[], None], after: Sequence[Event] = (), urgency: Urgency | None = None
+    ) -> HostEvent:
+        """Have an update made; as `HostStream.submit`."""
+        return self._stream.submit(work, after, urgency)
+
+    def make_more_urgent(self, urgency: Urgency) -> None:
+        """Within an update: make those first that are more urgent, and may begin by now."""
+        self._stream.run_more_urgent(urgency)
+
+    @contextmanager
+    def updating(self, parameters: Iterable[nn.Parameter], num_bytes: int = 0) -> Iterator[None]:
+        """The context of an update, in the thread of this queue. A more urgent one may come in the middle of it.
+
+        Args:
+            parameters: what it updates.
+            num_bytes: what it counts for in the speed of updates.
+        """
+        self._overlap.begin()
+        interrupted = self._running
+        if interrupted is not None:
+            self._pause(interrupted)
+        self._running = running = Running(parameters)
+        try:
+            yield
+        finally:
+            self._pause(running)
+            self._overlap.end()
+            self._running = interrupted
+            if interrupted is not None:
+                interrupted.since = time.perf_counter()
+        if num_bytes:
+            self._speed.note(num_bytes, running.seconds)
+
+    def _pause(self, running: Running) -> None:
+        end = time.perf_counter()
+        running.seconds += end - running.since
+        self._overlap.on_update(running.parameters, running.since, end)
+
+    def drain(self) -> None:
+        """Wait until all that was submitted is done."""
+        self._stream.submit(lambda: None).synchronize()
+
+    def take_speed(self) -> Speed:
+        """Of the updates that counted for it since this was last asked; nothing is under way."""
+        speed, self._speed = self._speed, Speed()
+        return speed
+
+    def close(self) -> None:
+        """Finish what was asked for, join the thread, and let the memory on the device go."""
+        self._stream.close()
+        self.streamed.close()
