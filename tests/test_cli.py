@@ -70,9 +70,12 @@ class TestPlan:
             map(Task.parse, ["0SWAP_IN", "1SWAP_IN", "0F0"])
         )
 
-    def test_writes_what_is_asked_for(self, file: Path, tmp_path: Path) -> None:
+    def test_writes_what_is_asked_for_and_says_so(
+        self, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         page, trace = tmp_path / "plan.html", tmp_path / "trace.json"
         main(["plan", str(file), "--html", str(page), "--trace", str(trace)])
+        assert capsys.readouterr().out.endswith(f"\nwrote {page}\nwrote {trace}\n")
         assert page.read_text() == to_html(STEP, {"predicted": predict(STEP)}, "Plan of a step")
         assert trace.read_text() == to_trace(STEP, {"predicted": predict(STEP)})
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, Timer
+from lightning.pytorch.loggers import CSVLogger
 from torch.optim import Optimizer
 
 from lightning_harmony.plan.drawing.page import format_seconds
@@ -194,3 +199,29 @@ def test_the_state_of_an_optimizer_is_foreseen_as_far_as_it_is_known(make: Any, 
 def test_packs_are_written_as_ranges() -> None:
     assert _packs(frozenset({3})) == "pack 3"
     assert _packs(frozenset({0, 1, 2, 5, 7, 8})) == "packs 0-2, 5, 7-8"
+
+
+class Looks(pl.Callback):
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("options", "tells_of_gradients"), [({}, True), ({"gradient_clip_val": 0.1}, False)])
+def test_a_callback_that_ends_the_overlap_of_updates_is_named(
+    said: list[str], options: dict[str, Any], tells_of_gradients: bool
+) -> None:
+    fit(callbacks=[Looks()], **options)
+    assert re.search(
+        r"no overlap +Each update ends before the next batch: callback Looks has on_train_batch_end", said[1]
+    )
+    assert ("p.grad is None" in said[1]) == tells_of_gradients
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("callback", [lambda: Timer({"hours": 1}), lambda: LearningRateMonitor("step")])
+def test_callbacks_of_lightning_do_not_end_the_overlap(
+    callback: Callable[[], pl.Callback], said: list[str], tmp_path: Path
+) -> None:
+    fit(callbacks=[callback()], logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    assert "no overlap" not in said[1]

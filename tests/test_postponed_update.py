@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
@@ -364,7 +364,13 @@ def test_lightnings_own_bars_and_monitors_do_not_hold_it_up(
     options: dict[str, Any], tmp_path: Path, postponed: list[bool]
 ) -> None:
     shown = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1, "enable_progress_bar": True}
-    fit("harmony", Model(OPTIMIZERS["AdamW"]), callbacks=[LearningRateMonitor("step")], **shown, **options)
+    fit(
+        "harmony",
+        Model(OPTIMIZERS["AdamW"]),
+        callbacks=[LearningRateMonitor("step"), Timer({"hours": 1})],
+        **shown,
+        **options,
+    )
     assert len(postponed) == NUM_STEPS - 1
 
 

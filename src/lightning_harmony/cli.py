@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lightning_harmony.engine.devices.cuda_memory import CudaBudget
-from lightning_harmony.engine.devices.free_memory import free_host_bytes
-from lightning_harmony.engine.measure.this_machine import measure_machine
 from lightning_harmony.errors import PlanError, UnsupportedModelError
-from lightning_harmony.estimating.application import find_model, parse_arguments, parse_batch, read_config
-from lightning_harmony.estimating.estimation import estimate
-from lightning_harmony.plan.drawing.page import summaries, summary, to_html
-from lightning_harmony.plan.drawing.recording import Recording, read_recording
-from lightning_harmony.plan.drawing.trace import to_trace
-from lightning_harmony.plan.search.given import read_plan
-from lightning_harmony.plan.simulate.lowering import lower
-from lightning_harmony.plan.simulate.replay import predict
-from lightning_harmony.plan.values.memory_size import format_bytes
-from lightning_harmony.plan.values.plan import Plan
-from lightning_harmony.plan.values.prediction import Prediction
+
+# Help and refused options are there at once: each command imports what it takes when it runs.
+if TYPE_CHECKING:
+    from lightning_harmony.plan.drawing.recording import Recording
+    from lightning_harmony.plan.values.plan import Plan
+    from lightning_harmony.plan.values.prediction import Prediction
 
 _ESTIMATE = """Say what training a model takes, before any memory is taken: bytes on device and host, packs, the time of a
 step and what bounds it, for several sizes of the microbatches, and what to change if it does not fit."""
@@ -38,38 +26,55 @@ _EXAMPLES = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 1 where what was asked about does not fit, 2 where it cannot be told."""
-    parser = argparse.ArgumentParser(prog="lightning-harmony", description=__doc__)
-    parser.add_argument("--version", action="version", version=version("lightning-harmony"))
-    commands = parser.add_subparsers(dest="command", required=True)
-    machine = commands.add_parser(
-        "machine", help="show what this machine offers: versions, and memory of host and devices"
+    parser = argparse.ArgumentParser(
+        prog="lightning-harmony", description="Plan, estimate and look at training with Trainer(strategy='harmony')."
     )
-    machine.add_argument("--measure", action="store_true", help="measure it, and print what `estimate --machine` reads")
+    parser.add_argument("--version", action=_Version, help="show the version and exit")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_machine(commands)
     _add_estimate(commands)
     _add_plan(commands)
     _add_trace(commands)
     options = parser.parse_args(arguments)
-    if options.command == "plan":
-        try:
-            show_plan(
-                read_plan(options.plan), grid=options.grid, png=options.png, html=options.html, trace=options.trace
-            )
-        except (PlanError, ImportError, OSError, ValueError) as error:
-            parser.exit(2, f"lightning-harmony plan: {error}\n")
-        return 0
-    if options.command == "trace":
-        try:
-            show_recording(read_recording(options.recording), png=options.png, html=options.html, trace=options.trace)
-        except (PlanError, ImportError, OSError, ValueError) as error:
-            parser.exit(2, f"lightning-harmony trace: {error}\n")
-        return 0
-    if options.command == "estimate":
-        try:
-            return _estimate(options)
-        except (ValueError, ImportError, OSError, UnsupportedModelError) as error:
-            parser.exit(2, f"lightning-harmony estimate: {error}\n")
+    try:
+        code: int = options.run(options)
+    except (PlanError, UnsupportedModelError, ImportError, OSError, ValueError) as error:
+        parser.exit(2, f"lightning-harmony {options.command}: {error}\n")
+    return code
+
+
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        from importlib.metadata import version
+
+        print(version("lightning-harmony"))
+        parser.exit()
+
+
+# ---- machine -----------------------------------------------------------------------------------------------------------
+
+
+def _add_machine(commands: Any) -> None:
+    parser = commands.add_parser(
+        "machine", help="show what this machine offers: versions, and memory of host and devices"
+    )
+    parser.add_argument("--measure", action="store_true", help="measure it, and print what `estimate --machine` reads")
+    parser.set_defaults(run=_machine)
+
+
+def _machine(options: argparse.Namespace) -> int:
+    from lightning_harmony.engine.measure.this_machine import describe_machine, measure_machine
+
     print(measure_machine().to_json() if options.measure else "\n".join(describe_machine()))
     return 0
+
+
+# ---- plan and trace ----------------------------------------------------------------------------------------------------
 
 
 def _add_plan(commands: Any) -> None:
@@ -77,12 +82,14 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("plan", type=Path, help="a file with the JSON of a plan: trainer.strategy.plan.to_json()")
     parser.add_argument("--grid", action="store_true", help="print all tasks of each device, in order")
     _add_outputs(parser)
+    parser.set_defaults(run=_plan)
 
 
 def _add_trace(commands: Any) -> None:
     parser = commands.add_parser("trace", help="show a step that was recorded beside what its plan predicted")
     parser.add_argument("recording", type=Path, help="a file that HarmonyMonitor(trace_step=...) wrote")
     _add_outputs(parser)
+    parser.set_defaults(run=_trace)
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -91,12 +98,30 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, help="write a trace for https://ui.perfetto.dev or chrome://tracing")
 
 
+def _plan(options: argparse.Namespace) -> int:
+    from lightning_harmony.plan.search.given import read_plan
+
+    show_plan(read_plan(options.plan), grid=options.grid, png=options.png, html=options.html, trace=options.trace)
+    return 0
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from lightning_harmony.plan.drawing.recording import read_recording
+
+    show_recording(read_recording(options.recording), png=options.png, html=options.html, trace=options.trace)
+    return 0
+
+
 def show_plan(plan: Plan, *, grid: bool, png: Path | None, html: Path | None, trace: Path | None) -> None:
     """Print a plan with what it predicts, and write that to files.
 
     Raises:
         PlanError: if more is asked for than the plan knows.
     """
+    from lightning_harmony.plan.drawing.page import summary
+    from lightning_harmony.plan.simulate.lowering import lower
+    from lightning_harmony.plan.simulate.replay import predict
+
     print(plan)
     if plan.profile is None and not (grid or png or html or trace):
         return
@@ -111,6 +136,8 @@ def show_plan(plan: Plan, *, grid: bool, png: Path | None, html: Path | None, tr
 
 def show_recording(recording: Recording, *, png: Path | None, html: Path | None, trace: Path | None) -> None:
     """Print what a step did and what its plan had predicted, and write both to files."""
+    from lightning_harmony.plan.drawing.page import summaries
+
     steps = {"measured": recording.measured}
     predicted = recording.predicted()
     if predicted is not None:
@@ -137,9 +164,19 @@ def _write(
 
         draw(plan, steps, png)
     if html is not None:
+        from lightning_harmony.plan.drawing.page import to_html
+
         html.write_text(to_html(plan, steps, title), encoding="utf-8")
     if trace is not None:
+        from lightning_harmony.plan.drawing.trace import to_trace
+
         trace.write_text(to_trace(plan, steps), encoding="utf-8")
+    for file in (png, html, trace):
+        if file is not None:
+            print(f"wrote {file}")
+
+
+# ---- estimate ----------------------------------------------------------------------------------------------------------
 
 
 def _add_estimate(commands: Any) -> None:
@@ -154,7 +191,7 @@ def _add_estimate(commands: Any) -> None:
         "model",
         nargs="?",
         help="import path of a LightningModule, of a function that returns one, or of a Hugging Face configuration; or a "
-        "file or folder with such a configuration",
+        "file or folder with such a configuration, or a model's name on the Hugging Face Hub",
     )
     parser.add_argument("arguments", nargs="*", metavar="name=value", help="its arguments")
     parser.add_argument(
@@ -163,19 +200,28 @@ def _add_estimate(commands: Any) -> None:
     parser.add_argument("--batch", help='types and shapes of a batch, such as "int64[8, 128], int64[8, 128]"')
     parser.add_argument("--batch-size", type=int, help="samples of a step of a Hugging Face model (default: 8)")
     parser.add_argument("--sequence-length", type=int, help="tokens of each (default: up to 1024)")
-    parser.add_argument("--device-memory", help="capacity of the device (default: what the machine has)")
+    parser.add_argument("--device-memory", help="as for HarmonyStrategy, such as 24GiB (default: all of the device's)")
+    parser.add_argument(
+        "--host-memory", help="what the host has, such as 128GiB (default: what is known of the machine)"
+    )
     parser.add_argument("--num-microbatches", type=int, help="as for HarmonyStrategy")
     parser.add_argument("--microbatch-size", type=int, help="as for HarmonyStrategy")
     parser.add_argument("--precision", help="as for Lightning's Trainer (default: 32-true)")
     parser.add_argument("--optimizer", help="class of the optimizer (default: the module's own, else AdamW)")
     parser.add_argument("--update", choices=("just-in-time", "deferred"), help="deferred, where gradients are clipped")
     parser.add_argument(
-        "--machine", help="h200, or a file that `machine --measure` wrote (default: measure this machine)"
+        "--machine",
+        help="rtx3090, rtx4090, rtx5090, l40s, a100, h100, h200, or a file that `machine --measure` wrote (default: measure "
+        "this machine)",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.set_defaults(run=_estimate)
 
 
 def _estimate(options: argparse.Namespace) -> int:
+    from lightning_harmony.estimating.application import find_model, parse_arguments, parse_batch, read_config
+    from lightning_harmony.estimating.estimation import estimate
+
     given: dict[str, Any] = {}
     model, arguments = options.model, options.arguments
     if model is not None and "=" in model:
@@ -191,8 +237,8 @@ def _estimate(options: argparse.Namespace) -> int:
     if options.batch is not None:
         given["batch"] = parse_batch(options.batch)
     names = (
-        "batch_size", "sequence_length", "device_memory", "num_microbatches", "microbatch_size", "precision", "optimizer",
-        "update", "machine",
+        "batch_size", "sequence_length", "device_memory", "host_memory", "num_microbatches", "microbatch_size", "precision",
+        "optimizer", "update", "machine",
     )  # fmt: skip
     chosen = {name: value for name in names if (value := getattr(options, name)) is not None}
     if "num_microbatches" in chosen or "microbatch_size" in chosen:
@@ -200,18 +246,3 @@ def _estimate(options: argparse.Namespace) -> int:
     result = estimate(**{**given, **chosen})
     print(json.dumps(result.to_dict(), indent=2) if options.json else result)
     return 0 if result.fits else 1
-
-
-def describe_machine() -> list[str]:
-    """Versions, and the memory that a training could take, a line each."""
-    names = ("lightning-harmony", "torch", "lightning")
-    lines = [", ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)])]
-    lines.append(f"host: {format_bytes(free_host_bytes())} free")
-    for index in range(torch.cuda.device_count()):
-        usable = format_bytes(CudaBudget.of(torch.device("cuda", index), None).capacity_bytes)
-        lines.append(
-            f"cuda:{index}: {torch.cuda.get_device_name(index)}, {usable} for HarmonyStrategy(device_memory=None)"
-        )
-    if torch.cuda.device_count() == 0:
-        lines.append('no CUDA device: accelerator="cpu" trains on a virtual device in host memory')
-    return lines

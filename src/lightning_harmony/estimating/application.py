@@ -5,15 +5,19 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# The name of a model on the Hugging Face Hub, perhaps with its owner's before it.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*|[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TENSOR = re.compile(r"\s*(?:(\w+)\s*=\s*)?(\w+)\s*\[([\d\s,]*)\]\s*(?:,|$)")
 
 
@@ -22,7 +26,7 @@ def find_model(path: str, arguments: Mapping[str, Any]) -> Any:
 
     Args:
         path: of a LightningModule's class, of a function that returns a module, or of a Hugging Face configuration's
-            class; or a file or folder with such a configuration.
+            class; or a file or folder with such a configuration, or a model's name on the Hugging Face Hub.
         arguments: to call it with.
 
     Returns:
@@ -31,11 +35,46 @@ def find_model(path: str, arguments: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: if there is no such thing.
     """
+    _look_in_current_folder()
     if Path(path).exists() and Path(path).suffix != ".py":
-        return import_module("transformers").AutoConfig.from_pretrained(path, **arguments)
+        return _hugging_face_config(path, arguments)
+    if _HUB_NAME.fullmatch(path) and ("/" in path or find_spec(path) is None):
+        return _hugging_face_config(path, arguments)
     found = import_by_path(path)
     build = partial(_build, path, found, arguments)
-    return build() if isinstance(found, type) and hasattr(found, "model_type") and hasattr(found, "to_dict") else build
+    if not (isinstance(found, type) and hasattr(found, "model_type") and hasattr(found, "to_dict")):
+        return build
+    config = build()
+    known = found()
+    _refuse_unknown(path, [name for name in arguments if not hasattr(known, name)], known)
+    return config
+
+
+def _hugging_face_config(path: str, arguments: Mapping[str, Any]) -> Any:
+    """The configuration in a file or folder, or of a model on the Hugging Face Hub, which may be in the cache."""
+    try:
+        transformers = import_module("transformers")
+    except ImportError as error:
+        raise ValueError(f"{path}: to read a Hugging Face configuration, pip install transformers") from error
+    try:
+        config, unused = transformers.AutoConfig.from_pretrained(path, return_unused_kwargs=True, **arguments)
+    except Exception as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        if Path(path).exists():
+            raise ValueError(f"{path} holds no configuration of a Hugging Face model: {why}") from error
+        raise ValueError(
+            f"{path!r} is neither a file nor a folder here, nor an import path such as package.module.Name, and as a model "
+            f"of the Hugging Face Hub it cannot be read: {why} Offline, give a folder with its config.json, or its "
+            "configuration in figures, as in transformers.GPT2Config n_layer=24"
+        ) from error
+    _refuse_unknown(path, unused, config)
+    return config
+
+
+def _refuse_unknown(path: str, names: Collection[str], config: Any) -> None:
+    for name in names:
+        close = get_close_matches(name, config.to_dict(), 1)
+        raise ValueError(f"{path} has no setting {name!r}" + (f": did you mean {close[0]!r}?" if close else ""))
 
 
 def _build(path: str, found: Any, arguments: Mapping[str, Any]) -> Any:
@@ -52,8 +91,7 @@ def import_by_path(path: str) -> Any:
     Raises:
         ValueError: if there is no such thing.
     """
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    _look_in_current_folder()
     module, _, name = path.replace(":", ".").rpartition(".")
     if not all(part.isidentifier() for part in (*module.split("."), name)):
         raise ValueError(f"{path!r} is no import path: give package.module.Name, as seen from the current folder")
@@ -63,6 +101,11 @@ def import_by_path(path: str) -> Any:
         raise ValueError(
             f"{path!r} cannot be imported: {error}. Give package.module.Name, as seen from the current folder"
         ) from error
+
+
+def _look_in_current_folder() -> None:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
 
 
 def parse_arguments(texts: Sequence[str]) -> dict[str, Any]:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
-
-from torch import nn
 
 from lightning_harmony.engine.batches.split import microbatch_sizes, split_batch
 from lightning_harmony.engine.measure.this_machine import measure_machine
 from lightning_harmony.engine.model.decompose import LayerChoice, find_layers
 from lightning_harmony.engine.rehearsal.rehearse import rehearse
 from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.estimating.advice import with_advice
 from lightning_harmony.estimating.result import Estimate, Row
-from lightning_harmony.estimating.subject import Subject, casting, make_subject, precision_name
+from lightning_harmony.estimating.subject import Subject, casting, make_subject, naming_failures, precision_name
 from lightning_harmony.plan.outlook.outlook import Outlook, look_ahead
 from lightning_harmony.plan.outlook.work import StepProfile, between
 from lightning_harmony.plan.search.search import MOST_TASKS
-from lightning_harmony.plan.values.machine import Machine, read_machine
+from lightning_harmony.plan.values.card_memory import usable_bytes
+from lightning_harmony.plan.values.machine import BY_DATA_SHEET, Machine, read_machine
 from lightning_harmony.plan.values.memory_size import format_bytes, parse_bytes
 from lightning_harmony.setup.argument_names import suggests_names
 
@@ -30,6 +32,7 @@ def estimate(
     batch_size: int | None = None,
     sequence_length: int | None = None,
     device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
     num_microbatches: int | None = None,
     microbatch_size: int | None = None,
     layers: LayerChoice | None = None,
@@ -48,6 +51,7 @@ def estimate(
         batch_size: samples of a step; 8 if not given.
         sequence_length: tokens of a sample.
         device_memory: as for `HarmonyStrategy`; None for what the machine has.
+        host_memory: what the host has, such as "128GiB"; None for what is known of the machine.
         num_microbatches: as for `HarmonyStrategy`.
         microbatch_size: as for `HarmonyStrategy`.
         layers: as for `HarmonyStrategy`.
@@ -62,9 +66,21 @@ def estimate(
     """
     if num_microbatches is not None and microbatch_size is not None:
         raise ValueError("give num_microbatches or microbatch_size, not both")
+    numbers = {
+        "batch_size": batch_size,
+        "sequence_length": sequence_length,
+        "num_microbatches": num_microbatches,
+        "microbatch_size": microbatch_size,
+    }
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, not {number}")
     precision = precision_name(precision)
     where = measure_machine() if machine is None else read_machine(machine) if isinstance(machine, str) else machine
-    capacity = where.device_bytes if device_memory is None else parse_bytes(device_memory)
+    if host_memory is not None:
+        where = replace(where, host_bytes=parse_bytes(host_memory))
+    limit = None if device_memory is None else parse_bytes(device_memory)
+    capacity = _capacity(where, limit)
     subject = make_subject(
         model,
         batch,
@@ -73,6 +89,11 @@ def estimate(
         precision=precision,
         optimizer=optimizer,
     )
+    if num_microbatches is not None and num_microbatches > subject.batch_size:
+        raise ValueError(
+            f"num_microbatches={num_microbatches}, but a batch has {subject.batch_size} samples: give at most "
+            f"{subject.batch_size}"
+        )
     found = find_layers(subject.module, max_layer_bytes=capacity, layers=layers)
     if not found:
         raise UnsupportedModelError(f"{subject.name} has no submodule with parameters that could be swapped as a layer")
@@ -80,7 +101,8 @@ def estimate(
 
     @cache
     def profile_of(of_size: int) -> StepProfile:
-        return rehearse(subject.module, found, subject.step, _microbatch(subject, of_size), casting(precision))
+        with naming_failures(subject.name, subject.batch):
+            return rehearse(subject.module, found, subject.step, _microbatch(subject, of_size), casting(precision))
 
     def outlook_of(profile: StepProfile, of_size: int, most_tasks: float) -> Outlook:
         return look_ahead(
@@ -103,9 +125,9 @@ def estimate(
         while size > 1 and capacity is not None and outlook_of(profile_of(size), size, 0).need.num_bytes > capacity:
             size = -(-size // 2)
 
-    # Two sizes are rehearsed; what others take lies on the line through them. Not a single sample, if that isn't asked for:
+    # Two sizes are rehearsed; what others take lies on the line through them. A single sample only where there is no other:
     # its tensors may be views where those of several have to be copied.
-    other = subject.batch_size if size < subject.batch_size else min(2, size)
+    other = subject.batch_size if size < subject.batch_size else 2 if size > 2 else 1
     profile = profile_of(size)
     second = profile if other == size else profile_of(other)
 
@@ -129,13 +151,14 @@ def estimate(
         items=subject.items,
         items_per_step=subject.batch_size * subject.items_per_sample,
         machine=where,
+        limit_bytes=limit,
         capacity_bytes=capacity,
         chosen=chosen,
         rows=tuple(sorted([chosen, *map(row, others)], key=lambda each: each.microbatch_size)),
         advice=(),
-        notes=tuple(subject.notes),
+        notes=(*subject.notes, *_notes(profile, where, capacity, subject)),
     )
-    return _with_advice(result, subject.module)
+    return with_advice(result, subject.module)
 
 
 def _microbatch(subject: Subject, size: int) -> Any:
@@ -149,76 +172,24 @@ def _sizes_to_show(batch_size: int, chosen: int) -> list[int]:
     return sorted({*powers, chosen, batch_size})
 
 
-# ---- what to change ----------------------------------------------------------------------------------------------------
+def _capacity(machine: Machine, limit_bytes: int | None) -> int | None:
+    """What may be allocated on a device; None for no limit."""
+    if machine.device_bytes is None:
+        return limit_bytes
+    return machine.device_bytes if limit_bytes is None else min(machine.device_bytes, usable_bytes(limit_bytes))
 
 
-def _with_advice(result: Estimate, module: nn.Module) -> Estimate:
-    advice = [*_device_advice(result, module), *_host_advice(result)]
-    return Estimate(**{**vars(result), "advice": tuple(advice)})
-
-
-def _device_advice(result: Estimate, module: nn.Module) -> list[str]:
-    if result.fits_device(result.chosen):
-        return []
-    advice = []
-    fitting = [row for row in result.rows if result.fits_device(row)]
-    if fitting:
-        best = min(fitting, key=lambda row: row.outlook.seconds)
-        advice.append(
-            f"HarmonyStrategy(num_microbatches={best.outlook.num_microbatches}): microbatches of "
-            f"{best.microbatch_size} need {format_bytes(best.outlook.need.num_bytes)}"
+def _notes(profile: StepProfile, machine: Machine, capacity: int | None, subject: Subject) -> Iterator[str]:
+    """What the figures do not say."""
+    trained = sum(layer.trained_bytes for layer in profile.layers)
+    lasting = profile.weight_bytes + profile.buffer_bytes + (1 + subject.state_copies) * trained
+    if capacity is None or lasting <= capacity:
+        yield (
+            f"weights, gradients and optimizer state take {format_bytes(lasting)}: if a batch finds room beside them on the "
+            "device, training runs there as in plain Lightning, nothing is swapped, and the host holds none of this"
         )
-    need = result.outlook.need
-    advice.append(
-        f'HarmonyStrategy(device_memory="{_rounded_up(need.num_bytes)}") or more, for microbatches of '
-        f"{result.chosen.microbatch_size}"
-    )
-    smallest = result.rows[0].outlook.need
-    if not fitting and result.rows[0].microbatch_size != result.chosen.microbatch_size:
-        advice.append(
-            f'device_memory="{_rounded_up(smallest.num_bytes)}" for microbatches of {result.rows[0].microbatch_size}'
+    if machine.name.endswith(BY_DATA_SHEET):
+        yield (
+            "the times of this card follow from its data sheet, and nobody measured them: on the card itself, "
+            "`lightning-harmony machine --measure` does"
         )
-    if not fitting and smallest.state_bytes > smallest.work_bytes and smallest.name:
-        advice.append(_state_advice(smallest.name, smallest.state_bytes, module))
-    elif not fitting:
-        advice.append("shorter sequences or smaller samples: the work space of one sample is what does not fit")
-    return advice
-
-
-def _state_advice(name: str, state_bytes: int, module: nn.Module) -> str:
-    try:
-        layer = module.get_submodule(name)
-    except AttributeError:
-        layer = None
-    if layer is not None and len(list(layer.children())) > 1:
-        kinds = sorted({type(child).__name__ for child in layer.children() if any(True for _ in child.parameters())})
-        return f"HarmonyStrategy(layers={{{', '.join(kinds)}}}) schedules the parts of {name} one by one"
-    return (
-        f"a narrower {name}, whose weights and gradients alone take {format_bytes(state_bytes)}: it has no parts that could "
-        "be swapped one by one. Trainer(precision='bf16-true') halves them"
-    )
-
-
-def _host_advice(result: Estimate) -> list[str]:
-    if result.fits_host(result.chosen):
-        return []
-    host = result.outlook.host
-    short = host.num_bytes - (result.machine.host_bytes or 0)
-    advice = [f"{format_bytes(short)} more host memory"]
-    if host.optimizer_bytes >= host.gradient_bytes > 0:
-        state = format_bytes(host.optimizer_bytes)
-        advice.append(f"an optimizer with less state, such as Adafactor or SGD: {result.optimizer} keeps {state}")
-    if result.precision in ("32-true", "bf16-mixed", "16-mixed"):
-        half = format_bytes((host.weight_bytes + host.gradient_bytes + host.optimizer_bytes) // 2)
-        advice.append(f"Trainer(precision='bf16-true'), which saves {half} and trains less exactly")
-    if result.num_trained == result.num_parameters:
-        advice.append("fewer trained parameters: those that are frozen take their weights alone")
-    return advice
-
-
-def _rounded_up(num_bytes: int) -> str:
-    unit, name = (2**30, "GiB") if num_bytes >= 10 * 2**30 else (2**20, "MiB")
-    return f"{-(-num_bytes // unit)}{name}"
-
-
-# ---- words -------------------------------------------------------------------------------------------------------------

@@ -39,7 +39,9 @@ class Estimate:
         items: "tokens" or "samples".
         items_per_step: how many of these a step takes.
         machine: where it trains.
-        capacity_bytes: what the device may hold; None for no limit.
+        limit_bytes: what the process may take of the device, as it was given; None for all.
+        capacity_bytes: what may be allocated of that, beside the context and what the allocator keeps unused; None for no
+            limit.
         chosen: the size of microbatches that was asked for.
         rows: this and other sizes, the smallest first.
         advice: what to change if it does not fit, best first.
@@ -56,6 +58,7 @@ class Estimate:
     items: str
     items_per_step: int
     machine: Machine
+    limit_bytes: int | None
     capacity_bytes: int | None
     chosen: Row
     rows: tuple[Row, ...]
@@ -134,13 +137,20 @@ class Estimate:
     def _head(self) -> list[str]:
         trained = "" if self.num_trained == self.num_parameters else f", {_count(self.num_trained)} of them trained"
         capacity = "no limit" if self.capacity_bytes is None else format_bytes(self.capacity_bytes)
-        host = "unknown" if self.machine.host_bytes is None else format_bytes(self.machine.host_bytes)
+        if self.limit_bytes is not None and self.limit_bytes != self.capacity_bytes:
+            capacity += f" to allocate under a limit of {format_bytes(self.limit_bytes)}"
+        host = (
+            "unknown (say it with --host-memory)"
+            if self.machine.host_bytes is None
+            else format_bytes(self.machine.host_bytes)
+        )
+        microbatches = _plural(self.outlook.num_microbatches, "1 microbatch", "microbatches")
         return [
             f"{self.name}: {_count(self.num_parameters)} parameters{trained}, {self.num_layers} layers, {self.precision}, "
             f"{self.optimizer}",
             f"a step: {self.batch_size} samples"
             + (f", {self.items_per_step:,} tokens" if self.items == "tokens" else "")
-            + f", in {self.outlook.num_microbatches} microbatches of {self.chosen.microbatch_size}",
+            + f", in {microbatches} of {self.chosen.microbatch_size}",
             f"on {self.machine.name}: device {capacity}, host {host}",
         ]
 
@@ -149,14 +159,16 @@ class Estimate:
         need, host = outlook.need, outlook.host
         where = f"for {need.name}" if need.name else "before the first layer"
         device_verdict = "fits" if self.fits_device(self.chosen) else "DOES NOT FIT"
-        host_verdict = "fits" if self.fits_host(self.chosen) else "DOES NOT FIT"
+        host_verdict = "fits:" if self.fits_host(self.chosen) else "DOES NOT FIT:"
+        if self.machine.host_bytes is None:
+            host_verdict = "takes"
         return [
             f"device  {device_verdict}: needs {format_bytes(need.num_bytes)}, and uses up to "
             f"{format_bytes(outlook.peak_bytes)} where it has it",
             f"        most {where}: {format_bytes(need.state_bytes)} weights and gradients, "
             f"{format_bytes(need.work_bytes)} work space, {format_bytes(need.live_bytes)} of other microbatches, "
             f"{format_bytes(need.other_bytes)} besides",
-            f"host    {host_verdict}: {format_bytes(host.num_bytes)} = {format_bytes(host.weight_bytes)} weights + "
+            f"host    {host_verdict} {format_bytes(host.num_bytes)} = {format_bytes(host.weight_bytes)} weights + "
             f"{format_bytes(host.gradient_bytes)} gradients + {format_bytes(host.optimizer_bytes)} optimizer + "
             f"{format_bytes(host.stash_bytes)} stash",
             f"packs   {_describe_packs(outlook)}",

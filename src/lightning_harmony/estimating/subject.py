@@ -79,6 +79,40 @@ def precision_name(precision: Any) -> str:
     return name
 
 
+@contextmanager
+def naming_failures(name: str, batch: Any) -> Iterator[None]:
+    """Within the context, what a model's own code raises is said to be its own, with the batch that it was given.
+
+    Raises:
+        UnsupportedModelError: in its place.
+    """
+    # It logs each failure with a traceback of its own.
+    fakes = logging.getLogger("torch._subclasses.fake_tensor")
+    level = fakes.level
+    fakes.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise UnsupportedModelError(
+            f"{name} cannot run a step on a batch of {described(batch)}: {type(error).__name__}: {first}"
+        ) from error
+    finally:
+        fakes.setLevel(level)
+
+
+def described(batch: Any) -> str:
+    """A batch as the command line takes it: types and shapes."""
+    named = batch.items() if isinstance(batch, Mapping) else ((None, leaf) for leaf in tree_leaves(batch))
+    return ", ".join(
+        ("" if name is None else f"{name}=") + f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        for name, leaf in named
+        if isinstance(leaf, Tensor)
+    )
+
+
 def casting(precision: str) -> Callable[[], AbstractContextManager[Any]]:
     """The context of a step in a precision."""
     if precision not in _MIXED_TYPES:
@@ -109,10 +143,10 @@ def make_subject(
         UnsupportedModelError: if it cannot be built without data.
         ValueError: if there is no batch, or it has no samples.
     """
-    if hasattr(model, "model_type") and hasattr(model, "to_dict"):
-        subject = _of_config(model, batch, batch_size or 8, sequence_length)
-    else:
-        subject = _of_module(model, batch)
+    is_config = hasattr(model, "model_type") and hasattr(model, "to_dict")
+    if (batch_size or sequence_length) and not (is_config and batch is None):
+        raise ValueError("the batch that is given has its own sizes: leave out batch_size and sequence_length")
+    subject = _of_config(model, batch, batch_size or 8, sequence_length) if is_config else _of_module(model, batch)
     if precision in _TRUE_TYPES:
         dtype = _TRUE_TYPES[precision]
         subject.module.to(dtype)
@@ -123,6 +157,8 @@ def make_subject(
         subject.optimizer = optimizer
     elif subject.optimizer is None:
         subject.notes.append("the optimizer is taken to be AdamW, with two moments for each parameter")
+    if subject.optimizer not in (None, "SGD", *STATE_COPIES):
+        subject.notes.append(f"{subject.optimizer} is taken to keep {ASSUMED_STATE_COPIES} numbers for each parameter")
     return subject
 
 
@@ -354,7 +390,8 @@ def _model_class(config: Any) -> Any:
     if names and hasattr(transformers, names[0]):
         return getattr(transformers, names[0])
     auto = import_module("transformers.models.auto.modeling_auto")
-    for task in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION", "SEQUENCE_CLASSIFICATION"):
+    of_encoder = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ") if getattr(config, "is_encoder_decoder", False) else ()
+    for task in (*of_encoder, "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION", "SEQUENCE_CLASSIFICATION"):
         mapping = getattr(auto, f"MODEL_FOR_{task}_MAPPING", {})
         if type(config) in mapping:
             found = mapping[type(config)]
@@ -366,14 +403,23 @@ def _model_class(config: Any) -> Any:
 
 def _default_batch(config: Any, model: Any, batch_size: int, length: int | None) -> tuple[dict[str, Tensor], str]:
     empty = partial(torch.empty, device="meta")
-    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
-        size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-        pixels = empty(batch_size, getattr(config, "num_channels", 3), size, size)
+    main_input = getattr(model, "main_input_name", "input_ids")
+    if main_input == "pixel_values":
+        if length is not None:
+            raise ValueError(f"{type(model).__name__} takes images: leave out sequence_length")
+        vision = getattr(config, "vision_config", config)
+        size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
+        pixels = empty(batch_size, getattr(vision, "num_channels", 3), size, size)
         labels = empty(batch_size, dtype=torch.int64)
         return {
             "pixel_values": pixels,
             "labels": labels,
         }, f"the batch is taken to be {batch_size} images of {size} x {size}"
+    if main_input != "input_ids":
+        raise ValueError(
+            f"the shapes of a batch for {type(model).__name__} are not known: give its tensors, as in "
+            f'--batch "{main_input}=float32[8, 80, 3000], labels=int64[8, 128]"'
+        )
     longest = next(
         (
             value
@@ -388,7 +434,10 @@ def _default_batch(config: Any, model: Any, batch_size: int, length: int | None)
         )
     length = length or min(longest, _DEFAULT_LENGTH)
     tokens = empty(batch_size, length, dtype=torch.int64)
+    # Without, some models ask for a setting with which they would make it of the labels.
+    of_decoder = {"decoder_input_ids": tokens} if getattr(config, "is_encoder_decoder", False) else {}
     return {
         "input_ids": tokens,
+        **of_decoder,
         "labels": tokens,
     }, f"the batch is taken to be {batch_size} sequences of {length} tokens"

@@ -160,7 +160,7 @@ class Training:
     def after_backward(self) -> None:
         """Once, show the plan, and check the loss if that was asked for."""
         if not self._runs_alone():
-            self.summary.show_plan(self.deferred.policy.choose)
+            self.summary.show_plan(self.deferred.policy)
         self.split_check.after_backward(self._losses_of, self.engine.devices)
 
     def _runs_alone(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import Prediction
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating import optimizer_state
+from lightning_harmony.updating.update_policy import UpdatePolicy
 
 
 @dataclass
@@ -39,21 +40,22 @@ class FitSummary:
         if self._is_wanted():
             self.tree.info(describe_start(self.engine, runs_alone=runs_alone))
 
-    def show_plan(self, choose: Callable[[], tuple[str, str]]) -> None:
+    def show_plan(self, policy: UpdatePolicy) -> None:
         """A backward has ended: show the plan, if there is one by now, and no first update in it is still to be timed.
 
         Args:
-            choose: tells when parameters are updated, and why.
+            policy: tells when parameters are updated, and why.
         """
         plan = self.engine.plan
         if self._has_shown_plan or plan.num_microbatches is None or plan.profile is None:
             return
-        update, reason = choose()
+        update, reason = policy.choose()
         if update == "just-in-time" and plan.profile.machine.update_bytes_per_second is None:
             return
         self._has_shown_plan = True
         if self._is_wanted():
-            self.tree.info("\n" + describe_plan(self.engine, self.trainer.optimizers, update, reason))
+            seen = policy.why_never_later()
+            self.tree.info("\n" + describe_plan(self.engine, self.trainer.optimizers, update, reason, seen))
 
     def _is_wanted(self) -> bool:
         kind = self.tree.part("callbacks").ModelSummary
@@ -79,8 +81,18 @@ def describe_start(engine: Executor, *, runs_alone: bool) -> str:
     )
 
 
-def describe_plan(engine: Executor, optimizers: Sequence[Any], update: str, reason: str) -> str:
-    """What the plan says, and where things live: a table, and a few lines below it."""
+def describe_plan(
+    engine: Executor, optimizers: Sequence[Any], update: str, reason: str, seen: str | None = None
+) -> str:
+    """What the plan says, and where things live: a table, and a few lines below it.
+
+    Args:
+        engine: the executor.
+        optimizers: of the fit.
+        update: when parameters are updated.
+        reason: why then.
+        seen: what may look at parameters between two batches, so that no update goes on there; None if nothing does.
+    """
     plan = engine.plan
     prediction = _predicted(plan)
     title = (
@@ -90,6 +102,10 @@ def describe_plan(engine: Executor, optimizers: Sequence[Any], update: str, reas
     )
     table = _table(engine, optimizers, prediction, is_deferred=update == "deferred")
     facts = [(update, f"Update: {reason}")]
+    if seen is not None:
+        facts.append(("no overlap", f"Each update ends before the next batch: {seen}"))
+        if update == "just-in-time":
+            facts.append(("p.grad is None", 'After a step; HarmonyStrategy(update="deferred") keeps gradients'))
     if prediction is not None:
         capacities = [device.capacity_bytes for device in engine.devices]
         peaks = zip(prediction.peak_bytes, capacities, strict=True)

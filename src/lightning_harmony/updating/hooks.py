@@ -33,7 +33,7 @@ _HOOKS_BETWEEN_PASSES = ("on_before_zero_grad", "optimizer_zero_grad", "on_befor
 # Lightning's own callbacks that look at none in these, or only through the strategy when they save.
 _BLIND_CALLBACKS = frozenset({
     "ProgressBar", "TQDMProgressBar", "RichProgressBar", "LearningRateMonitor", "DeviceStatsMonitor", "ThroughputMonitor",
-    "ModelCheckpoint", "OnExceptionCheckpoint",
+    "ModelCheckpoint", "OnExceptionCheckpoint", "SpikeDetection", "Timer",
 })  # fmt: skip
 
 

@@ -58,8 +58,12 @@ class UpdatePolicy:
 
     def why_at_once(self) -> str | None:
         """What may look at parameters before the forward of the next batch; None if nothing does."""
+        return self.why_never_later() or end_of_batches(self.trainer)
+
+    def why_never_later(self) -> str | None:
+        """What may look at parameters between any two batches; None if nothing does."""
         reason = self.why_on_host(self._optimizers[0]) or onlooker(self.tree, self.trainer)
-        return reason or self._why_data_looks() or end_of_batches(self.trainer)
+        return reason or self._why_data_looks()
 
     def why_on_host(self, optimizer: Any) -> str | None:
         """Why an optimizer steps as the user wrote it, on the host; None if its update may be made in shares on devices."""

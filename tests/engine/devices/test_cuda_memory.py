@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_harmony.engine.devices import cuda_memory
-from lightning_harmony.engine.devices.cuda_memory import CONTEXT_BYTES, CudaBudget, use_expandable_segments
+from lightning_harmony.engine.devices.cuda_memory import CudaBudget, use_expandable_segments
+from lightning_harmony.plan.values.card_memory import CONTEXT_BYTES, usable_bytes
 
 GIB = 1 << 30
 GPU = torch.device("cuda", 0)
@@ -26,7 +27,10 @@ def test_without_a_limit_the_budget_is_what_is_free_less_what_libraries_load() -
 
 
 def test_a_limit_of_the_card_includes_the_context() -> None:
-    assert CudaBudget.of(GPU, 16 * GIB).reserved_bytes == 16 * GIB - CONTEXT_BYTES
+    budget = CudaBudget.of(GPU, 16 * GIB)
+    assert budget.reserved_bytes == 16 * GIB - CONTEXT_BYTES
+    # As `estimate` counts it.
+    assert budget.capacity_bytes == usable_bytes(16 * GIB)
 
 
 def test_a_limit_above_what_is_free_is_what_is_free() -> None:

@@ -7,15 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-# What a process takes beside torch's allocator: the context, and the libraries' kernels as they are loaded. Measured on an
-# H100 with torch 2.11: 0.8 GiB for BERT in mixed precision.
-CONTEXT_BYTES = 1 << 30
-# The part of it that comes after the context is there.
+from lightning_harmony.plan.values.card_memory import CONTEXT_BYTES, SMALLEST_CARD_BYTES, allocatable_bytes
+
+# The part of the context that comes after the context is there.
 _LOADED_LATER_BYTES = 512 << 20
-# Less than this is no limit of a card, which a context alone would fill, but one of what is allocated.
-_SMALLEST_CARD_BYTES = 4 << 30
-# Freed memory of one stream's pool is unused until that stream wants it again.
-_UNUSED_SHARE = 0.06
 _CONFIGURATION = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -40,14 +35,14 @@ class CudaBudget:
             limit_bytes: what the process may take of the card, its context included; None for all that is free. A limit of
                 less than 4 GiB is one of what is allocated.
         """
-        if limit_bytes is not None and limit_bytes < _SMALLEST_CARD_BYTES:
+        if limit_bytes is not None and limit_bytes < SMALLEST_CARD_BYTES:
             return cls(limit_bytes, None)
         free, _ = torch.cuda.mem_get_info(device)
         reserved = free + torch.cuda.memory_reserved(device) - _LOADED_LATER_BYTES
         if limit_bytes is not None:
             reserved = min(reserved, limit_bytes - CONTEXT_BYTES)
         reserved = max(reserved, 0)
-        return cls(int(reserved * (1 - _UNUSED_SHARE)), reserved)
+        return cls(allocatable_bytes(reserved), reserved)
 
 
 def use_expandable_segments() -> None:

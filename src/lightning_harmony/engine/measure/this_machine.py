@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 
 import torch
 from torch import nn
@@ -16,11 +17,27 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.free_memory import free_host_bytes
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.plan.values.machine import Machine
+from lightning_harmony.plan.values.memory_size import format_bytes
 
 _COPIED_BYTES = 64 * 2**20
 _UPDATED_PARAMETERS = 8 * 2**20
 # What a call of a layer costs the host besides its operations, as measured: it depends little on the machine.
 _CALL_SECONDS = 3.5e-4
+
+
+def describe_machine() -> list[str]:
+    """Versions, and the memory that a training could take, a line each."""
+    names = ("lightning-harmony", "torch", "lightning")
+    lines = [", ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)])]
+    lines.append(f"host: {format_bytes(free_host_bytes())} free")
+    for index in range(torch.cuda.device_count()):
+        usable = format_bytes(CudaBudget.of(torch.device("cuda", index), None).capacity_bytes)
+        lines.append(
+            f"cuda:{index}: {torch.cuda.get_device_name(index)}, {usable} for HarmonyStrategy(device_memory=None)"
+        )
+    if torch.cuda.device_count() == 0:
+        lines.append('no CUDA device: accelerator="cpu" trains on a virtual device in host memory')
+    return lines
 
 
 def measure_machine() -> Machine:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
 from lightning_harmony.errors import PlanError
+from lightning_harmony.plan.values.card_memory import usable_bytes
 from lightning_harmony.plan.values.values import decode
 
 
@@ -65,7 +66,77 @@ H200 = Machine(
     device_bytes=125 * 2**30,
     library_bytes=32 * 2**20,
 )
-MACHINES: Mapping[str, Machine] = {"h200": H200}
+
+
+# How the names of cards end whose rates nobody measured.
+BY_DATA_SHEET = " (by its data sheet)"
+
+
+@dataclass(frozen=True)
+class _DataSheet:
+    """What the data sheet of a card says.
+
+    Attributes:
+        name: of the card.
+        tflops_16: products of 16-bit matrices without sparsity, summed in FP32.
+        tflops_32: FP32, without TF32.
+        tflops_64: FP64.
+        memory_gb_per_second: of the card's memory.
+        bus_gb_per_second: of the PCI Express bus, each way.
+        memory_gib: what the driver shows of the memory.
+    """
+
+    name: str
+    tflops_16: float
+    tflops_32: float
+    tflops_64: float
+    memory_gb_per_second: float
+    bus_gb_per_second: float
+    memory_gib: float
+
+
+_H200_SHEET = _DataSheet("NVIDIA H200", 989.5, 67.0, 67.0, 4800.0, 64.0, 139.8)
+_SHEETS = {
+    "rtx3090": _DataSheet("NVIDIA GeForce RTX 3090", 71.0, 35.6, 0.556, 936.0, 32.0, 23.69),
+    "rtx4090": _DataSheet("NVIDIA GeForce RTX 4090", 165.2, 82.6, 1.29, 1008.0, 32.0, 23.64),
+    "rtx5090": _DataSheet("NVIDIA GeForce RTX 5090", 209.5, 104.8, 1.64, 1792.0, 64.0, 31.36),
+    "l40s": _DataSheet("NVIDIA L40S", 362.0, 91.6, 1.43, 864.0, 32.0, 44.4),
+    "a100": _DataSheet("NVIDIA A100 80GB", 312.0, 19.5, 19.5, 2039.0, 32.0, 79.25),
+    "h100": _DataSheet("NVIDIA H100 80GB", 989.5, 67.0, 67.0, 3350.0, 64.0, 79.1),
+}
+
+
+def _of_sheet(sheet: _DataSheet) -> Machine:
+    """A card that reaches the shares of its data sheet that an H200 reaches within a step."""
+
+    def rate(reached: float, of_h200: float, of_card: float) -> float:
+        return reached * of_card / of_h200
+
+    at_16 = rate(H200.flops_per_second["bfloat16"], _H200_SHEET.tflops_16, sheet.tflops_16)
+    bus = rate(H200.swap_in_bytes_per_second, _H200_SHEET.bus_gb_per_second, sheet.bus_gb_per_second)
+    return replace(
+        H200,
+        name=f"{sheet.name}{BY_DATA_SHEET}",
+        flops_per_second={
+            "bfloat16": at_16,
+            "float16": at_16,
+            "float32": rate(H200.flops_per_second["float32"], _H200_SHEET.tflops_32, sheet.tflops_32),
+            "float64": rate(H200.flops_per_second["float64"], _H200_SHEET.tflops_64, sheet.tflops_64),
+        },
+        memory_bytes_per_second=rate(
+            H200.memory_bytes_per_second, _H200_SHEET.memory_gb_per_second, sheet.memory_gb_per_second
+        ),
+        swap_in_bytes_per_second=bus,
+        swap_out_bytes_per_second=bus,
+        updated_parameters_per_second=rate(
+            H200.updated_parameters_per_second, _H200_SHEET.bus_gb_per_second, sheet.bus_gb_per_second
+        ),
+        host_bytes=None,
+        device_bytes=usable_bytes(int(sheet.memory_gib * 2**30)),
+    )
+
+
+MACHINES: Mapping[str, Machine] = {name: _of_sheet(sheet) for name, sheet in _SHEETS.items()} | {"h200": H200}
 # What a file may leave out.
 _DEFAULTS = {field.name: field.default for field in fields(Machine) if field.default is not MISSING}
 
@@ -76,8 +147,9 @@ def read_machine(text: str) -> Machine:
     Raises:
         ValueError: if it is neither, or the file describes no machine.
     """
-    if text.lower() in MACHINES:
-        return MACHINES[text.lower()]
+    known = text.lower().replace("-", "").replace(" ", "")
+    if known in MACHINES:
+        return MACHINES[known]
     path = Path(text)
     if not path.is_file():
         raise ValueError(
