@@ -2,6 +2,7 @@
 # `make quick` runs the tests of the parts and some of the whole, in about two minutes; `make test-whole` those that
 # `make test` samples in all combinations.
 # `make coverage` runs the tests of `make test` and tells which lines and branches none of them reaches.
+# `make docs` builds the pages of docs as a site, in build/site; a warning is an error.
 # `make test-oldest` tests with the oldest version of Lightning that is supported, in both of its trees.
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,7 +29,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4
 # The modules of these folders have equal names, so that each folder takes a run of its own.
 TYPES := $(BIN)/mypy && for folder in offload paper realworld; do $(BIN)/mypy benchmarks/$$folder || exit 1; done
 
-.PHONY: demo test quick test-whole coverage test-oldest clean
+.PHONY: demo test quick test-whole coverage docs test-oldest clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/train_gpt.py
@@ -50,6 +51,9 @@ test-whole: $(VENV)/.installed-test
 
 coverage: $(VENV)/.installed-test
 	$(PYTEST) -m "not gpu" --cov --cov-report=term --cov-report=html:build/coverage
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test-oldest: $(OLDEST_VENV)/.installed
 	$(OLDEST_VENV)/bin/pytest -n auto --maxprocesses 4 -m "not gpu"

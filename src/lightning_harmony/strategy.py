@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class StrategyMixin(GivenPlugins):
-    """The strategy, in whichever Lightning tree.
+    """Trains a LightningModule that may be larger than device memory: `Trainer(strategy=HarmonyStrategy(...))`.
 
     Args:
         device_memory: the capacity of each device, in bytes or as text such as "16GiB", or a list with that of each;
