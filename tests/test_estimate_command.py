@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,24 @@ def test_the_host_of_a_card_is_unknown_until_it_is_said() -> None:
     assert not small.fits
     assert "host    DOES NOT FIT" in str(small)
     assert estimate(config, machine="l40s", host_memory="1GiB").fits
+
+
+def test_what_a_host_has_no_room_for_at_once_fits_one_after_the_other() -> None:
+    """It was said not to fit, and trained."""
+    given = partial(estimate, CONFIGURATIONS["LlamaForCausalLM"], machine="l40s", num_microbatches=8)
+    need = given().outlook.host
+    assert need.least_bytes < need.in_turns_bytes < need.num_bytes
+    turns = "run one after the other"
+    for host_bytes, fits, is_said in (
+        (need.num_bytes, True, False),
+        (need.in_turns_bytes, True, False),
+        (need.in_turns_bytes - 1, True, True),
+        (need.least_bytes, True, True),
+        (need.least_bytes - 1, False, False),
+    ):
+        result = given(host_memory=host_bytes)
+        assert result.fits == fits
+        assert any(turns in note for note in result.notes) == is_said
 
 
 def test_a_limit_of_a_card_includes_what_cannot_be_allocated() -> None:

@@ -117,7 +117,7 @@ def _larger_card(result: Estimate) -> Iterator[str]:
 
 def _more_host_memory(result: Estimate) -> Iterator[str]:
     if not result.fits_host(result.chosen):
-        yield f"{format_bytes(result.outlook.host.num_bytes - (result.machine.host_bytes or 0))} more host memory"
+        yield f"{format_bytes(result.outlook.host.least_bytes - (result.machine.host_bytes or 0))} more host memory"
 
 
 # ---- amounts -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from lightning_harmony.plan.outlook.outlook import Outlook, look_ahead
 from lightning_harmony.plan.outlook.work import StepProfile, between
 from lightning_harmony.plan.search.search import MOST_TASKS
 from lightning_harmony.plan.values.card_memory import usable_bytes
+from lightning_harmony.plan.values.host_need import HostNeed
 from lightning_harmony.plan.values.machine import BY_DATA_SHEET, Machine, read_machine
 from lightning_harmony.plan.values.memory_size import format_bytes, parse_bytes
 from lightning_harmony.setup.argument_names import suggests_names
@@ -156,7 +157,7 @@ def estimate(
         chosen=chosen,
         rows=tuple(sorted([chosen, *map(row, others)], key=lambda each: each.microbatch_size)),
         advice=(),
-        notes=(*subject.notes, *_notes(profile, where, capacity, subject)),
+        notes=(*subject.notes, *_notes(profile, where, capacity, subject, chosen.outlook.host)),
     )
     return with_advice(result, subject.module)
 
@@ -179,8 +180,15 @@ def _capacity(machine: Machine, limit_bytes: int | None) -> int | None:
     return machine.device_bytes if limit_bytes is None else min(machine.device_bytes, usable_bytes(limit_bytes))
 
 
-def _notes(profile: StepProfile, machine: Machine, capacity: int | None, subject: Subject) -> Iterator[str]:
+def _notes(
+    profile: StepProfile, machine: Machine, capacity: int | None, subject: Subject, host: HostNeed
+) -> Iterator[str]:
     """What the figures do not say."""
+    if machine.host_bytes is not None and host.least_bytes <= machine.host_bytes < host.in_turns_bytes:
+        yield (
+            "the stash of all microbatches may not fit on the host, beside weights and optimizer state: they run one after "
+            "the other then, each layer is swapped in for each of them, and a step takes longer than is said here"
+        )
     trained = sum(layer.trained_bytes for layer in profile.layers)
     lasting = profile.weight_bytes + profile.buffer_bytes + (1 + subject.state_copies) * trained
     if capacity is None or lasting <= capacity:

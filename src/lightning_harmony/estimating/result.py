@@ -81,7 +81,7 @@ class Estimate:
 
     def fits_host(self, row: Row) -> bool:
         """Whether the host has."""
-        return self.machine.host_bytes is None or row.outlook.host.num_bytes <= self.machine.host_bytes
+        return self.machine.host_bytes is None or row.outlook.host.least_bytes <= self.machine.host_bytes
 
     @property
     def items_per_second(self) -> float:
@@ -119,6 +119,7 @@ class Estimate:
             "needed_by": outlook.need.name,
             "peak_device_bytes": outlook.peak_bytes,
             "host_bytes": outlook.host.num_bytes,
+            "least_host_bytes": outlook.host.least_bytes,
             "num_packs": len(outlook.plan.packs),
             "seconds": outlook.seconds,
             f"{self.items}_per_second": self.items_per_step / outlook.seconds,
@@ -159,16 +160,18 @@ class Estimate:
         need, host = outlook.need, outlook.host
         where = f"for {need.name}" if need.name else "before the first layer"
         device_verdict = "fits" if self.fits_device(self.chosen) else "DOES NOT FIT"
-        host_verdict = "fits:" if self.fits_host(self.chosen) else "DOES NOT FIT:"
+        host_verdict = "fits: needs" if self.fits_host(self.chosen) else "DOES NOT FIT: needs"
         if self.machine.host_bytes is None:
-            host_verdict = "takes"
+            host_verdict = "needs"
         return [
             f"device  {device_verdict}: needs {format_bytes(need.num_bytes)}, and uses up to "
             f"{format_bytes(outlook.peak_bytes)} where it has it",
             f"        most {where}: {format_bytes(need.state_bytes)} weights and gradients, "
             f"{format_bytes(need.work_bytes)} work space, {format_bytes(need.live_bytes)} of other microbatches, "
             f"{format_bytes(need.other_bytes)} besides",
-            f"host    {host_verdict} {format_bytes(host.num_bytes)} = {format_bytes(host.weight_bytes)} weights + "
+            f"host    {host_verdict} {format_bytes(host.least_bytes)}, and uses up to "
+            f"{format_bytes(host.num_bytes)} where it has it",
+            f"        at the most {format_bytes(host.weight_bytes)} weights + "
             f"{format_bytes(host.gradient_bytes)} gradients + {format_bytes(host.optimizer_bytes)} optimizer + "
             f"{format_bytes(host.stash_bytes)} stash",
             f"packs   {_describe_packs(outlook)}",
@@ -184,7 +187,17 @@ class Estimate:
         ]
 
     def _table(self) -> list[str]:
-        head = ("microbatches", "of size", "device needs", "", "host", "packs", "step", f"{self.items}/s", "bounded by")
+        head = (
+            "microbatches",
+            "of size",
+            "device needs",
+            "",
+            "host up to",
+            "packs",
+            "step",
+            f"{self.items}/s",
+            "bounded by",
+        )
         rows = [head, *(self._cells(row) for row in self.rows)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         left = {3, 8}

@@ -314,11 +314,14 @@ class _Step:
         layers: Sequence[LayerProfile] = self._profile.layers
         state = self._state_copies * sum(layer.trained_bytes for layer in layers)
         packs = [sum(layers[index].trained_bytes for index in pack) for pack in self._packs]
+        stash = sum(layer.stash_bytes for layer in layers)
         return HostNeed(
             weight_bytes=self._profile.weight_bytes,
             gradient_bytes=bytes_beside_state(packs, state, is_deferred=self._is_deferred),
+            least_gradient_bytes=bytes_beside_state(packs, state, is_deferred=self._is_deferred, ring=1),
             optimizer_bytes=state,
-            stash_bytes=self._lanes * sum(layer.stash_bytes for layer in layers),
+            stash_bytes=self._lanes * stash,
+            least_stash_bytes=stash,
         )
 
 

@@ -18,19 +18,33 @@ class HostNeed:
     Attributes:
         weight_bytes: parameters.
         gradient_bytes: the most of their gradients that is there beside the optimizer's state.
+        least_gradient_bytes: the same where the gradients of one pack at a time wait for their update.
         optimizer_bytes: the optimizer's state.
         stash_bytes: the stash of all microbatches.
+        least_stash_bytes: the stash of one.
     """
 
     weight_bytes: int
     gradient_bytes: int
+    least_gradient_bytes: int
     optimizer_bytes: int
     stash_bytes: int
+    least_stash_bytes: int
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
+        """All of it, where the host has it."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.stash_bytes
+
+    @property
+    def in_turns_bytes(self) -> int:
+        """What microbatches that take turns cannot do without."""
+        return self.weight_bytes + self.least_gradient_bytes + self.optimizer_bytes + self.stash_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """What training cannot do without, microbatches that run one after the other included."""
+        return self.weight_bytes + self.least_gradient_bytes + self.optimizer_bytes + self.least_stash_bytes
 
 
 def waiting_bytes(packs: Iterable[int], *, is_deferred: bool, ring: int = RING) -> int:
