@@ -61,6 +61,22 @@ class Wide(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+class NeedsNumbers(Wide):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = torch.ones(1).item()
+
+
+class Broken(Wide):
+    def __init__(self, rate: float = 0.1) -> None:
+        raise KeyError("rate")
+
+
+class NoData(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        raise KeyError("folder")
+
+
 class Fails(Wide):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         raise KeyError("labels")
@@ -143,6 +159,13 @@ def test_a_model_of_the_hub_that_cannot_be_read_says_why_and_what_works_offline(
         (["test_estimate_command.Wide", "--batch", "float32[4, 3]"], "on a batch of float32[4, 3]: RuntimeError: "),
         (["test_estimate_command.Fails", "--batch", "float32[4, 64]"], "KeyError: 'labels'"),
         (["test_estimate_command.Wide", "--batch", "float32[4, 64]", "--batch-size", "4"], "leave out batch_size"),
+        (["test_estimate_command.NeedsNumbers", "--batch", "float32[4, 64]"], "cannot be built without memory"),
+        (["test_estimate_command.Broken", "--batch", "float32[4, 64]"], "Broken() cannot be built: KeyError: 'rate'"),
+        (
+            ["--config", "{broken}", "--batch", "float32[4, 64]"],
+            "test_estimate_command.Broken cannot be built: ValueError",
+        ),
+        (["--config", "{no_data}"], "a batch of test_estimate_command.NoData cannot be built: KeyError: 'folder'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -152,6 +175,13 @@ def test_wrong_input_is_named_in_one_line(
     places = {"gpt2": tmp_path / "gpt2", "empty": tmp_path / "empty"}
     places["empty"].mkdir()
     CONFIGURATIONS["GPT2LMHeadModel"].save_pretrained(places["gpt2"])
+    model = "model: {class_path: test_estimate_command.%s}\n"
+    for name, text in (
+        ("broken", model % "Broken"),
+        ("no_data", model % "Wide" + "data: {class_path: test_estimate_command.NoData}\n"),
+    ):
+        places[name] = tmp_path / f"{name}.yaml"
+        places[name].write_text(text)
     assert message in refused(capsys, *(argument.format(**places) for argument in arguments))
 
 

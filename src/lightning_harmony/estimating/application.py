@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_harmony.estimating.subject import needs_numbers
+
 # The name of a model on the Hugging Face Hub, perhaps with its owner's before it.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*|[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TENSOR = re.compile(r"\s*(?:(\w+)\s*=\s*)?(\w+)\s*\[([\d\s,]*)\]\s*(?:,|$)")
@@ -78,11 +80,19 @@ def _refuse_unknown(path: str, names: Collection[str], config: Any) -> None:
 
 
 def _build(path: str, found: Any, arguments: Mapping[str, Any]) -> Any:
+    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return _made(f"{path}({given})", lambda: found(**arguments))
+
+
+def _made(what: str, make: Callable[[], Any]) -> Any:
+    """What a function of the user's makes; its errors name what could not be made."""
     try:
-        return found(**arguments)
+        return make()
     except Exception as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        raise ValueError(f"{path}({given}) cannot be built: {type(error).__name__}: {error}") from error
+        if needs_numbers(error):
+            raise
+        why = " ".join(str(error).split())
+        raise ValueError(f"{what} cannot be built: {type(error).__name__}: {why}") from error
 
 
 def import_by_path(path: str) -> Any:
@@ -178,8 +188,7 @@ def read_config(path: str, model: str | None) -> dict[str, Any]:
     }
     if isinstance(values.get("data"), dict) and "class_path" in values["data"]:
         data = _builder(values["data"], "lightning.pytorch.LightningDataModule")()
-        data.setup("fit")
-        arguments["batch"] = next(iter(data.train_dataloader()))
+        arguments["batch"] = _made(f"a batch of {values['data']['class_path']}", lambda: _first_batch(data))
     if trainer.get("precision") is not None:
         arguments["precision"] = trainer["precision"]
     if trainer.get("gradient_clip_val") or (trainer.get("accumulate_grad_batches") or 1) != 1:
@@ -192,6 +201,11 @@ def read_config(path: str, model: str | None) -> dict[str, Any]:
     if given.get("update") == "deferred":
         arguments["update"] = "deferred"
     return arguments
+
+
+def _first_batch(data: Any) -> Any:
+    data.setup("fit")
+    return next(iter(data.train_dataloader()))
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
@@ -231,4 +245,4 @@ def _builder(section: dict[str, Any], base: str) -> Callable[[], Any]:
         parsed = parser.parse_object({"it": section})
     except (jsonargparse.ArgumentError, TypeError) as error:
         raise ValueError(f"{section['class_path']} cannot be built as the configuration says: {error}") from error
-    return lambda: parser.instantiate_classes(parsed).it
+    return lambda: _made(section["class_path"], lambda: parser.instantiate_classes(parsed).it)

@@ -225,7 +225,7 @@ def build(make: Callable[[], Any]) -> nn.Module:
         with torch.device("meta"):
             module = make()
     except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error):
+        if not needs_numbers(error):
             raise
         raise UnsupportedModelError(
             f"the model cannot be built without memory: {str(error).splitlines()[0]} Make what its constructor computes "
@@ -234,6 +234,11 @@ def build(make: Callable[[], Any]) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise UnsupportedModelError(f"a model was expected, not a {type(module).__name__}")
     return module
+
+
+def needs_numbers(error: Exception) -> bool:
+    """Whether an error is torch's, about numbers that a tensor on the meta device does not have."""
+    return isinstance(error, NotImplementedError | RuntimeError) and "meta" in str(error)
 
 
 def on_meta(module: nn.Module) -> nn.Module:
