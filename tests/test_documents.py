@@ -106,7 +106,7 @@ def test_blocks_are_commands_or_python_or_drawings_or_what_is_printed() -> None:
     for document in DOCUMENTS:
         for kind, text in re.findall(r"```(\w*)\n(.*?)```", document.read_text(), re.DOTALL):
             assert kind in ("", "python", "mermaid", "text"), document.name
-            assert kind != "mermaid" or text.startswith("flowchart ")
+            assert kind != "mermaid" or text.startswith(("flowchart ", "sequenceDiagram\n"))
 
 
 def said_by_the_code() -> str:

@@ -74,7 +74,7 @@ BY_DATA_SHEET = " (by its data sheet)"
 
 @dataclass(frozen=True)
 class _DataSheet:
-    """What the data sheet of a card says.
+    """What the maker's data sheet of a card says, and for the memory what the driver shows.
 
     Attributes:
         name: of the card.
@@ -83,7 +83,7 @@ class _DataSheet:
         tflops_64: FP64.
         memory_gb_per_second: of the card's memory.
         bus_gb_per_second: of the PCI Express bus, each way.
-        memory_gib: what the driver shows of the memory.
+        memory_gib: what the driver lets programs have.
     """
 
     name: str
