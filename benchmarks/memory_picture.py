@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "benchmarks" / "README.md"
 PICTURE = ROOT / "docs" / "speed-against-memory.svg"
 
-WIDTH, HEIGHT = 760, 420
-LEFT, RIGHT, TOP, BOTTOM = 62, 18, 40, 66
+WIDTH, HEIGHT = 760, 440
+LEFT, RIGHT, TOP, BOTTOM = 62, 18, 40, 84
 MEMORY, SPEED = (2.0, 128.0), (0.0, 1.4)
 OURS, PLAIN, OTHERS = "#0b6e4f", "#52606d", "#b4531f"
 
@@ -146,10 +146,21 @@ def axes() -> list[str]:
     lines += [
         f'<text x="{middle:.0f}" y="{HEIGHT - BOTTOM + 38}" text-anchor="middle">device memory allocated, GiB</text>',
         f'<text x="{LEFT - 44}" y="24">speed, against plain Lightning in memory with recompute of each block = 1</text>',
-        f'<text x="{middle:.0f}" y="{HEIGHT - 8}" text-anchor="middle" fill="#7b8794" font-size="12">One H200; 32,768 tokens '
-        "a step. Filled: 5.09 B parameters, bf16-mixed. Hollow: 2.68 B parameters, bf16 weights.</text>",
+        note(
+            HEIGHT - 24,
+            "One H200, 32,768 tokens a step. Filled: 5.09 B parameters, bf16-mixed; hollow: 2.68 B, bf16.",
+        ),
+        note(
+            HEIGHT - 8, "Commit 0b70b02 and before, with updates on the host. Tables and commands: benchmarks/README.md"
+        ),
     ]
     return lines
+
+
+def note(at: int, text: str) -> str:
+    """A line below the picture."""
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    return f'<text x="{middle:.0f}" y="{at}" text-anchor="middle" fill="#7b8794" font-size="12">{text}</text>'
 
 
 def picture() -> str:
