@@ -34,7 +34,7 @@ def test_what_is_moved_needs_gradients_as_what_it_is_a_copy_of(
     with devices[0].computing():
         weight = nn.Parameter(torch.randn(4, 4), requires_grad)
     transfers = Transfers(devices, Traffic(), lambda to, num_bytes: None, lambda *of_a_copy: nullcontext())
-    lane = LaneTransfers(transfers, 0)
+    lane = LaneTransfers(transfers)
     with mode():
         moved = lane.moved(weight, 1)
         assert transfers.home(moved) == 1

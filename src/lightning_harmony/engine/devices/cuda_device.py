@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from lightning_harmony.engine.devices.stream import (
     current_cuda_stream,
 )
 from lightning_harmony.engine.devices.touched_memory import touched_buffer
-from lightning_harmony.engine.structures.parts import parts_of
 
 
 class CudaDevice(Device):
@@ -33,9 +31,7 @@ class CudaDevice(Device):
         torch_device: which one.
         capacity_bytes: what may be allocated on it.
         reserved_bytes: what torch's allocator may have of the driver; None for no bound.
-        is_one_of_several: whether lanes go from device to device. Each then has a stream of its own on each, on which
-            its glue, its copies from device to device and the autograd engine run. On one stream, a lane that waits for
-            another device would hold up those behind it.
+        is_one_of_several: whether lanes go from device to device, so that another one may be current.
     """
 
     computes_apart = pools_apart = True
@@ -59,8 +55,6 @@ class CudaDevice(Device):
             # Gradients come from other devices, whose streams autograd waits for: there is nothing to warn of.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         self._compute = current_cuda_stream(self._index)
-        self._lane_streams: dict[int, torch.cuda.Stream] = {}
-        self._began: torch.cuda.Event | None = None
         self._uses = _Uses()
         self.swap_in = CudaStream(torch_device)
         self.swap_out = CudaStream(torch_device)
@@ -148,10 +142,6 @@ class CudaDevice(Device):
         """An event on the current stream."""
         return CudaEvent(current_cuda_stream(self._index))
 
-    def record_all(self) -> list[Event]:
-        """An event on the compute stream, and one on that of each lane."""
-        return [CudaEvent(stream) for stream in (self._compute, *self._lane_streams.values())]
-
     def moment(self) -> Moment:
         """A timed event on the compute stream."""
         return CudaMoment(self._compute)
@@ -163,9 +153,8 @@ class CudaDevice(Device):
     def free(self, buffer: Tensor, uses: Sequence[Event], *, is_kept: bool = False) -> None:
         """Order later copies, which may reuse the memory, after its uses."""
         if is_kept:
-            # When they let it go, the allocator waits for what these streams do until then.
-            for stream in (self._compute, *self._lane_streams.values()):
-                buffer.record_stream(stream)
+            # When they let it go, the allocator waits for what is computed until then.
+            buffer.record_stream(self._compute)
         self.swap_in.submit(lambda: None, after=uses)
         self._uses.add(buffer, uses)
 
@@ -187,52 +176,20 @@ class CudaDevice(Device):
         lane.wait_stream(self._compute)
 
     def scheduling(self) -> AbstractContextManager[None]:
-        """On the compute stream, from whichever lane it is done."""
+        """On the compute stream, whichever device is current."""
         return OnCudaStream(self._compute) if self._is_one_of_several else nullcontext()
 
     def selected(self) -> AbstractContextManager[None]:
-        """Make this device current, with the lane's own stream."""
+        """Make this device current."""
         return torch.cuda.device(self._index)
 
-    @contextmanager
-    def lane(self, number: int) -> Iterator[None]:
-        """Give the lane its stream, and make this device current."""
-        if not self._is_one_of_several:
-            with self.computing():
-                yield
-            return
-        if number not in self._lane_streams:
-            self._lane_streams[number] = torch.cuda.Stream(self.torch_device)
-        with OnCudaStream(self._lane_streams[number]):
-            self.catch_up()
-            yield
+    def lane(self, number: int) -> AbstractContextManager[None]:
+        """A lane's own work is computed in the order in which it is launched, with that of layers.
 
-    def hand_out(self, tensors: Iterable[Tensor]) -> None:
-        """Tell the allocator that the lane's stream uses them, too."""
-        if self._is_one_of_several:
-            stream = current_cuda_stream(self._index)
-            for part in chain.from_iterable(map(parts_of, tensors)):
-                if part.device == self.torch_device:
-                    part.record_stream(stream)
-
-    def begin_lanes(self) -> None:
-        """Record what lanes begin after."""
-        self._began = self._compute.record_event()
-
-    def catch_up(self) -> None:
-        """Let the lane's stream wait for that."""
-        assert self._began is not None
-        current_cuda_stream(self._index).wait_event(self._began)
-
-    def await_lane(self, number: int) -> None:
-        """Let the one's stream wait for the other's."""
-        if number in self._lane_streams:
-            current_cuda_stream(self._index).wait_stream(self._lane_streams[number])
-
-    def join_lanes(self) -> None:
-        """Let the compute stream wait for all lanes."""
-        for stream in self._lane_streams.values():
-            self._compute.wait_stream(stream)
+        On a stream of its own it would have a pool of its own: of 16 lanes' losses, torch's allocator could give the memory
+        of none to the next without waiting for the device.
+        """
+        return self.computing()
 
     def sending(self) -> AbstractContextManager[None]:
         """Torch makes such a copy on the current stream of the device that it comes from, as a barrier between both."""

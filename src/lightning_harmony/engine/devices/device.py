@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -121,10 +121,6 @@ class Device(ABC):
     def record(self) -> Event:
         """The event of all that the caller has computed so far on this device."""
 
-    def record_all(self) -> list[Event]:
-        """The events of all that has been computed so far on this device, whoever launched it."""
-        return [self.record()]
-
     @abstractmethod
     def moment(self) -> Moment:
         """The moment at which all that the caller has computed so far on this device is done."""
@@ -168,26 +164,6 @@ class Device(ABC):
     def lane(self, number: int) -> AbstractContextManager[None]:
         """The context of all that a lane does, of which this device may see a part."""
         return nullcontext()
-
-    @abstractmethod
-    def hand_out(self, tensors: Iterable[Tensor]) -> None:
-        """Called after computing: what it made goes to the lane."""
-
-    @abstractmethod
-    def begin_lanes(self) -> None:
-        """From here on, lanes may work: after what the caller has launched."""
-
-    @abstractmethod
-    def catch_up(self) -> None:
-        """Order the running lane's own work after what had been launched when lanes last began."""
-
-    @abstractmethod
-    def await_lane(self, number: int) -> None:
-        """Order the running lane's own work after all that another one has launched here."""
-
-    @abstractmethod
-    def join_lanes(self) -> None:
-        """Order what the caller computes next after all that lanes have launched."""
 
     def sending(self) -> AbstractContextManager[None]:
         """The context of a copy to another device, in the work of a stream of that one: beside all that computes here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -170,21 +170,6 @@ class VirtualDevice(Device):
     def lane(self, number: int) -> AbstractContextManager[None]:
         """Count what it allocates."""
         return self.computing()
-
-    def hand_out(self, tensors: Iterable[Tensor]) -> None:
-        """Nothing to do: there is one order of all."""
-
-    def begin_lanes(self) -> None:
-        """Nothing to do."""
-
-    def catch_up(self) -> None:
-        """Nothing to do."""
-
-    def await_lane(self, number: int) -> None:
-        """One lane computes at a time."""
-
-    def join_lanes(self) -> None:
-        """Nothing to do."""
 
     @contextmanager
     def on_host(self) -> Iterator[None]:

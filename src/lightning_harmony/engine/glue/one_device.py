@@ -15,11 +15,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
 
-from lightning_harmony.engine.devices.shared import storage_of
 from lightning_harmony.engine.glue.buffer_stand_in import BufferStandIn
 from lightning_harmony.engine.glue.glue import StandIn
 from lightning_harmony.engine.memory.tensor_class import in_place_of
-from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers, changed_since
+from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers
 from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.model.shown_wide import ShownWide, hand_on
 from lightning_harmony.engine.structures.operations import changes_first
@@ -33,7 +32,7 @@ class OneDevice(TorchFunctionMode):
         lane: the lane's transfers.
         transfers: all lanes'.
         at: the number of the device for all: a layer's. None to go by the operands.
-        given: what the layer is called with, and is elsewhere.
+        given: what the layer is called with.
 
     Attributes:
         has_found: whether any other operand was elsewhere.
@@ -83,21 +82,14 @@ class OneDevice(TorchFunctionMode):
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
         if func in _DIFFERENTIATING and not is_transformed:
             return self._differentiate(func, args, kwargs)
+        self._lane.note_uses(tensor for tensor in tensors if id(tensor) not in self._given)
         homes = [self._home(tensor) for tensor in tensors]
         target = self._target(_changed(func, args, kwargs), tensors, homes)
         args, kwargs, originals = self._brought(args, kwargs, tensors, homes, target)
         if is_transformed:
             return func(*args, **kwargs)
-        # Those that were moved are the lane's own.
-        used = [tensor for tensor, home in zip(tensors, homes, strict=True) if home == target]
         with self._transfers.devices[target].selected():
-            self._lane.use(used, target, _changed(func, args, kwargs))
-            versions = [version_of(tensor) for tensor in used]
             result = func(*args, **kwargs)
-        views = {storage_of(tensor) for tensor in used}
-        made = [tensor for tensor in tensors_of(result) if storage_of(tensor) not in views]
-        # What changes its operands does not always look like it.
-        self._lane.made([*changed_since(used, versions), *made])
         for copied, tensor, version in originals.values():
             if version_of(copied) != version:
                 self._write_back(tensor, copied)
@@ -110,9 +102,7 @@ class OneDevice(TorchFunctionMode):
         assert home is not None
         back = self._lane.moved(copied, home)
         with self._transfers.devices[home].selected():
-            self._lane.use([tensor], home, [tensor])
             tensor.copy_(back)
-        self._lane.made([tensor])
 
     def _target(self, changed: Sequence[Tensor], tensors: Sequence[Tensor], homes: Sequence[int | None]) -> int:
         """The number of the device that an operation runs on.

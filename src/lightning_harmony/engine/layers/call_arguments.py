@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_harmony.engine.glue.glue import StandIn
 from lightning_harmony.engine.memory.opaque import is_opaque
 from lightning_harmony.engine.memory.tensor_class import in_place_of
-from lightning_harmony.engine.structures.tree import Arguments
+from lightning_harmony.engine.structures.tree import Arguments, flatten
 
 
 class CallArguments:
@@ -45,6 +45,8 @@ class CallArguments:
         self._originals = list(unique.values())
         self.tensors = [_prepared(tensor, dtype) for tensor in self._originals]
         self._exchanged: _Exchanged | None = None
+        # By the identities of those that were brought, what they were.
+        self._before: dict[int, Tensor] = {}
 
     @property
     def have_objects(self) -> bool:
@@ -57,7 +59,8 @@ class CallArguments:
         Args:
             bring: returns the tensor that takes a tensor's place, or the tensor itself.
         """
-        self.tensors = [in_place_of(bring(tensor), tensor) for tensor in self.tensors]
+        before, self.tensors = self.tensors, [in_place_of(bring(tensor), tensor) for tensor in self.tensors]
+        self._before = {id(t): old for t, old in zip(self.tensors, before, strict=True) if t is not old}
         pairs = zip(self._originals, self.tensors, strict=True)
         others = {id(original): tensor for original, tensor in pairs if tensor is not original}
         if not others:
@@ -69,11 +72,20 @@ class CallArguments:
         args, kwargs = self._given
         return tuple(map(self._exchanged.of, args)), {name: self._exchanged.of(value) for name, value in kwargs.items()}
 
+    def with_originals(self, result: Any) -> Any:
+        """What the call returns; where that is what was brought from another device, what is there."""
+        if not self._before:
+            return result
+        leaves, close = flatten(result)
+        if not any(id(leaf) in self._before for leaf in leaves):
+            return result
+        return close(self._before.get(id(leaf), leaf) for leaf in leaves)
+
     def give_back(self) -> None:
         """The call is over: the caller's tensors are in its lists and dicts again. Nothing of the caller's is kept."""
         if self._exchanged is not None:
             self._exchanged.give_back({id(t): old for t, old in zip(self.tensors, self._originals, strict=True)})
-        self._exchanged, self._originals, self._given, self.tensors = None, [], ((), {}), []
+        self._exchanged, self._originals, self._given, self.tensors, self._before = None, [], ((), {}), [], {}
         self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
 
     def again(self, tensors: Sequence[Tensor], leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -18,7 +18,7 @@ from lightning_harmony.engine.layers.call_weights import Call, CallWeights, Save
 from lightning_harmony.engine.layers.narrow import CastWatch
 from lightning_harmony.engine.layers.narrow_weight import really
 from lightning_harmony.engine.layers.owned_results import OwnedResults
-from lightning_harmony.engine.layers.recompute import Recompute, note_use
+from lightning_harmony.engine.layers.recompute import Recompute
 from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.layers.saved_tensors import SavedTensor, Saves
 from lightning_harmony.engine.memory.tensor_class import parameter_like
@@ -81,22 +81,18 @@ class LayerCall(Call):
         with runtime.calling(), runtime.visit(layer, Phase.FORWARD) as residency:
             self.residency = residency
             try:
-                # The compiler knows nothing of several devices.
-                bring = partial(runtime.brought, residency=residency, at_once=self._is_compiled)
-                args, kwargs = arguments.brought(bring)
                 self._takes_objects = arguments.have_objects
-                tensors = arguments.tensors
-                self._away = [each for each in tensors if runtime.at_layer(each, residency) is not each]
-                with runtime.surroundings.running(
-                    layer, residency, takes_objects=self._takes_objects or bool(self._away)
-                ):
-                    result = self._run_in_graph(args, kwargs)
-                tensors = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
-                runtime.hand_out(tensors, residency)
-                return result
+                whole = runtime.surroundings.takes_whole(
+                    layer, residency, arguments.tensors, has_objects=self._takes_objects
+                )
+                # The compiler knows nothing of several devices.
+                bring = partial(runtime.brought, residency=residency, at_once=whole or self._is_compiled)
+                args, kwargs = arguments.brought(bring)
+                with runtime.surroundings.running(residency):
+                    return arguments.with_originals(self._run_in_graph(args, kwargs))
             finally:
                 arguments.give_back()
-                del self.residency, self._away
+                del self.residency
 
     # ---- forward -------------------------------------------------------------------------------------------------------
 
@@ -182,9 +178,9 @@ class LayerCall(Call):
         return saved
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        away = self._away if self._is_running else []
+        given = self._arguments.tensors if self._is_running else []
         reaching = self.runtime.surroundings.reaching(
-            self.layer, self.residency, away, takes_objects=self._takes_objects, is_compiled=self._is_compiled
+            self.layer, self.residency, given, takes_objects=self._takes_objects, is_compiled=self._is_compiled
         )
         try:
             with reaching, own_code_of(self.layer):
@@ -280,7 +276,6 @@ class LayerCall(Call):
                 if saved.content is None:
                     self._refill()
                 assert saved.content is not None
-                note_use([saved.content], self.residency)
 
     def is_through(self) -> bool:
         """Whether no backward can ask for a saved tensor any more: each node lets go of what it saved when it has run."""
@@ -323,7 +318,7 @@ class LayerCall(Call):
                 "as of a tensor that one of them left where the other found it, in a closure or an object; use "
                 "num_microbatches=1"
             )
-        running = self.runtime.surroundings.running(self.layer, self.residency, takes_objects=self._takes_objects)
+        running = self.runtime.surroundings.running(self.residency)
         with running, self.runtime.measuring_graph(self.layer), torch.enable_grad():
             if not self._saves.fill(lambda: self._recompute.run(self.residency, self._run)):
                 raise UnsupportedModelError(

@@ -126,7 +126,6 @@ class Recompute:
             leaves = self._arguments.leaves
         else:
             inputs = [each.load() for each in self._inputs]
-            note_use(inputs, residency)
             if self._layer.changes_inputs:
                 # Leaves may not be changed in place, nor what is in the stash.
                 inputs = list(map(cloned, inputs))
@@ -146,11 +145,6 @@ class Recompute:
     def forget_inputs(self) -> None:
         """It runs no more."""
         self._inputs, self._objects = [], []
-
-
-def note_use(tensors: Sequence[Tensor], residency: Residency) -> None:
-    """A layer reads these: where lanes have streams of their own, it is not theirs on which these were made."""
-    residency.device.hand_out([tensor for tensor in tensors if tensor.layout is torch.strided])
 
 
 def _cuda_device(residency: Residency) -> int | None:

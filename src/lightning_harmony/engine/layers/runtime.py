@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -44,9 +44,6 @@ class Runtime(Protocol):
 
     def make_room(self, num_bytes: int, device: Device) -> None:
         """A layer is about to allocate more than it was seen to."""
-
-    def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
-        """What a layer made goes to its caller."""
 
     def calling(self) -> AbstractContextManager[None]:
         """The context of a layer's call."""

@@ -14,9 +14,20 @@ from lightning_harmony.engine.model.pack import Residency
 class Surroundings:
     """Those of layers on one device, where all that their code finds is at hand."""
 
-    def running(
-        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
-    ) -> AbstractContextManager[None]:
+    def takes_whole(
+        self, layer: SwappedLayer, residency: Residency, tensors: Sequence[Tensor], *, has_objects: bool
+    ) -> bool:
+        """Whether the inputs of a call that are on other devices come as a whole, and not for each use.
+
+        Args:
+            layer: what is called.
+            residency: of its pack.
+            tensors: what it is called with.
+            has_objects: whether tensors may hide among the arguments.
+        """
+        return True
+
+    def running(self, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's own code."""
         return nullcontext()
 
@@ -24,7 +35,7 @@ class Surroundings:
         self,
         layer: SwappedLayer,
         residency: Residency,
-        away: Sequence[Tensor],
+        given: Sequence[Tensor],
         *,
         takes_objects: bool,
         is_compiled: bool,
@@ -34,7 +45,7 @@ class Surroundings:
         Args:
             layer: the layer.
             residency: of its pack.
-            away: what it is called with, and is on other devices.
+            given: what it is called with, if it does not run again.
             takes_objects: whether it is called with objects, in which tensors may be.
             is_compiled: whether its code is.
         """

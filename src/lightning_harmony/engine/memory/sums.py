@@ -255,7 +255,7 @@ class Sums:
     def free(self, accumulator: Accumulator) -> None:
         """Called before sums are dropped that something may still be added to, or read of."""
         gathered = [] if accumulator.gathered is None else [accumulator.gathered]
-        self._device.free(accumulator.buffer, [*self._device.record_all(), *gathered])
+        self._device.free(accumulator.buffer, [self._device.record(), *gathered])
 
     def unpark(self, pack: SwappedPack) -> None:
         """Bring sums back that made room before."""

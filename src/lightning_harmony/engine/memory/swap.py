@@ -147,7 +147,7 @@ class Swapper:
         residency, pack.residency = pack.residency, None
         if residency is None:
             return
-        uses = self._device.record_all() if residency.last_use is None else [residency.last_use]
+        uses = [self._device.record()] if residency.last_use is None else [residency.last_use]
         self._start_write_back(pack, residency, uses)
         uses.append(residency.ready)
         residency.leaves, residency.shown = {}, {}

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_harmony.engine.devices.device import Device
-from lightning_harmony.engine.devices.shared import SharedTensors
 from lightning_harmony.engine.measure.report import Traffic
-from lightning_harmony.engine.model.layer import version_of
+from lightning_harmony.engine.model.layer import SwappedLayer, version_of
 from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of, storages_of
 from lightning_harmony.engine.structures.strides import compact, restore
 from lightning_harmony.errors import UnsupportedModelError
@@ -22,9 +21,6 @@ from lightning_harmony.plan.values.task import Task
 
 class Transfers:
     """Knows where tensors are, and copies them from device to device.
-
-    Attributes:
-        shared: what lanes use together.
 
     Args:
         devices: all of them, the root first: where what belongs to none is taken to be.
@@ -41,7 +37,6 @@ class Transfers:
         timing: Callable[[Device, Device, int], AbstractContextManager[None]],
     ) -> None:
         self.devices = devices
-        self.shared = SharedTensors(devices)
         self._traffic = traffic
         self._admit = admit
         self._timing = timing
@@ -98,20 +93,54 @@ class LaneTransfers:
 
     Args:
         transfers: makes the copies.
-        lane: the lane's number.
     """
 
-    def __init__(self, transfers: Transfers, lane: int) -> None:
+    def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
-        self._lane = lane
         self._copies: dict[tuple[int, int], tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
+        # By their identities, what the lane's layers were called with that needs gradients.
+        self._inputs: dict[int, _Input] = {}
+
+    def give(self, layer: SwappedLayer, tensors: Sequence[Tensor], to: int, *, whole: bool) -> None:
+        """A layer is about to be called with these.
+
+        Args:
+            layer: the layer.
+            tensors: what it is called with, and needs gradients.
+            to: the number of the layer's device.
+            whole: whether what is on another device comes with one node for all of its uses, and not with one for each.
+        """
+        self.note_uses(tensors)
+        for tensor in tensors:
+            has_node = whole and self._transfers.home(tensor) not in (None, to)
+            self._inputs[id(tensor)] = _Input(weakref.ref(tensor, self._forget(id(tensor))), layer, has_node)
+
+    def _forget(self, key: int) -> Callable[[object], object]:
+        return lambda _: self._inputs.pop(key, None)
+
+    def note_uses(self, tensors: Iterable[Tensor]) -> None:
+        """The lane uses these: where a layer was called with one, gradients come to it in another order if it came as a whole.
+
+        Raises:
+            UnsupportedModelError: if it has.
+        """
+        for tensor in tensors if self._inputs else ():
+            known = self._inputs.get(id(tensor))
+            # A backward computes with what layers were called with, too.
+            if known is not None and known.tensor() is tensor and torch._C._current_graph_task_id() == -1:
+                known.layer.shares_inputs = True
+                if known.whole:
+                    raise UnsupportedModelError(
+                        f"an input of layer {known.layer.name!r} is used once more after it, a tensor of shape "
+                        f"{tuple(tensor.shape)}, for the first time in this step, and its gradient would be summed in another "
+                        "order than on one device: use it from the first step on, or Trainer(devices=1)"
+                    )
 
     def copy(self, tensor: Tensor, to: int) -> Tensor:
         """Like `Transfers.copy`. The copy is kept for as long as the tensor lives."""
         home = self._transfers.home(tensor)
         if home is None:
             return tensor
-        self._transfers.shared.reading(self._lane, tensor, home)
         if home == to:
             return tensor
         key = id(tensor), to
@@ -128,7 +157,8 @@ class LaneTransfers:
 
     def within(self, tensors: Iterable[Tensor], to: int) -> LaneTransfers:
         """The transfers within a layer of the lane: its copies are not for work outside. Those of some tensors are there."""
-        transfers = LaneTransfers(self._transfers, self._lane)
+        transfers = LaneTransfers(self._transfers)
+        transfers._inputs = self._inputs
         for key in [(id(tensor), to) for tensor in tensors]:
             if key in self._copies:
                 transfers._copies[key] = self._copies[key]
@@ -143,29 +173,23 @@ class LaneTransfers:
         for known in self._copies.values():
             _refuse_changed(*known)
 
-    def made(self, tensors: Iterable[Tensor]) -> None:
-        """The lane has made these."""
-        for tensor in tensors:
-            self._transfers.shared.made(self._lane, tensor)
-
-    def use(self, tensors: Iterable[Tensor], home: int, changed: Iterable[Tensor]) -> None:
-        """The lane is about to use these on a device, and to change some."""
-        for tensor in tensors:
-            self._transfers.shared.reading(self._lane, tensor, home)
-        for tensor in changed:
-            self._transfers.shared.writing(self._lane, tensor, home)
-
-    @contextmanager
-    def using(self, tensors: Sequence[Tensor], home: int) -> Iterator[None]:
-        """The context of code of the lane's that may use these, and change them."""
-        self.use(tensors, home, ())
-        versions = [version_of(tensor) for tensor in tensors]
-        yield
-        self.made(changed_since(tensors, versions))
-
     def moved(self, tensor: Tensor, to: int) -> Tensor:
         """The tensor on a device, differentiable: each use brings its own gradient back, in the order of one device."""
         return _moved(tensor, self.copy(tensor, to), self._transfers)
+
+
+class _Input(NamedTuple):
+    """What a layer was called with.
+
+    Attributes:
+        tensor: it.
+        layer: the last one that was.
+        whole: whether one node brings the gradients of all of its uses there.
+    """
+
+    tensor: weakref.ref[Tensor]
+    layer: SwappedLayer
+    whole: bool
 
 
 def _refuse_changed(original: weakref.ref[Tensor], version: int, copied: Tensor, copied_version: int) -> None:
@@ -175,11 +199,6 @@ def _refuse_changed(original: weakref.ref[Tensor], version: int, copied: Tensor,
             f"a layer changes a view of one of its inputs in place, a tensor of shape {tuple(tensor.shape)} that is on "
             "another device: make that operation out of place, or use Trainer(devices=1)"
         )
-
-
-def changed_since(tensors: Sequence[Tensor], versions: Sequence[int]) -> list[Tensor]:
-    """Those of some tensors that were changed in place since they had these versions."""
-    return [tensor for tensor, version in zip(tensors, versions, strict=True) if version_of(tensor) != version]
 
 
 def _moved(tensor: Tensor, copied: Tensor, transfers: Transfers) -> Tensor:
@@ -208,7 +227,7 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        # The next node runs where the tensor was made, and that is not always the lane's own stream: it may be a layer's.
+        # Where the next node runs.
         with ctx.transfers.devices[ctx.home].computing():
             copied = ctx.transfers.copy(gradient, ctx.home)
         return _moved(gradient, copied, ctx.transfers), None, None

@@ -71,7 +71,7 @@ class WeightChecks:
             differ = (checksum(weights) != before).any()
             found.append(differ)
 
-        after = self._device.record_all() if residency.last_use is None else [residency.last_use]
+        after = [self._device.record()] if residency.last_use is None else [residency.last_use]
         with self._device.on_host():
             event = self._stream.submit_brief(compare, after)
         residency.last_use = event

@@ -130,6 +130,7 @@ class SwappedLayer:
         changed_buffers: those that layers have changed in this step: one set for all layers, which may share modules.
         host_buffers: in a training step, the host's buffers as they should be, and their versions: one dict for all layers.
         changes_inputs: whether its code changes inputs in place; None before the first call.
+        shares_inputs: whether others used what it was called with after it, before the next call.
         reaches_elsewhere: whether its code has used tensors of other devices than its own.
         unversioned_buffers: those that its code changes through `.data`, of which no version tells.
         gathered: parameters of recurrent modules, which cuDNN copies to one memory and leaves there.
@@ -161,7 +162,7 @@ class SwappedLayer:
         self.unversioned_buffers: set[BufferKey] = set()
         self.num_compared_calls = 0
         self.changes_inputs: bool | None = None
-        self.is_training = self.reaches_elsewhere = False
+        self.is_training = self.reaches_elsewhere = self.shares_inputs = False
         self.changed_buffers: set[BufferKey] = set()
         self.host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         self.compute_dtype = compute_dtype

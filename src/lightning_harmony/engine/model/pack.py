@@ -275,6 +275,10 @@ class SwappedPack:
                 owners.setdefault(parameter, []).append(layer)
         return {p: layers[0].narrow[p] for p, layers in owners.items() if all(p in layer.narrow for layer in layers)}
 
+    def lay_out_anew(self) -> None:
+        """Its layers have shown since which of their parameters may be narrow. It is not on a device."""
+        self._layouts.pop(True, None)
+
     def widen(self, parameters: Collection[nn.Parameter] | None = None) -> None:
         """From now on, swap parameters in as they are: some, or all."""
         for layer in self.layers:

@@ -240,10 +240,6 @@ class _Rehearsal:
     def make_room(self, num_bytes: int, device: Device) -> None:
         """There is no limit."""
 
-    def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
-        """It is there."""
-        residency.device.hand_out(tensors)
-
     def calling(self) -> AbstractContextManager[None]:
         """One device: glue needs no help."""
         return nullcontext()

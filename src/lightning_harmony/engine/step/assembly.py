@@ -149,7 +149,6 @@ def assemble(
         updater,
         step,
         placement,
-        transfers,
         observer,
         planner,
         sums,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -32,17 +32,31 @@ class DeviceSurroundings(Surroundings):
         self._devices = transfers.devices
 
     @override
-    def running(
-        self, layer: SwappedLayer, residency: Residency, *, takes_objects: bool
-    ) -> AbstractContextManager[None]:
+    def takes_whole(
+        self, layer: SwappedLayer, residency: Residency, tensors: Sequence[Tensor], *, has_objects: bool
+    ) -> bool:
+        """Whether the inputs of a call that are on other devices come as a whole, and not for each use.
+
+        With a node for each use, gradients are summed one by one in the order of one device. One node for all sums those of
+        the layer's own uses first. That is the same where the backward comes to these first: nobody uses the input once more
+        behind the layer.
+        """
+        progress = self._step.current()
+        if len(self._devices) == 1 or progress is None or not torch.is_grad_enabled():
+            return True
+        is_known = layer.changes_inputs is False and not layer.shares_inputs and not _may_reach(layer)
+        whole = is_known and not has_objects and torch._C._functorch.peek_interpreter_stack() is None
+        trained = [tensor for tensor in tensors if tensor.requires_grad]
+        progress.transfers.give(layer, trained, self._devices.index(residency.device), whole=whole)
+        return whole
+
+    @override
+    def running(self, residency: Residency) -> AbstractContextManager[None]:
         """The context of a layer's own code."""
         if self._step.current() is None:
             return residency.device.computing()
         if len(self._devices) == 1:
             return nullcontext()
-        number = self._devices.index(residency.device)
-        if takes_objects or _may_reach(layer):
-            return self._running_on_all_devices(number)
         return self._recorder.computing(residency.device)
 
     @override
@@ -53,48 +67,40 @@ class DeviceSurroundings(Surroundings):
             return nullcontext()
         return self._recorder.differentiating(residency.device)
 
-    @contextmanager
-    def _running_on_all_devices(self, number: int) -> Iterator[None]:
-        """What a layer does to tensors on other devices is in the order of their computing."""
-        with ExitStack() as stack:
-            for device in [*self._devices[:number], *self._devices[number + 1 :]]:
-                stack.enter_context(device.computing())
-            stack.enter_context(self._recorder.computing(self._devices[number]))
-            yield
-
     @override
     def reaching(
         self,
         layer: SwappedLayer,
         residency: Residency,
-        away: Sequence[Tensor],
+        given: Sequence[Tensor],
         *,
         takes_objects: bool,
         is_compiled: bool,
     ) -> AbstractContextManager[None]:
         """The context of a layer's forward: it may use tensors of its own wherever they are."""
         progress = self._step.current()
-        if len(self._devices) == 1 or progress is None or not (takes_objects or away or _may_reach(layer)):
+        if len(self._devices) == 1 or progress is None:
             return nullcontext()
         number = self._devices.index(residency.device)
+        away = [tensor for tensor in given if self._transfers.home(tensor) not in (None, number)]
+        if not (takes_objects or away or _may_reach(layer)):
+            return nullcontext()
         watches = layer.attributes.are_first_calls and not is_compiled
         if takes_objects or away or layer.reaches_elsewhere or watches:
             # What is in objects is not looked at: a layer may put more there.
-            return self._mixing(layer, progress.transfers, number, away)
-        tensors = list(layer.attributes.read().tensors().values())
-        if not tensors:
-            return nullcontext()
+            return self._mixing(layer, progress.transfers, number, given)
+        tensors = layer.attributes.read().tensors().values()
         if all(self._transfers.home(tensor) in (None, number) for tensor in tensors):
-            return progress.transfers.using(tensors, number)
-        return self._mixing(layer, progress.transfers, number, ())
+            return nullcontext()
+        return self._mixing(layer, progress.transfers, number, given)
 
     @contextmanager
     def _mixing(
-        self, layer: SwappedLayer, transfers: LaneTransfers, number: int, away: Sequence[Tensor]
+        self, layer: SwappedLayer, transfers: LaneTransfers, number: int, given: Sequence[Tensor]
     ) -> Iterator[None]:
         """A layer's operations find tensors of all devices, as those of the glue do."""
-        within = transfers.within(away, number)
-        with OneDevice(within, self._transfers, number, away) as mode:
+        within = transfers.within(given, number)
+        with OneDevice(within, self._transfers, number, given) as mode:
             yield
         layer.reaches_elsewhere |= mode.has_found
         within.refuse_changed()

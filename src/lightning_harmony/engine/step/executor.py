@@ -22,7 +22,6 @@ from lightning_harmony.engine.layers.intercept import InterceptedForward
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.engine.memory.placement import Placement
-from lightning_harmony.engine.memory.transfer import Transfers
 from lightning_harmony.engine.model.derived import out_of_reach
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.model.host_store import HostStore
@@ -58,7 +57,6 @@ class Executor:
         updater: updates parameters.
         step: the step that runs.
         placement: of its packs.
-        transfers: between devices.
         observer: of what turns take.
         planner: says by which plan steps run.
         sums: of gradients.
@@ -83,7 +81,6 @@ class Executor:
         updater: Updater,
         step: Step,
         placement: Placement,
-        transfers: Transfers,
         observer: Observer,
         planner: Planner,
         sums: GradientSums,
@@ -94,7 +91,7 @@ class Executor:
         self.devices, self.store, self.pool, self.traffic = devices, store, pool, traffic
         self.recorder, self.updater = recorder, updater
         self._model, self._intercepted = model, intercepted
-        self._step, self._placement, self._transfers, self._observer = step, placement, transfers, observer
+        self._step, self._placement, self._observer = step, placement, observer
         self._planner, self._sums, self._runtime, self._glue, self._runner = planner, sums, runtime, glue, runner
         self._cuda_devices = [d.torch_device.index for d in devices if isinstance(d.torch_device.index, int)]
         self.has_succeeded = False
@@ -248,7 +245,6 @@ class Executor:
         self._model.begin_step(is_training=is_training, runtime=self._runtime)
         for residents in self._placement.residents:
             residents.agenda.follows_moves = is_alone or not step.is_sequential
-            residents.device.begin_lanes()
             for pack in residents.packs:
                 pack.is_narrow = is_training
         self._runner.begin(microbatches)
@@ -298,8 +294,6 @@ class Executor:
         self._sums.begin_backward(self._step.correction(gradient), requested)
         # Gradients of the last step that were zeroed since.
         self.updater.buffers.reclaim()
-        for device in self.devices:
-            device.begin_lanes()
         self.updater.begin(
             optimizer,
             [pack.parameters for pack in self._placement.in_order()],
@@ -344,6 +338,7 @@ class Executor:
             is_measured=observer.is_measuring,
             is_cast=observer.has_seen_casts,
             is_timed=observer.is_timing,
+            is_narrow=observer.has_seen_narrow,
         )
         if observer.is_profiling:
             observer.work.occupied_bytes = max(device.allocated_bytes() for device in self.devices)
@@ -400,7 +395,6 @@ class Executor:
     def _reset(self) -> None:
         self._observer.forget_turns()
         self._sums.reset()
-        self._transfers.shared.clear()
         self._runner.end()
         self._step.random.switch_back()
         self._model.end_step()

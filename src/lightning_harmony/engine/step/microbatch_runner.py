@@ -82,7 +82,7 @@ class MicrobatchRunner:
 
     def _progress(self, lane: AnyLane, microbatch: Microbatch) -> LaneProgress:
         stashes = [LaneStash(residents.stash) for residents in self._placement.residents]
-        transfers = LaneTransfers(self._transfers, lane.microbatch)
+        transfers = LaneTransfers(self._transfers)
         glue = OneDevice(transfers, self._transfers) if len(self._devices) > 1 else None
         return LaneProgress(lane, microbatch, stashes, transfers, glue)
 
@@ -114,8 +114,6 @@ class MicrobatchRunner:
             raise
         finally:
             step.granted = None
-            for device in self._devices:
-                device.join_lanes()
 
     def abort(self) -> None:
         """Unwind all lanes."""
@@ -141,9 +139,6 @@ class MicrobatchRunner:
                 return
             if self._step.predicted is None:
                 progress.lane.park(Request(Phase.BACKWARD, None))
-                # The gradient comes from the caller, who has computed since the lane began.
-                for device in self._devices:
-                    device.catch_up()
             else:
                 self._preparation.enter_loss(progress)
             self._run_backward(progress, loss)
@@ -155,6 +150,8 @@ class MicrobatchRunner:
             for progress in self._step.turns.running:
                 if not progress.lane.finished:
                     self._run_here(progress)
+                    if progress.lane.finished:
+                        self._preparation.narrow()
         finally:
             self._is_running_here = False
 

@@ -93,18 +93,20 @@ class Observer:
         is_measuring: whether its turns are observed.
         is_watching: whether it is to show which weights may be narrow.
         is_timing: whether its turns are timed as they come, by the plan.
+        has_seen_narrow: whether what was measured is the work with narrow weights, after those were watched.
     """
 
     def __init__(self, step: Step, placement: Placement, traffic: Traffic, profiler: Profiler, pool: HostPool) -> None:
         self.works = {is_training: WorkSpace() for is_training in (True, False)}
         self.is_training = self.is_measuring = True
-        self.is_watching = self._has_watched = self.is_timing = False
+        self.is_watching = self._has_watched = self.is_timing = self.has_seen_narrow = False
         self._watched: set[int] = set()
         self._step = step
         self._placement = placement
         self._traffic = traffic
         self._profiler = profiler
         self._pool = pool
+        self._num_elements = 0
         self._observation: Observation | None = None
         self._recomputes: list[Period] = []
         self._last_turn: LastTurn | None = None
@@ -133,12 +135,20 @@ class Observer:
     ) -> None:
         """A step of microbatches of so many elements begins."""
         self.is_training, self.is_measuring, self.is_watching = is_training, is_measuring, is_watching
-        self.is_timing = is_timing
+        self.is_timing, self.has_seen_narrow, self._num_elements = is_timing, False, num_elements
         if is_timing:
             self._profiler.begin_visits()
         if self.is_profiling:
             self._profiler.begin(num_elements)
             self._pool.take_missed()
+
+    def begin_narrow(self) -> None:
+        """From now on weights come as narrow as the step has shown that they may: what was measured before does not count."""
+        self.has_seen_narrow = True
+        self.forget_turns()
+        self.work.clear()
+        self._profiler.clear()
+        self._profiler.begin(self._num_elements)
 
     # ---- turns ---------------------------------------------------------------------------------------------------------
 

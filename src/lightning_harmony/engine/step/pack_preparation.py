@@ -154,6 +154,18 @@ class PackPreparation:
             work_bytes = self._needed_bytes(residents, place.pack, place.phase)
             residents.begin_visit(place, work_bytes, alone=self._observer.is_measuring)
 
+    def narrow(self) -> None:
+        """A microbatch has run, and may have shown which weights may be narrow: let the others bring them so."""
+        observer = self._observer
+        if not (observer.is_profiling and observer.has_seen_casts) or observer.has_seen_narrow:
+            return
+        for residents in self._placement.residents:
+            with residents.device.scheduling():
+                for pack in residents.packs:
+                    residents.evict(pack)
+                    pack.lay_out_anew()
+        observer.begin_narrow()
+
     # ---- coming to a pack ----------------------------------------------------------------------------------------------
 
     def enter(self, progress: LaneProgress, place: Place) -> None:

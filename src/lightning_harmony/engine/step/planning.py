@@ -29,6 +29,7 @@ class SeenStep:
         is_measured: whether the step was measured.
         is_cast: whether autocast was seen at work, and watched.
         is_timed: whether its turns, by the plan, were timed.
+        is_narrow: whether what was measured is the work with weights as narrow as autocast lets them be.
     """
 
     calls: list[int]
@@ -37,14 +38,15 @@ class SeenStep:
     is_measured: bool
     is_cast: bool
     is_timed: bool
+    is_narrow: bool
 
 
 class Planner:
     """Says by which plan a step runs.
 
-    The first step goes layer by layer, and so does the next one where the first finds out which weights may be narrow. What
-    they are seen to do is planned. Where an earlier fit has seen as much, the first step runs by a plan at once; if it turns
-    out to do something else, all is measured as if nothing had been known.
+    The first step goes layer by layer. If its only microbatch finds out which weights may be narrow, so does the next one.
+    What they are seen to do is planned. Where an earlier fit has seen as much, the first step runs by a plan at once; if it
+    turns out to do something else, all is measured as if nothing had been known.
 
     Args:
         layers: of the model. Parameters that glue uses come to it as they are found.
@@ -142,8 +144,10 @@ class Planner:
         if seen.is_measured:
             self.measured_elements = seen.num_elements
         if seen.is_cast and not self.knows_casts and any(layer.narrow for layer in self._layers):
-            self._cast, self.knows_casts, self.measured_elements = seen, True, -1
-            return self.layer_by_layer(seen.calls)
+            self.knows_casts = True
+            if not seen.is_narrow:
+                self._cast, self.measured_elements = seen, -1
+                return self.layer_by_layer(seen.calls)
         if not self.is_planned:
             return self._from_measured(seen) if seen.calls else None
         if seen.is_measured:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -111,7 +111,7 @@ class Runtime:
         if len(self._devices) == 1:
             return tensor
         number = self._devices.index(residency.device)
-        transfers = LaneTransfers(self._transfers, 0) if progress is None else progress.transfers
+        transfers = LaneTransfers(self._transfers) if progress is None else progress.transfers
         if at_once or progress is None or not (tensor.requires_grad and torch.is_grad_enabled()):
             return transfers.moved(tensor, number)
         transfers.copy(tensor, number)
@@ -128,13 +128,6 @@ class Runtime:
         """Let what isn't needed now make way for what a layer allocates beside its usual work."""
         with Unseen():
             self._placement.residents[self._devices.index(device)].admit(num_bytes)
-
-    def hand_out(self, tensors: Sequence[Tensor], residency: Residency) -> None:
-        """What a layer made goes to the lane."""
-        residency.device.hand_out(tensors)
-        progress = self._step.current()
-        if len(self._devices) > 1 and progress is not None:
-            progress.transfers.made(tensors)
 
     def sent(self, tensor: Tensor, home: int | None) -> Tensor:
         """The tensor at another one's home."""

@@ -1,0 +1,200 @@
+"""What layers are called with on another device comes as a whole: no mode looks at each operation, and no bit changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.glue.one_device import OneDevice
+from support.same_training import Net, Training, compare, room, train_harmony, train_plain
+
+WIDTH, MICROBATCHES, BATCH, STEPS = 24, 4, 8, 5
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+
+
+class Block(nn.Module):
+    """Uses what it is called with four times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        found = x + torch.tanh(self.one(x)) * self.other(x) + 0.3 * x.sin()
+        for other in others:
+            found = found + 0.1 * self.one(other) * other.cos()
+        return found
+
+
+class Chain(nn.Module):
+    memory = "44KiB"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.num_calls = 0
+
+    def forward(self, batch: Sequence[Tensor]) -> Tensor:
+        self.num_calls += 1
+        return self.through(batch[0]).square().mean()
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class UsedBetweenLayers(Chain):
+    """As where residuals are added outside of layers."""
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = 0.7 * x.sigmoid() + block(x) * x
+        return x
+
+
+class UsedByALaterLayer(Chain):
+    """As what an encoder has made is by each layer of a decoder."""
+
+    def through(self, x: Tensor) -> Tensor:
+        first, *rest = self.blocks
+        memory = x = first(x)
+        for block in rest:
+            x = block(x, memory)
+        return x
+
+
+class UsedBefore(Chain):
+    def through(self, x: Tensor) -> Tensor:
+        first, *rest = self.blocks
+        x = first(x)
+        scale, view = x.exp(), x[:, 1:]
+        for block in rest:
+            x = block(x)
+        return x * scale.tanh() + view.mean()
+
+
+class UsedOnceMoreLater(Chain):
+    """From the fourth step on, where layers' first calls have shown nothing of it."""
+
+    def through(self, x: Tensor) -> Tensor:
+        first, second, *rest = self.blocks
+        kept = x = first(x)
+        x = second(x)
+        for block in rest:
+            x = block(x)
+        return x + kept.sin() * kept if self.num_calls > 3 * MICROBATCHES else x
+
+
+class ReturnedAsItIs(Chain):
+    class Block(Block):
+        def forward(self, x: Tensor, *others: Tensor) -> Any:
+            return super().forward(x), {"given": x}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(5))
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            made, kept = block(x)
+            assert kept["given"] is x
+            x = made + 0.1 * kept["given"].cos()
+        return x
+
+
+class LeftOnTheLayer(Chain):
+    memory = "80KiB"
+
+    class Block(Block):
+        def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+            self.found = x
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(5))
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x = x + 0.1 * block.found.sin() * block.found  # type: ignore[operator]
+        return x
+
+
+class Hooked(Chain):
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 1.3)
+            x = block(x)
+        return x
+
+
+class ChangedInPlace(Chain):
+    class Block(Block):
+        def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+            return super().forward(x.mul_(1.1))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), *(self.Block() for _ in range(4))])
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * 0.5
+        return x
+
+
+CASES: Sequence[type[Chain]] = [
+    Chain, UsedBetweenLayers, UsedByALaterLayer, UsedBefore, UsedOnceMoreLater, ReturnedAsItIs, LeftOnTheLayer, Hooked,
+    ChangedInPlace,
+]  # fmt: skip
+
+
+def samples() -> Any:
+    return torch.utils.data.TensorDataset(
+        torch.randn(BATCH * STEPS, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+    )
+
+
+def build(kind: Callable[[], Chain]) -> Net:
+    torch.manual_seed(0)
+    return Net(kind())
+
+
+def on_two(module: Net) -> Training:
+    strategy = HarmonyStrategy(device_memory=room(module.net.memory), num_microbatches=MICROBATCHES)
+    return train_harmony(module, samples(), strategy, BATCH, with_gradients=False, devices=2)
+
+
+@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
+def test_gradients_are_summed_in_the_order_of_one_device(kind: type[Chain]) -> None:
+    plain = train_plain(build(kind), samples(), MICROBATCHES, BATCH)
+    compare(plain, on_two(build(kind)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_whole"), [(Chain, True), (UsedBefore, True), (Hooked, True), (UsedBetweenLayers, False)]
+)
+def test_no_operation_of_a_layer_is_looked_at_where_nobody_uses_its_inputs_after_it(
+    kind: type[Chain], is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each forward on another device went operation by operation, which took as long as the layer itself."""
+    module, in_last_step = build(kind), []
+    make = OneDevice.__init__
+
+    def noted(self: OneDevice, lane: Any, transfers: Any, at: int | None = None, *args: Any) -> None:
+        if at is not None and module.net.num_calls > (STEPS - 1) * MICROBATCHES:
+            in_last_step.append(at)
+        make(self, lane, transfers, at, *args)
+
+    monkeypatch.setattr(OneDevice, "__init__", noted)
+    on_two(module)
+    assert (not in_last_step) is is_whole
