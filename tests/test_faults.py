@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.devices.stream import HostStream
+from lightning_harmony.errors import CapacityError
 from support import nets
 from support.same_training import Net, trainer_for
 from support.sampling import in_turns
@@ -206,6 +207,49 @@ def test_an_exception_in_a_layer_of_the_validation_surfaces() -> None:
         fit(module, validate=True)
     assert "explode" in functions_in(raised.value)
     assert_recovered(module, validate=True)
+
+
+# --- Backwards that the user's own code runs, outside of lanes.
+
+
+class LateFaultyBlock(FaultyBlock):
+    """Its fault is where its backward ends, with all that the layer has saved in use."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nets.Block.forward(self, ReachInBackward.apply(x, self.fault))
+
+
+class FaultyByHand(Faulty):
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault)
+        self.automatic_optimization = False
+        self.net.blocks[1] = LateFaultyBlock()
+        self.set_fault(fault)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_an_exception_in_a_backward_by_hand_surfaces_and_the_module_is_whole(step: int) -> None:
+    module = FaultyByHand(Fault("layer backward", step, 0))
+    with pytest.raises(Boom) as raised:
+        fit(module)
+    assert "explode" in functions_in(raised.value)
+    assert_recovered(module)
+
+
+def test_a_backward_by_hand_that_does_not_fit_names_its_layer_and_the_module_is_whole() -> None:
+    def run_out_of_memory() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    module = FaultyByHand(Fault("layer backward", 0, 0, run_out_of_memory))
+    with pytest.raises(CapacityError, match=r"'net.blocks.1'.*in manual optimization.*smaller batches.*no room"):
+        fit(module)
+    assert_recovered(module)
 
 
 # --- Helper threads.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_harmony import HarmonyStrategy
+from lightning_harmony import CapacityError, HarmonyStrategy
 from lightning_harmony.microbatches.separability import explain_difference
 from support import nets
 from support.same_training import Net, trainer_for
@@ -153,6 +153,13 @@ def test_an_error_of_a_microbatch_says_how_its_batch_was_split(memory: str | Non
     assert "num_microbatches=1" in note
     # What is wrong with a whole batch has other reasons.
     assert notes(num_microbatches=1) == []
+
+
+def test_what_does_not_fit_is_not_said_to_need_all_samples_at_once() -> None:
+    trainer = trainer_for(HarmonyStrategy(device_memory="16KiB", num_microbatches=2), 1, [])
+    with pytest.raises(CapacityError, match="16 KiB") as failed:
+        trainer.fit(Net(nets.Language()), DataLoader(nets.tokens(512), batch_size=512))
+    assert not [note for note in getattr(failed.value, "__notes__", []) if "at once" in note]
 
 
 class Frozen(OrderedDict[str, Any]):

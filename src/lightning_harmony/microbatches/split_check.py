@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.errors import CapacityError
 from lightning_harmony.microbatches.separability import explain_difference
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.microbatches.splitting import Samples, Splitting
@@ -68,7 +69,8 @@ class SplitCheck:
         try:
             yield
         except Exception as error:
-            if len(sizes) == 1:
+            # What does not fit names its own way out.
+            if len(sizes) == 1 or isinstance(error, CapacityError):
                 raise
             if min(sizes) == 1 and isinstance(error, ValueError) and _TOO_FEW in str(error):
                 raise self._too_few(error, sizes) from error

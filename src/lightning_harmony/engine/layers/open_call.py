@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
@@ -54,3 +54,19 @@ class OpenCall:
             # What comes next waits for what computed here.
             with self._device.scheduling():
                 self._leaving.close()
+
+    @contextmanager
+    def leaving_on_error(self) -> Iterator[None]:
+        """The context of backwards that the user's own code runs: an error that ends one leaves the call that it was in.
+
+        Autograd runs what waits for the end of a backward only if there was no error.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._call is not None:
+                assert self._device is not None
+                with self._device.scheduling():
+                    # The visit says which layer ran out of memory.
+                    self._leaving.__exit__(type(error), error, error.__traceback__)
+            raise

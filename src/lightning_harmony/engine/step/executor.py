@@ -8,8 +8,7 @@ their gradients, and `observer` measures what they take.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -178,9 +177,12 @@ class Executor:
         """
         self._model.catch_up()
 
-    def outside_of_lanes(self) -> AbstractContextManager[Any]:
-        """The context of a step whose own code finds parameters on the host."""
-        return BringsHostOperands(self.devices[0].torch_device) if self._cuda_devices else nullcontext()
+    @contextmanager
+    def outside_of_lanes(self) -> Iterator[None]:
+        """The context of a step that runs as it is: its own code finds parameters on the host, and runs backwards."""
+        brings = BringsHostOperands(self.devices[0].torch_device) if self._cuda_devices else nullcontext()
+        with brings, self._runtime.open_call.leaving_on_error():
+            yield
 
     def to_root(self, tensor: Tensor) -> Tensor:
         """What a lane leaves behind, where the model's own code expects it."""
@@ -422,6 +424,7 @@ class Executor:
     def close(self) -> None:
         """Join all threads, give the model its own forward methods back, and release host memory from the device."""
         self._runner.close()
+        self._runtime.open_call.leave()
         self._reset()
         for intercepted in self._intercepted:
             intercepted.remove()
