@@ -31,8 +31,8 @@ TYPES := $(BIN)/mypy && for folder in offload paper realworld; do $(BIN)/mypy be
 
 .PHONY: demo test quick test-whole coverage docs test-oldest clean
 
-demo: $(VENV)/.installed-examples
-	$(BIN)/python examples/train_gpt.py
+demo: $(VENV)/.installed-demo
+	$(BIN)/python examples/train_gpt.py --picture build/demo/step.png
 
 test: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""A small GPT over bytes: an ordinary LightningModule, written as if it fitted the device."""
+"""A small GPT: an ordinary LightningModule, written as if it fitted the device."""
 
 import math
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ Batch = tuple[Tensor, Tensor]
 class GPTConfig:
     """The shape of the model and how it is trained."""
 
-    vocabulary: int = 256
+    vocabulary: int = 2048
     context: int = 128
     hidden: int = 256
-    num_layers: int = 11
+    num_layers: int = 6
     num_heads: int = 4
     dropout: float = 0.0
-    learning_rate: float = 1e-3
+    learning_rate: float = 4e-3
     warmup_steps: int = 10
     weight_decay: float = 0.1
 
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class GPT(pl.LightningModule):
-    """A decoder-only language model over bytes."""
+    """A decoder-only language model."""
 
     def __init__(self, config: GPTConfig | None = None) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class GPT(pl.LightningModule):
             nn.init.normal_(module.head.weight, std=0.3 * module.head.in_features**-0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the byte that follows each position."""
+        """Return the logits of the token that follows each position."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.tokens(tokens) + self.positions(positions))
         for block in self.blocks:
@@ -105,7 +105,7 @@ class GPT(pl.LightningModule):
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the mean loss over all bytes of the batch."""
+        """Return the mean loss over all tokens of the batch."""
         inputs, targets = batch
         loss = F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
         self.log("train_loss", loss, prog_bar=True)
@@ -122,18 +122,18 @@ class GPT(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @torch.no_grad()
-    def generate(self, prompt: str, num_tokens: int, temperature: float = 0.8, seed: int = 0) -> str:
-        """Continue the prompt by `num_tokens` bytes, drawn from what the model predicts."""
+    def generate(self, tokens: Tensor, num_tokens: int, temperature: float = 0.8, seed: int = 0) -> Tensor:
+        """Continue tokens, of shape (tokens,), by `num_tokens` that are drawn from what the model predicts."""
         was_training = self.training
         self.eval()
         generator = torch.Generator().manual_seed(seed)
-        tokens = torch.tensor([list(prompt.encode())], device=self.device)
+        tokens = tokens.to(self.device)
         for _ in range(num_tokens):
-            logits = self(tokens[:, -self.config.context :])[:, -1].float().cpu()
+            logits = self(tokens[None, -self.config.context :])[0, -1].float().cpu()
             drawn = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
-            tokens = torch.cat([tokens, drawn.to(tokens.device)], dim=1)
+            tokens = torch.cat([tokens, drawn.to(tokens.device)])
         self.train(was_training)
-        return bytes(tokens[0].tolist()).decode(errors="replace")
+        return tokens.cpu()
 
 
 def _learning_rate_factor(step: int, warmup_steps: int, num_steps: int) -> float:

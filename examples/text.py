@@ -1,7 +1,10 @@
-"""The text of Python's own standard library, cut into windows of bytes: real text that every machine has."""
+"""The reference manual of Python, as `help()` shows it, cut into windows of tokens: real text that every Python brings."""
 
-import sysconfig
-from pathlib import Path
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pydoc_data.topics import topics
 
 import lightning.pytorch as pl
 import torch
@@ -10,42 +13,93 @@ from torch.utils.data import DataLoader, Dataset
 
 Sample = tuple[Tensor, Tensor]
 
+VOCABULARY_SIZE = 2048
+# A word or a run of one other character, perhaps with a space before it; the end of a line and what indents the next; spaces.
+WORD = re.compile(r" ?[A-Za-z_]+| ?([^A-Za-z_\n ])\1*|\n[\n ]*| +")
 
-def read_standard_library() -> bytes:
-    """Return the top-level modules of the standard library, joined in the order of their names."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    files = sorted(folder.glob("*.py"), key=lambda file: file.name)
-    if not files:
-        raise FileNotFoundError(f"no *.py file in {folder}: this Python carries no source of its standard library")
-    return b"\n".join(file.read_bytes() for file in files)
+
+@cache
+def read_manual() -> str:
+    """Return the manual's topics, one after the other."""
+    return "\n\n".join(topics.values())
+
+
+def words_of(text: str) -> Iterator[str]:
+    """Cut a text into words, spaces and other characters, with nothing left out."""
+    return (match.group() for match in WORD.finditer(text))
+
+
+class Vocabulary:
+    """The characters and the most frequent words of a text; other words are cut into tokens as long as possible."""
+
+    def __init__(self, text: str, size: int) -> None:
+        characters = sorted(set(text))
+        frequent = (word for word, _ in Counter(words_of(text)).most_common() if len(word) > 1)
+        self.tokens = [*characters, *frequent][:size]
+        self.numbers = {token: number for number, token in enumerate(self.tokens)}
+        longest_first = sorted(self.tokens, key=len, reverse=True)
+        self._token = re.compile("|".join(map(re.escape, longest_first)))
+
+    def encode(self, text: str) -> Tensor:
+        """Return the numbers of the text's tokens, of shape (tokens,)."""
+        cut = cache(self._cut)
+        return torch.tensor([number for word in words_of(text) for number in cut(word)])
+
+    def decode(self, numbers: Tensor) -> str:
+        """Return the text of tokens."""
+        return "".join(self.tokens[number] for number in numbers.tolist())
+
+    def _cut(self, word: str) -> list[int]:
+        tokens = [word] if word in self.numbers else self._token.findall(word)
+        return [self.numbers[token] for token in tokens]
+
+
+@cache
+def manual_vocabulary(size: int = VOCABULARY_SIZE) -> Vocabulary:
+    """Return a vocabulary of the manual."""
+    return Vocabulary(read_manual(), size)
+
+
+@cache
+def manual_tokens(vocabulary_size: int = VOCABULARY_SIZE) -> Tensor:
+    """Return the tokens of the manual."""
+    return manual_vocabulary(vocabulary_size).encode(read_manual())
 
 
 class Windows(Dataset[Sample]):
-    """Windows at random places of a text, with the same text one byte further on as the target.
+    """Windows at random places of a text, with the same text one token further on as the target.
 
     All places are drawn once from the seed, so a window depends on its index alone and two runs see equal data.
     """
 
-    def __init__(self, text: bytes, num_windows: int, context: int, seed: int = 0) -> None:
-        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    def __init__(self, tokens: Tensor, num_windows: int, context: int, seed: int = 0) -> None:
+        self.tokens = tokens
         self.context = context
         generator = torch.Generator().manual_seed(seed)
-        self.starts = torch.randint(len(text) - context, (num_windows,), generator=generator).tolist()
+        self.starts = torch.randint(len(tokens) - context, (num_windows,), generator=generator).tolist()
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> Sample:
         start = self.starts[index]
-        window = self.text[start : start + self.context + 1].long()
+        window = self.tokens[start : start + self.context + 1]
         return window[:-1], window[1:]
 
 
-class StandardLibrary(pl.LightningDataModule):
+class Manual(pl.LightningDataModule):
     """Training data for `num_steps` batches, always in the same order."""
 
-    def __init__(self, num_steps: int, batch_size: int = 8, context: int = 128, seed: int = 0) -> None:
+    def __init__(
+        self,
+        num_steps: int = 50,
+        batch_size: int = 8,
+        context: int = 128,
+        vocabulary_size: int = VOCABULARY_SIZE,
+        seed: int = 0,
+    ) -> None:
         super().__init__()
+        self.vocabulary_size = vocabulary_size
         self.num_steps = num_steps
         self.batch_size = batch_size
         self.context = context
@@ -53,7 +107,8 @@ class StandardLibrary(pl.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read the text and draw the windows."""
-        self.windows = Windows(read_standard_library(), self.num_steps * self.batch_size, self.context, self.seed)
+        num_windows = self.num_steps * self.batch_size
+        self.windows = Windows(manual_tokens(self.vocabulary_size), num_windows, self.context, self.seed)
 
     def train_dataloader(self) -> DataLoader[Sample]:
         """Return the windows in order: they are at random places already."""

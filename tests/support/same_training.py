@@ -132,11 +132,19 @@ def trainer_for(strategy: Any, steps: int, callbacks: list[pl.Callback], **optio
     )
 
 
-def train_plain(module: pl.LightningModule, samples: Any, num_microbatches: int, batch_size: int, **o: Any) -> Training:
+def train_plain(
+    module: pl.LightningModule,
+    samples: Any,
+    num_microbatches: int,
+    batch_size: int,
+    *,
+    more_callbacks: Sequence[pl.Callback] = (),
+    **o: Any,
+) -> Training:
     """Train with plain Lightning, one microbatch a batch."""
     gradients = Gradients()
     steps = len(samples) // batch_size
-    callbacks: list[pl.Callback] = [gradients, SeedMicrobatches(num_microbatches)]
+    callbacks: list[pl.Callback] = [gradients, SeedMicrobatches(num_microbatches), *more_callbacks]
     trainer = trainer_for("auto", steps, callbacks, accumulate_grad_batches=num_microbatches, **o)
     _fit(trainer, module, DataLoader(samples, batch_size=batch_size // num_microbatches))
     return _result(trainer, module, gradients.steps)
@@ -172,7 +180,7 @@ def _result(trainer: pl.Trainer, module: pl.LightningModule, gradients: list[dic
     states = [state for optimizer in trainer.optimizers for state in optimizer.state_dict()["state"].values()]
     tensors = [value.cpu() for state in states for value in state.values() if isinstance(value, Tensor)]
     state = {name: value.detach().cpu().clone() for name, value in parts_by_name(module.state_dict()).items()}
-    return Training([loss.cpu() for loss in module.losses], state, tensors, gradients)
+    return Training([loss.cpu() for loss in getattr(module, "losses", [])], state, tensors, gradients)
 
 
 def parts_by_name(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -198,6 +206,7 @@ def assert_same_training(
     devices: int | None = None,
     parallel: Any = "pipeline",
     updates: Sequence[Update] | None = None,
+    make_callbacks: Callable[[], Sequence[pl.Callback]] = tuple,
     **options: Any,
 ) -> list[StepReport]:
     """Train copies of a module by plain Lightning and by harmony, and compare all that training leaves behind.
@@ -214,12 +223,15 @@ def assert_same_training(
         parallel: as for HarmonyStrategy.
         updates: when harmony updates; it trains once in each way. Gradients are compared, too, where all are there. None: in
             both, and where a test has many cases in one of them, in turns.
+        make_callbacks: makes those that each Trainer has beside.
         options: of both Trainers.
 
     Returns:
         The reports of the last run.
     """
-    plain = train_plain(copy.deepcopy(module), samples, num_microbatches, batch_size, **options)
+    plain = train_plain(
+        copy.deepcopy(module), samples, num_microbatches, batch_size, more_callbacks=make_callbacks(), **options
+    )
     reports: list[StepReport] = []
     for update in default_updates if updates is None else updates:
         strategy = HarmonyStrategy(
@@ -231,6 +243,7 @@ def assert_same_training(
             strategy,
             batch_size,
             with_gradients=update == "after the backward",
+            more_callbacks=make_callbacks(),
             **{"devices": devices or default_devices, **options},
         )
         reports = harmony.reports
