@@ -14,14 +14,16 @@ from torch.utils.data import DataLoader, Dataset
 Sample = tuple[Tensor, Tensor]
 
 VOCABULARY_SIZE = 2048
+# So much of the manual that a small model learns some of its phrases in a minute.
+NUM_CHARACTERS = 60_000
 # A word or a run of one other character, perhaps with a space before it; the end of a line and what indents the next; spaces.
 WORD = re.compile(r" ?[A-Za-z_]+| ?([^A-Za-z_\n ])\1*|\n[\n ]*| +")
 
 
 @cache
 def read_manual() -> str:
-    """Return the manual's topics, one after the other."""
-    return "\n\n".join(topics.values())
+    """Return the first topics of the manual, one after the other."""
+    return "\n\n".join(topics.values())[:NUM_CHARACTERS]
 
 
 def words_of(text: str) -> Iterator[str]:
@@ -46,8 +48,8 @@ class Vocabulary:
         return torch.tensor([number for word in words_of(text) for number in cut(word)])
 
     def decode(self, numbers: Tensor) -> str:
-        """Return the text of tokens."""
-        return "".join(self.tokens[number] for number in numbers.tolist())
+        """Return the text of tokens; of numbers that a short text has no token for, nothing."""
+        return "".join(self.tokens[number] for number in numbers.tolist() if number < len(self.tokens))
 
     def _cut(self, word: str) -> list[int]:
         tokens = [word] if word in self.numbers else self._token.findall(word)
@@ -55,15 +57,15 @@ class Vocabulary:
 
 
 @cache
-def manual_vocabulary(size: int = VOCABULARY_SIZE) -> Vocabulary:
-    """Return a vocabulary of the manual."""
-    return Vocabulary(read_manual(), size)
+def manual_vocabulary() -> Vocabulary:
+    """Return the vocabulary of the manual."""
+    return Vocabulary(read_manual(), VOCABULARY_SIZE)
 
 
 @cache
-def manual_tokens(vocabulary_size: int = VOCABULARY_SIZE) -> Tensor:
+def manual_tokens() -> Tensor:
     """Return the tokens of the manual."""
-    return manual_vocabulary(vocabulary_size).encode(read_manual())
+    return manual_vocabulary().encode(read_manual())
 
 
 class Windows(Dataset[Sample]):
@@ -90,16 +92,8 @@ class Windows(Dataset[Sample]):
 class Manual(pl.LightningDataModule):
     """Training data for `num_steps` batches, always in the same order."""
 
-    def __init__(
-        self,
-        num_steps: int = 50,
-        batch_size: int = 8,
-        context: int = 128,
-        vocabulary_size: int = VOCABULARY_SIZE,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, num_steps: int = 50, batch_size: int = 8, context: int = 128, seed: int = 0) -> None:
         super().__init__()
-        self.vocabulary_size = vocabulary_size
         self.num_steps = num_steps
         self.batch_size = batch_size
         self.context = context
@@ -108,7 +102,7 @@ class Manual(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read the text and draw the windows."""
         num_windows = self.num_steps * self.batch_size
-        self.windows = Windows(manual_tokens(self.vocabulary_size), num_windows, self.context, self.seed)
+        self.windows = Windows(manual_tokens(), num_windows, self.context, self.seed)
 
     def train_dataloader(self) -> DataLoader[Sample]:
         """Return the windows in order: they are at random places already."""

@@ -21,13 +21,13 @@ from lightning_harmony.cli import main as lightning_harmony
 from lightning_harmony.plan.values.memory_size import format_bytes, parse_bytes
 
 BATCH_SIZE = 8
-CONFIG = GPTConfig(vocabulary=4096, context=64)
+CONFIG = GPTConfig(context=64)
 # What AdamW's division makes of a last bit in a few steps.
 LARGEST_ROUNDING = 1e-4
 NUM_COMPARED_STEPS = 6
 SEED = 1
 STATE_BYTES_PER_PARAMETER = 16  # FP32 weight and gradient, and the two moments of AdamW
-PROMPT = "The "
+PROMPT = "The following"
 KINDS = ("weights", "gradients", "optimizer", "stash")
 
 
@@ -87,7 +87,7 @@ class History(pl.Callback):
 def parse_options(arguments: list[str] | None = None) -> Options:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--device-memory", default="24MiB", help="capacity of the device")
+    parser.add_argument("--device-memory", default="20MiB", help="capacity of the device")
     parser.add_argument("--max-steps", type=int, default=120, help="training steps of the main run")
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--num-microbatches", type=int, default=4, help=f"must divide the batch of {BATCH_SIZE}")
@@ -156,7 +156,7 @@ def train(
         **arguments,
     )
     num_batches, batch_size = num_steps * accumulate_grad_batches, BATCH_SIZE // accumulate_grad_batches
-    data = Manual(num_batches, batch_size, CONFIG.context, CONFIG.vocabulary)
+    data = Manual(num_batches, batch_size, CONFIG.context)
     trainer.fit(model, datamodule=data)
     return Training(
         history.losses,
@@ -192,9 +192,9 @@ def print_losses(losses: list[float], num_rows: int = 7) -> None:
 
 def print_text(model: GPT) -> None:
     """Print a text that the model writes: at the end of fit it is an ordinary module in host memory."""
-    vocabulary = manual_vocabulary(CONFIG.vocabulary)
+    vocabulary = manual_vocabulary()
     print(f"\nThe model continues {PROMPT!r}:\n")
-    print(vocabulary.decode(model.generate(vocabulary.encode(PROMPT), num_tokens=100, temperature=0.5)))
+    print(vocabulary.decode(model.generate(vocabulary.encode(PROMPT), num_tokens=100, temperature=0.6)))
 
 
 def per_microbatch_bytes(swapped_in: Mapping[str, int], swapped_out: Mapping[str, int], num_microbatches: int) -> int:
