@@ -59,6 +59,56 @@ class UsedBetweenLayers(Chain):
         return x
 
 
+class LookedAt(Chain):
+    """As where norms of activations are logged: no gradient comes of that."""
+
+    def through(self, x: Tensor) -> Tensor:
+        norms = []
+        for block in self.blocks:
+            made = block(x)
+            norms.append(x.detach().norm())
+            with torch.no_grad():
+                norms.append(x.norm() + x.shape[0])
+            x = made
+        return x
+
+
+class Transformed(Chain):
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) + torch.vmap(lambda row: row.sin() * row)(x)
+        return x
+
+
+class InAFunction(Chain):
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return gradient * x.cos()
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) + self.Own.apply(x) * self.Own.apply(x)
+        return x
+
+
+class Encoder(Chain):
+    """What several read comes of a layer of its own, and goes through an operation for each."""
+
+    def through(self, x: Tensor) -> Tensor:
+        first, *rest = self.blocks
+        memory = first(x)
+        for block in rest:
+            x = block(x.tanh(), memory.view_as(memory))
+        return x + memory
+
+
 class UsedByALaterLayer(Chain):
     """As what an encoder has made is by each layer of a decoder."""
 
@@ -153,8 +203,8 @@ class ChangedInPlace(Chain):
 
 
 CASES: Sequence[type[Chain]] = [
-    Chain, UsedBetweenLayers, UsedByALaterLayer, UsedBefore, UsedOnceMoreLater, ReturnedAsItIs, LeftOnTheLayer, Hooked,
-    ChangedInPlace,
+    Chain, LookedAt, Transformed, InAFunction, Encoder, UsedBetweenLayers, UsedByALaterLayer, UsedBefore, UsedOnceMoreLater,
+    ReturnedAsItIs, LeftOnTheLayer, Hooked, ChangedInPlace,
 ]  # fmt: skip
 
 
@@ -181,7 +231,8 @@ def test_gradients_are_summed_in_the_order_of_one_device(kind: type[Chain]) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_whole"), [(Chain, True), (UsedBefore, True), (Hooked, True), (UsedBetweenLayers, False)]
+    ("kind", "is_whole"),
+    [(Chain, True), (LookedAt, True), (UsedBefore, True), (Hooked, True), (UsedBetweenLayers, False)],
 )
 def test_no_operation_of_a_layer_is_looked_at_where_nobody_uses_its_inputs_after_it(
     kind: type[Chain], is_whole: bool, monkeypatch: pytest.MonkeyPatch

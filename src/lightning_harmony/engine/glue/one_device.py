@@ -82,19 +82,26 @@ class OneDevice(TorchFunctionMode):
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
         if func in _DIFFERENTIATING and not is_transformed:
             return self._differentiate(func, args, kwargs)
-        self._lane.note_uses(tensor for tensor in tensors if id(tensor) not in self._given)
         homes = [self._home(tensor) for tensor in tensors]
         target = self._target(_changed(func, args, kwargs), tensors, homes)
         args, kwargs, originals = self._brought(args, kwargs, tensors, homes, target)
         if is_transformed:
+            self._note_uses(map(unwrapped, tensors))
             return func(*args, **kwargs)
         with self._transfers.devices[target].selected():
             result = func(*args, **kwargs)
+        if any(tensor.requires_grad for tensor in tensors_of(result)):
+            self._note_uses(tensors)
         for copied, tensor, version in originals.values():
             if version_of(copied) != version:
                 self._write_back(tensor, copied)
         # What returns its operand as it is, such as `to`, is no use of it: each use brings its own gradient back.
         return originals[id(result)][1] if id(result) in originals else result
+
+    def _note_uses(self, tensors: Iterable[Tensor]) -> None:
+        """Gradients come back from an operation."""
+        if torch.is_grad_enabled():
+            self._lane.note_uses(tensor for tensor in tensors if id(tensor) not in self._given)
 
     def _write_back(self, tensor: Tensor, copied: Tensor) -> None:
         """An operation has changed the copy of an operand that is elsewhere: let that be changed, too."""
