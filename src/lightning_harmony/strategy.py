@@ -34,11 +34,7 @@ from lightning_harmony.setup import compat
 from lightning_harmony.setup.argument_names import suggests_names
 from lightning_harmony.setup.checkpoints import refuse_directory, refuse_torn
 from lightning_harmony.setup.lightning_tree import LightningTree
-from lightning_harmony.setup.refusals import (
-    refuse_scripted,
-    refuse_uninitialized,
-    refuse_windows,
-)
+from lightning_harmony.setup.refusals import refuse_scripted, refuse_uninitialized, refuse_windows
 from lightning_harmony.setup.settings import Settings
 
 if TYPE_CHECKING:
@@ -73,6 +69,7 @@ class StrategyMixin(GivenPlugins):
             microbatches, too, where that is not given.
         profile_cache: whether what was measured of a model is kept for later fits, whose first step is planned then; or the
             folder to keep it in. By default it is one below ``$XDG_CACHE_HOME`` or ``~/.cache``. Results do not depend on it.
+        offload_dir: a folder on a fast disk, where optimizer state lives that the host has no room for.
     """
 
     strategy_name = "harmony"
@@ -94,6 +91,7 @@ class StrategyMixin(GivenPlugins):
         compile_layers: bool | dict[str, Any] = False,
         plan: Plan | str | Path | None = None,
         profile_cache: bool | str | Path = True,
+        offload_dir: str | Path | None = None,
         *,
         # Of either tree: LightningCLI would refuse those of the one that a type named.
         accelerator: Any = None,
@@ -117,6 +115,7 @@ class StrategyMixin(GivenPlugins):
             compile_layers=compile_layers,
             plan=plan,
             profile_cache=profile_cache,
+            offload_dir=offload_dir,
         )
         self._lightning = LightningTree(self.tree)
         untested = compat.untested_version(self.tree)
@@ -125,8 +124,8 @@ class StrategyMixin(GivenPlugins):
         self._reports = StepReports()
         self._loop_ends = LoopEnds()
         self._last_plan: Plan | None = None
-        # How many parameters a failed step has updated, and how many not: until another fit.
-        self._torn: tuple[int, int] | None = None
+        # What has left the state of a failed step as that of no one step: until another fit.
+        self._torn: str | None = None
         # From `setup` to `teardown`: a model that fits is in memory, another one is swapped.
         self._in_memory: InMemory | None = None
         self._swapped: Swapped | None = None

@@ -89,7 +89,7 @@ class TestJson:
         [
             ("{", "", "not JSON"),
             ('"lightning-harmony plan"', '"something"', 'no "format"'),
-            ('"version": 9', '"version": 10', "version 10, but this release reads version 9"),
+            ('"version": 10', '"version": 11', "version 11, but this release reads version 10"),
             ('"visits"', '"order"', "plan has no 'visits'"),
             ('"format"', '"colour": 1, "format"', "plan has 'colour', which is not known"),
             ('"first_fused": 1', '"first_fused": "1"', "plan.first_fused is '1', where int is needed"),

@@ -53,13 +53,13 @@ class Overlap:
         busy_seconds: what updates took.
         waited_seconds: how much of that all devices, with nothing else to do, waited for.
         on_update: told each piece of an update.
-        has_failed: whether an update that was waited for has raised.
+        failure: what an update that was waited for has raised; None if none has.
     """
 
     busy_seconds: float = 0.0
     waited_seconds: float = 0.0
     on_update: UpdateHeard = lambda parameters, start, end: None
-    has_failed: bool = False
+    failure: Exception | None = None
 
     _running: Running | None = None
 
@@ -91,7 +91,11 @@ class Overlap:
         return max(1.0 - waited / busy, 0.0) if busy > 0.0 else 0.0
 
     def wait_for(
-        self, events: Sequence[Event], devices: Sequence[Recorder], meanwhile: Callable[[], bool] = lambda: False
+        self,
+        events: Sequence[Event],
+        devices: Sequence[Recorder],
+        meanwhile: Callable[[], bool] = lambda: False,
+        then: Callable[[], None] = lambda: None,
     ) -> None:
         """Block until updates are done; what they raised is raised here.
 
@@ -99,6 +103,7 @@ class Overlap:
             events: of the updates.
             devices: what may have something else to do.
             meanwhile: called again and again, until it says that there is nothing left to do meanwhile.
+            then: waits for what belongs to them besides.
         """
         computed = [device.record() for device in devices]
         idle_since: float | None = None
@@ -111,8 +116,9 @@ class Overlap:
         try:
             for event in events:
                 event.synchronize()
-        except Exception:
-            self.has_failed = True
+            then()
+        except Exception as error:
+            self.failure = error
             raise
         if idle_since is not None:
             self.waited_seconds += time.perf_counter() - idle_since
@@ -219,7 +225,7 @@ class PostponedUpdate:
         if optimizer is None:
             return
         try:
-            self._overlap.wait_for(events, self._streamed.devices)
+            self._overlap.wait_for(events, self._streamed.devices, then=self._streamed.settle)
         finally:
             # Also what comes after a share that failed.
             self._stream.submit(lambda: None).synchronize()

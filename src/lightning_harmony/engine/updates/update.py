@@ -70,6 +70,7 @@ class Updater:
         speeds: of the updates just in time.
         norms: of the gradients of this step, where they were asked for.
         postponed: the update of the step before, where it runs under this one's forward.
+        streamed: makes updates.
         buffers: of gradients that parameters, or users, have.
     """
 
@@ -83,7 +84,7 @@ class Updater:
         self.speeds, self._speed_of_step = UpdateSpeeds(), Speed()
         self._pool = pool
         self.buffers = GradientBuffers(pool)
-        self._streamed = streamed
+        self.streamed = streamed
         # A thread of its own: the update of a pack runs under the backward of the next.
         self._stream = HostStream("update", spared_cores)
         self.overlap = Overlap(on_update=on_update)
@@ -125,15 +126,16 @@ class Updater:
         """
         # A step that failed never came to its end: what it left must not run into this one.
         self.drain()
+        self.streamed.settle()
         # What waits on a device keeps its memory: the oldest goes first. When all is there, the next forward says what does.
         self._stream.goes_by_rank = False
-        self._streamed.open()
+        self.streamed.open()
         self._submitted, self._from_host, self._updated = [], [], {}
         self._held_back = [] if hold_back else None
         separable = optimizer is not None and why_not_separable(optimizer) is None
         self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back, separable)
         self.speeds.outlast = may_outlast or bool(self.speeds.outlast)
-        self.speeds.in_place = separable and self._streamed.spares_the_bus
+        self.speeds.in_place = separable and self.streamed.spares_the_bus
         self._known = frozenset[Tensor]() if optimizer is None else frozenset(optimizer.state)
         self.norms.clear()
         self._parts = defaultdict(list)
@@ -157,13 +159,19 @@ class Updater:
         return self._step.optimizer is not None
 
     @property
-    def torn(self) -> tuple[int, int] | None:
-        """After a backward that failed: how many parameters were updated within it, and how many were not; None if none was.
+    def torn(self) -> str | None:
+        """Why the state of parameters and optimizers is of no one step; None if it is of one.
 
-        Those count whose gradients have been used. None, too, where all have been: that step is whole.
+        Parameters count as updated whose gradients have been used in a backward that failed. Where all have been, that step is
+        whole.
         """
+        if self.overlap.failure is not None:
+            return f"the update of parameters has failed ({self.overlap.failure})"
         left = sum(number > 0 for number in self._num_owners.values())
-        return (len(self._updated), left) if self.is_just_in_time and self._updated and left else None
+        if not (self.is_just_in_time and self._updated and left):
+            return None
+        number = len(self._updated)
+        return f"the last step failed when {number} of {number + left} parameters had been updated"
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """A pack of these parameters has come up since the step began, for which `deliver` will be called, too."""
@@ -174,7 +182,7 @@ class Updater:
     @property
     def updates_in_place(self) -> bool:
         """Whether gradients that are delivered may still be on the device, where their update is made."""
-        return self._step.separable and self._held_back is None and self._streamed.is_on_devices
+        return self._step.separable and self._held_back is None and self.streamed.is_on_devices
 
     def deliver(self, parameters: Sequence[nn.Parameter], gradients: Sequence[SummedGradients]) -> HostEvent | None:
         """Take the final gradients of a pack; those parameters that no other pack owns are ready.
@@ -263,7 +271,7 @@ class Updater:
 
     def _wait_for(self, submitted: Sequence[Event]) -> None:
         try:
-            self.overlap.wait_for(submitted, self._streamed.devices)
+            self.overlap.wait_for(submitted, self.streamed.devices, then=self.streamed.settle)
         finally:
             self.drain()
             if self._step.optimizer is not None:
@@ -313,7 +321,7 @@ class Updater:
     ) -> None:
         with self.overlap.updating(parameters) as running:
             if share is not None:
-                self._streamed.update(share, step.clip, between=between)
+                self.streamed.update(share, step.clip, between=between)
             else:
                 with _only(optimizer, self._groups, parameters):
                     if step.clip is not None:
@@ -323,13 +331,14 @@ class Updater:
                     parameter.grad = None
         # The first step of all, the one that is held back, also makes the state.
         if step.reuses:
-            self._speed_of_step.note(sum(p.numel() * p.element_size() for p in parameters), running.seconds)
+            seconds = running.seconds - self.streamed.take_disk_seconds()
+            self._speed_of_step.note(sum(p.numel() * p.element_size() for p in parameters), seconds)
 
     def close(self) -> None:
         """Finish what was asked for and join the thread."""
         self.postponed.drain()
         self._stream.close()
-        self._streamed.close()
+        self.streamed.close()
 
 
 def _total(parameter: nn.Parameter, parts: list[_Part], earlier: Tensor | None) -> tuple[Tensor, bool]:

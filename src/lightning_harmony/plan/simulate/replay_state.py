@@ -110,6 +110,14 @@ def seconds_of(num_bytes: int, bytes_per_second: float | None) -> float:
     return num_bytes / bytes_per_second if bytes_per_second else 0.0
 
 
+def _update_seconds(cost: Cost, machine: MachineLimits) -> float:
+    """How long the update of a pack takes: state from disk is read and written piece by piece, under the copies of others."""
+    return max(
+        seconds_of(cost.gradient_bytes, machine.update_bytes_per_second),
+        seconds_of(cost.disk_bytes, machine.disk_bytes_per_second),
+    )
+
+
 class ReplayState:
     """The lanes, the devices and the updates of a step in the middle of it.
 
@@ -141,9 +149,7 @@ class ReplayState:
             for number, (own, limit) in enumerate(zip(schedule.devices, limits, strict=True))
         ]
         ranks = {pack: rank for rank, pack in enumerate(dict.fromkeys(plan.visits))}
-        self.updates = UpdateStream(
-            ranks, [seconds_of(cost.gradient_bytes, machine.update_bytes_per_second) for cost in packs]
-        )
+        self.updates = UpdateStream(ranks, [_update_seconds(cost, machine) for cost in packs])
 
     # ---- when the next task runs ---------------------------------------------------------------------------------------
 
