@@ -24,8 +24,8 @@ NUM_BUFFERS = 6
 _OF_ONE_PIECE = 2
 # A disk is busy with several large requests: 4 threads that read 4 MiB at a time came to 2.6 GB/s, one that read 1 MiB to 1.4.
 _NUM_THREADS, _REQUEST_BYTES = 4, 8 << 20
-# What is copied to find out how fast the disk is.
-_TRIED_BYTES = 64 << 20
+# What is copied to find out how fast the disk is, both ways at once: at most so much, so often.
+_MOST_TRIED_BYTES, _NUM_TRIED = 64 << 20, 3
 # Tensors that an optimizer may have for a parameter, each of whole blocks.
 _MOST_TENSORS = 4
 
@@ -72,24 +72,28 @@ class DiskHome:
         self._state_bytes.update(state_bytes)
         if not self._ring:
             self._ring.extend(Buffer(allocate, buffer_bytes) for _ in range(NUM_BUFFERS))
-            self._measure(store)
+            self._measure(store, buffer_bytes)
 
-    def _measure(self, store: DiskStore) -> None:
+    def _measure(self, store: DiskStore, buffer_bytes: int) -> None:
         """Read and write some of the file at once, as updates do."""
-        like = torch.empty(_TRIED_BYTES, dtype=torch.uint8, device="meta")
-        tried = [store.empty(like.shape, like.stride(), like.dtype) for _ in range(2)]
-        start = 0.0
-        for reads in (False, True):
-            # The first writing has the file system find blocks.
-            start = time.perf_counter()
-            loans = [self.borrow(tried[:1], reads=reads), self.borrow(tried[1:], reads=False)]
-            loans[1].write_after(Happened())
-            loans[0].arrive()
-            loans[0].drop()
-            self.settle()
-        self.bytes_per_second = _TRIED_BYTES / (time.perf_counter() - start)
+        shape = torch.Size([min(buffer_bytes, _MOST_TRIED_BYTES)])
+        tried = [store.empty(shape, (1,), torch.uint8) for _ in range(_NUM_TRIED)]
+        # The first writing has the file system find blocks.
+        self._write(tried)
+        start = time.perf_counter()
+        loans = [self.borrow([tensor], reads=True) for tensor in tried]
+        self._write(tried)
+        for loan in loans:
+            loan.arrive()
+            loan.drop()
+        self.bytes_per_second = _NUM_TRIED * shape.numel() / (time.perf_counter() - start)
         self.take_moved_bytes()
         self.take_waited_seconds()
+
+    def _write(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self.borrow([tensor], reads=False).write_after(Happened())
+        self.settle()
 
     @property
     def is_in_use(self) -> bool:
