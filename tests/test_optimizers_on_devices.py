@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters of 4 KiB are cut, on GPUs as on virtual devices."""
-    monkeypatch.setattr(streamed_update, "_MOST_BYTES", 8 << 10)
+    monkeypatch.setattr(update_stage, "_MOST_BYTES", 8 << 10)
 
 
 def build(optimizer: str, net: Callable[[], Any] = nets.Language) -> Net:

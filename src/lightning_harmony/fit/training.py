@@ -187,14 +187,21 @@ class Training:
         microbatches = [Microbatch(*each) for each in zip(steps, weights, seeds, strict=True)]
         num_elements, predicted = _largest(steps), self._predicted_gradient()
 
+        def limit() -> None:
+            self._budget.limit(is_deferred=self._is_deferred())
+
         def forward(interleave: bool) -> None:
             self.engine.forward(
-                microbatches, num_elements=num_elements, predicted_gradient=predicted, interleave=interleave
+                microbatches,
+                num_elements=num_elements,
+                predicted_gradient=predicted,
+                interleave=interleave,
+                on_plan=limit,
             )
             if not self.engine.is_sequential:
                 self._budget.check(is_deferred=self._is_deferred())
 
-        self._budget.limit(is_deferred=self._is_deferred())
+        limit()
         with without_caches(self._module):
             self._interleaving.run(forward, sizes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -77,7 +78,7 @@ class HostBudget:
             )
 
     def limit(self, *, is_deferred: bool) -> None:
-        """Before a step: what gradients and the stash may take, as long as nothing more is known of the plan.
+        """Before a step, and when it is planned: what gradients and the stash may take, as long as no more is known of that.
 
         Args:
             is_deferred: whether no update runs just in time.
@@ -107,7 +108,7 @@ class HostBudget:
             other_bytes: what is to be on the host beside.
         """
         streamed = self._engine.updater.streamed
-        excess = self._state_to_come() + other_bytes - room_on_host() - self._engine.pool.num_bytes
+        excess = self._state_to_come(assumes=True) + other_bytes - room_on_host() - self._engine.pool.num_bytes
         if streamed.disk is None or excess <= 0:
             return
         movable = self._movable()
@@ -153,14 +154,22 @@ class HostBudget:
         if not pool.has_room(needed):
             raise pool.shortage(needed)
 
-    def _state_to_come(self) -> int:
-        """What optimizer state will take of the host beside what it takes now."""
+    def _state_to_come(self, *, assumes: bool = False) -> int:
+        """What optimizer state will take of the host beside what it takes now.
+
+        Args:
+            assumes: whether to take it as large as Adam's where that cannot be told before; else as none.
+        """
         optimizers, disk = self._trainer.optimizers, self._engine.updater.streamed.disk
+        if expected_state_bytes(optimizers) is None and not assumes:
+            return 0
+        expected = Counter[nn.Parameter]()
+        for optimizer in optimizers:
+            expected.update(bytes_by_parameter(optimizer))
         if disk is None:
-            return max((expected_state_bytes(optimizers) or 0) - state_bytes(optimizers), 0)
-        of_parameters = [bytes_by_parameter(optimizer) for optimizer in optimizers]
-        expected = sum(n for each in of_parameters for p, n in each.items() if not disk.bytes_of([p]))
-        return max(expected - state_bytes(optimizers) + disk.used_bytes, 0)
+            return max(expected.total() - state_bytes(optimizers), 0)
+        on_host = sum(num_bytes for parameter, num_bytes in expected.items() if not disk.bytes_of([parameter]))
+        return max(on_host - state_bytes(optimizers) + disk.used_bytes, 0)
 
 
 def _trained(optimizers: Sequence[Optimizer]) -> list[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -33,17 +33,17 @@ def _expected(optimizer: Optimizer) -> int | None:
     return sum(bytes_by_parameter(optimizer).values())
 
 
-def bytes_by_parameter(optimizer: Optimizer) -> dict[nn.Parameter, int]:
-    """What the state of each parameter takes once it has been updated; as Adam's takes where that cannot be told before."""
-    found: dict[nn.Parameter, int] = {}
+def bytes_by_parameter(optimizer: Optimizer) -> dict[Any, int]:
+    """What the state of each parameter takes once all were updated; as Adam's takes where that cannot be told before."""
+    if optimizer.state:
+        return {parameter: _bytes_of(state) for parameter, state in optimizer.state.items()}
+    found: dict[Any, int] = {}
     for group in optimizer.param_groups:
         copies = _copies(optimizer, group)
-        copies = ASSUMED_STATE_COPIES if copies is None else copies
-        for parameter in group["params"]:
-            if state := optimizer.state.get(parameter):
-                found[parameter] = _bytes_of(state)
-            elif parameter.requires_grad:
-                found[parameter] = copies * parameter.numel() * parameter.element_size()
+        for parameter in group["params"] if copies != 0 else ():
+            if parameter.requires_grad:
+                num_bytes = parameter.numel() * parameter.element_size()
+                found[parameter] = (ASSUMED_STATE_COPIES if copies is None else copies) * num_bytes
     return found
 
 

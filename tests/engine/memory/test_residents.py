@@ -123,7 +123,7 @@ def test_what_is_updated_comes_while_the_pack_before_it_is_not(model: Model, is_
             found.append(model.resident())
             super().update(*args, **options)
 
-    model.update.streamed = Watched([model.device])
+    model.update._streamed = Watched([model.device])
     model.update.start(optimizer, layers, None)
     model.residents.enter(model.forward(0), 0, alone=False)
     assert 1 in found[1]

@@ -172,8 +172,11 @@ class DiskHome:
         if after is not None and store is not None:
             self._written_bytes += loan.num_bytes
 
+            # One thread waits: for an event of a GPU, that may keep a core busy.
+            filled = self._writers.submit(after.synchronize)
+
             def write(source: memoryview, place: int) -> None:
-                after.synchronize()
+                filled.result()
                 store.write(source, place)
 
             buffer.writes = [self._writers.submit(write, *request) for request in loan.requests(whole=False)]

@@ -101,7 +101,7 @@ class StreamedUpdate:
             CapacityError: if the disk has too little room.
         """
         assert self.disk is not None
-        self.disk.take(state_bytes, self._stages[0].host_memory, self._piece_bytes)
+        self.disk.take(state_bytes, self._stages[0].memory_for_direct_copies, self._piece_bytes)
         self.bring_to_disk(states)
 
     def bring_to_disk(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.device import Device, flat_buffer
 from lightning_harmony.engine.devices.stream import Event, Happened
+from lightning_harmony.engine.devices.touched_memory import touched_buffer
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.host_store import Slot, lay_out
 from lightning_harmony.engine.updates.device_step import Part, copy_all, is_on_device, make_step, own_of
@@ -267,11 +270,6 @@ class Stage:
         slots, num_bytes = lay_out(likes, dtypes)
         if not slots:
             return []
-        memory = self.host_memory(num_bytes).numpy()
-        return [_with_own_storage(slot, memory) for slot in slots]
-
-    def host_memory(self, num_bytes: int) -> Tensor:
-        """A flat buffer on the host from which this device copies at full speed, if the system has such memory left."""
         buffers: list[Tensor] = []
         try:
             # As work of this GPU: in a thread that has chosen none, the first one would lock the memory.
@@ -279,7 +277,20 @@ class Stage:
         except (RuntimeError, OSError, MemoryError):
             # The system locks no more memory: copies are slower.
             buffers.append(flat_buffer(num_bytes, torch.device("cpu")))
-        return buffers[0]
+        memory = buffers[0].numpy()
+        return [_with_own_storage(slot, memory) for slot in slots]
+
+    def memory_for_direct_copies(self, num_bytes: int) -> Tensor:
+        """Memory on the host, locked if possible, and not copied for processes that are forked while the disk fills it."""
+        buffer = touched_buffer(num_bytes)
+
+        def lock() -> None:
+            weakref.finalize(buffer.untyped_storage(), self.device.register_host(buffer))
+
+        # Where the system locks no more memory, copies are slower.
+        with suppress(RuntimeError, OSError):
+            self._streams[0].submit(lock)
+        return buffer
 
     def finish(self) -> None:
         """Wait until all is back on the host that was launched: for state that lives on disk, in buffers."""
