@@ -136,7 +136,7 @@ class HostBudget:
             for parameter, num_bytes in bytes_by_parameter(optimizer).items()
             if parameter in of_layers
             and num_bytes
-            and (streamed.disk is None or not streamed.disk.bytes_of([parameter]))
+            and not (streamed.disk is not None and streamed.disk.is_home_of(parameter))
         }
 
     def check(self, *, is_deferred: bool) -> None:
@@ -168,7 +168,7 @@ class HostBudget:
             expected.update(bytes_by_parameter(optimizer))
         if disk is None:
             return max(expected.total() - state_bytes(optimizers), 0)
-        on_host = sum(num_bytes for parameter, num_bytes in expected.items() if not disk.bytes_of([parameter]))
+        on_host = sum(num_bytes for parameter, num_bytes in expected.items() if not disk.is_home_of(parameter))
         return max(on_host - state_bytes(optimizers) + disk.used_bytes, 0)
 
 

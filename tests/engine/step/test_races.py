@@ -451,7 +451,7 @@ def postpone_updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     launch = Stage.launch
 
     def watched(self: Any, share: Any, piece: Any, *args: Any, **options: Any) -> None:
-        launched.append(len(piece))
+        launched.append(len(piece.parts))
         launch(self, share, piece, *args, **options)
 
     monkeypatch.setattr(Stage, "launch", watched)

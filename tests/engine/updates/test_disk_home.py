@@ -86,6 +86,10 @@ def test_pieces_from_disk_have_the_bits_of_a_step(
         assert same(plain, optimizer)
     assert any(on_disk(disk, optimizer))
     assert all(on_disk(disk, optimizer)) == (chosen == slice(None))
+    # What was expected becomes what there is.
+    streamed.bring_to_disk(optimizer.state)
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    assert disk.bytes_of(members) == sum(value.nbytes for value in values if disk.holds(value))
     streamed.close()
 
 

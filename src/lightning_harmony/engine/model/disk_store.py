@@ -210,8 +210,8 @@ class DiskStore:
             raise OSError(
                 error.errno,
                 f"{_argument(self.folder)}: {format_bytes(num_bytes)} of optimizer state could not be {_PAST[what]} "
-                f"({errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}). The disk fails, or was removed: go on "
-                "from the last checkpoint, with a folder on another one",
+                f"({errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}). Go on from the last checkpoint, with a "
+                "folder on another disk",
             ) from error
 
     def close(self) -> None:

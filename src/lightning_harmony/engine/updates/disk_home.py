@@ -100,8 +100,12 @@ class DiskHome:
         """Whether it is the home of any state."""
         return self._store is not None
 
+    def is_home_of(self, parameter: nn.Parameter) -> bool:
+        """Whether the state of a parameter lives here."""
+        return parameter in self._state_bytes
+
     def bytes_of(self, parameters: Sequence[nn.Parameter]) -> int:
-        """What the state of some parameters takes, or will take, of the disk."""
+        """What the state of some parameters takes of the disk, or will take as far as that is known."""
         return sum(self._state_bytes.get(parameter, 0) for parameter in parameters)
 
     @property
@@ -115,22 +119,20 @@ class DiskHome:
 
     def place_for(self, parameter: nn.Parameter, slot: Slot) -> Tensor | None:
         """A place for new state of a parameter; None if it lives on the host, as does what is smaller than a block."""
-        if (
-            self._store is None
-            or parameter not in self._state_bytes
-            or slot.num_bytes < BLOCK
-            or slot.tensor is not None
-        ):
+        if self._store is None or not self.is_home_of(parameter) or slot.num_bytes < BLOCK or slot.tensor is not None:
             return None
         return self._store.empty(slot.shape, slot.stride, slot.dtype)
 
     def bring(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
         """Bring what there is of a parameter's state, if it lives here, as when a checkpoint was loaded."""
-        for name, value in state.items() if parameter in self._state_bytes else ():
+        if not state or not self.is_home_of(parameter):
+            return
+        for name, value in state.items():
             if type(value) is Tensor and not self.holds(value):
                 place = self.place_for(parameter, lay_out([value])[0][0])
                 if place is not None:
                     state[name] = place.copy_(value)
+        self._state_bytes[parameter] = sum(value.nbytes for value in state.values() if self.holds(value))
 
     # ---- how state comes and goes ----------------------------------------------------------------------------------------
 
