@@ -189,6 +189,9 @@ class Keeps(pl.Callback):
 def test_a_fit_goes_on_from_a_checkpoint_whatever_lives_on_disk(
     share: tuple[float, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    # Lightning would have all of it in memory.
+    for name in ("_atomic_save", "pl_load"):
+        monkeypatch.setattr(f"lightning.fabric.plugins.io.torch_io.{name}", None)
     (disk := tmp_path / "disk").mkdir()
     path, module = tmp_path / "some.ckpt", build()
     # A loader begins anew: all batches are the same.
@@ -205,6 +208,28 @@ def test_a_fit_goes_on_from_a_checkpoint_whatever_lives_on_disk(
     assert bool(host.used_bytes) == bool(share[1])
     result = _result(trainer, resumed, [])
     compare(Training(whole.losses[-2 * 3 :], whole.state, whole.optimizer), result)
+
+
+def test_a_checkpoint_that_fails_leaves_the_one_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (disk := tmp_path / "disk").mkdir()
+    path = tmp_path / "checkpoints" / "some.ckpt"
+
+    class Again(pl.Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            before = path.read_bytes()
+
+            def full(checkpoint: Any, file: Path) -> None:
+                Path(file).write_bytes(b"a part")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "save", full)
+                with pytest.raises(OSError, match="No space left"):
+                    trainer.save_checkpoint(path)
+            assert path.read_bytes() == before
+
+    train(build(), Host(1.0, monkeypatch, disk), Keeps(path, 2), Again())
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_the_file_has_no_name_while_it_is_in_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
