@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy, StepReport
 from lightning_harmony.engine.model.disk_store import BLOCK, DiskStore
+from lightning_harmony.engine.updates.disk_home import NUM_BUFFERS
+from lightning_harmony.plan.values.host_need import num_on_disk
 from lightning_harmony.updating.optimizer_state import state_bytes
 from support.same_training import Net, Training, _fit, _result, compare, train_plain, trainer_for
 
@@ -141,6 +143,41 @@ def test_no_bit_depends_on_how_much_lives_on_disk(
     assert host.used_bytes == pytest.approx(share * of_state, rel=0.1)
     assert any(report.disk_written_bytes and report.disk_read_bytes for report in host.reports) == (share > 0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_more_lives_on_disk_than_the_host_has_no_room_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    host = Host(0.5, monkeypatch, tmp_path)
+    monkeypatch.setattr(f"{BUDGET}.num_on_disk", num_on_disk)
+    # All of the state, all gradients, the stash, and the buffers.
+    stash = NUM_BLOCKS * (WIDTH + INNER) * 4 * BATCH_SIZE
+    excess = 3 * OF_WEIGHTS + stash + NUM_BUFFERS * (800 << 10) // 32 - host.room
+    compare(plain("AdamW"), train(build(), host))
+    # A layer more at most, each time that is decided.
+    assert excess - stash < host.used_bytes < excess + 2 * (2 * OF_WEIGHTS // (2 * NUM_BLOCKS))
+    assert max(report.host_bytes for report in host.reports) - OF_WEIGHTS <= host.room
+
+
+def test_state_makes_way_for_the_stash_of_microbatches_that_take_turns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """The stash is known when the first step has run."""
+    samples = torch.randn(NUM_STEPS * 64, WIDTH, generator=torch.Generator().manual_seed(3))
+
+    def fit(folder: Path | None) -> tuple[Host, Training]:
+        host, module = Host(0.5, monkeypatch, folder), build()
+        monkeypatch.setattr(f"{BUDGET}.num_on_disk", num_on_disk)
+        host.room = int(2.75 * OF_WEIGHTS)
+        trainer = trainer_for(host.strategy, NUM_STEPS, [host])
+        _fit(trainer, module, DataLoader(samples, batch_size=64))
+        return host, _result(trainer, module, [])
+
+    with pytest.raises(CapacityError, match="gradients and the stash may take"):
+        fit(None)
+    with caplog.at_level("INFO"):
+        host, result = fit(tmp_path)
+    assert host.used_bytes
+    assert not [record.message for record in caplog.records if "one after the other" in record.message]
+    compare(train_plain(build(), samples, 2, 64), result)
 
 
 class Looks(pl.Callback):
