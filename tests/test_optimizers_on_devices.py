@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.engine.updates import streamed_update
+from lightning_harmony.engine.updates import streamed_update, update_stage
 from support import nets, same_training
 from support.same_training import SEED, Net, assert_same_training, compare, train_harmony, train_plain, trainer_for
 from support.sampling import in_turns
@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters of 4 KiB are cut, on GPUs as on virtual devices."""
-    monkeypatch.setattr(streamed_update, "_MOST_BYTES", 8 << 10)
+    monkeypatch.setattr(update_stage, "_MOST_BYTES", 8 << 10)
 
 
 def build(optimizer: str, net: Callable[[], Any] = nets.Language) -> Net:
@@ -206,7 +206,7 @@ def test_on_the_host_no_optimizer_state_comes_to_a_device(
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("a piece comes to a device")
 
-    monkeypatch.setattr(streamed_update._Stage, "launch", refuse)
+    monkeypatch.setattr(update_stage.Stage, "launch", refuse)
     plain = train_plain(build("AdamW"), nets.tokens(), 4, 8, **clip)
     strategy = HarmonyStrategy(num_microbatches=4, device_memory=CAPACITY, update_on="host")
     harmony = train_harmony(build("AdamW"), nets.tokens(), strategy, 8, with_gradients=False, **clip)

@@ -188,7 +188,7 @@ def test_packs_that_several_devices_update_train_as_plain_lightning_does(devices
 @pytest.mark.parametrize("optimizer", ["AdamW", "fused AdamW", "Adafactor"])
 def test_devices_step_large_parameters_in_ranges(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step makes meanwhile is as large as what it is made of, and finds no room on a device that is full."""
-    monkeypatch.setattr("lightning_harmony.engine.updates.streamed_update._MOST_BYTES", 8192)
+    monkeypatch.setattr("lightning_harmony.engine.updates.update_stage._MOST_BYTES", 8192)
     module = build(optimizer)
     training, reports = train(module, planned(module))
     compare(plain(module), training)

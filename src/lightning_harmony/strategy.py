@@ -16,12 +16,12 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import StepReport
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.fit import tracebacks
-from lightning_harmony.fit.given_plugins import GivenPlugins
 from lightning_harmony.fit.in_memory import InMemory, move_optimizer_state
 from lightning_harmony.fit.lasting_bytes import LastingBytes, fits
 from lightning_harmony.fit.loop_ends import LoopEnds
 from lightning_harmony.fit.memory_watch import DoesNotFit
 from lightning_harmony.fit.move_to_host import move_companions, move_to_host
+from lightning_harmony.fit.streamed_checkpoints import StreamedCheckpoints
 from lightning_harmony.fit.swapped import Swapped
 from lightning_harmony.fit.unregistered import move_unregistered
 from lightning_harmony.microbatches.split_check import SplitCheck
@@ -34,18 +34,14 @@ from lightning_harmony.setup import compat
 from lightning_harmony.setup.argument_names import suggests_names
 from lightning_harmony.setup.checkpoints import refuse_directory, refuse_torn
 from lightning_harmony.setup.lightning_tree import LightningTree
-from lightning_harmony.setup.refusals import (
-    refuse_scripted,
-    refuse_uninitialized,
-    refuse_windows,
-)
+from lightning_harmony.setup.refusals import refuse_scripted, refuse_uninitialized, refuse_windows
 from lightning_harmony.setup.settings import Settings
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class StrategyMixin(GivenPlugins):
+class StrategyMixin(StreamedCheckpoints):
     """Trains a LightningModule that may be larger than device memory: `Trainer(strategy=HarmonyStrategy(...))`.
 
     Args:
@@ -73,6 +69,7 @@ class StrategyMixin(GivenPlugins):
             microbatches, too, where that is not given.
         profile_cache: whether what was measured of a model is kept for later fits, whose first step is planned then; or the
             folder to keep it in. By default it is one below ``$XDG_CACHE_HOME`` or ``~/.cache``. Results do not depend on it.
+        offload_dir: a folder on a fast disk, where optimizer state lives that the host has no room for.
     """
 
     strategy_name = "harmony"
@@ -94,6 +91,7 @@ class StrategyMixin(GivenPlugins):
         compile_layers: bool | dict[str, Any] = False,
         plan: Plan | str | Path | None = None,
         profile_cache: bool | str | Path = True,
+        offload_dir: str | Path | None = None,
         *,
         # Of either tree: LightningCLI would refuse those of the one that a type named.
         accelerator: Any = None,
@@ -117,7 +115,9 @@ class StrategyMixin(GivenPlugins):
             compile_layers=compile_layers,
             plan=plan,
             profile_cache=profile_cache,
+            offload_dir=offload_dir,
         )
+        self.streams_checkpoints = self._settings.offload_dir is not None
         self._lightning = LightningTree(self.tree)
         untested = compat.untested_version(self.tree)
         if untested is not None:
@@ -125,8 +125,8 @@ class StrategyMixin(GivenPlugins):
         self._reports = StepReports()
         self._loop_ends = LoopEnds()
         self._last_plan: Plan | None = None
-        # How many parameters a failed step has updated, and how many not: until another fit.
-        self._torn: tuple[int, int] | None = None
+        # What has left the state of a failed step as that of no one step: until another fit.
+        self._torn: str | None = None
         # From `setup` to `teardown`: a model that fits is in memory, another one is swapped.
         self._in_memory: InMemory | None = None
         self._swapped: Swapped | None = None

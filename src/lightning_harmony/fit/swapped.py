@@ -17,6 +17,7 @@ from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.step.assembly import assemble
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.structures.parts import num_bytes_of
+from lightning_harmony.engine.updates.disk_home import DiskHome
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.fit.evaluation import Evaluation
 from lightning_harmony.fit.first_step import BuffersBefore
@@ -78,6 +79,7 @@ class Swapped:
         self.signals = HeldSignals()
         self._lasting = LastingObjects()
         self._buffers_before: BuffersBefore | None = None
+        self._disk = None if settings.offload_dir is None else DiskHome(settings.offload_dir)
         self._use(self._build_engine(settings.plan, devices, None), None)
 
     def _use(self, engine: Executor, summary: FitSummary | None) -> None:
@@ -112,6 +114,8 @@ class Swapped:
         """Give the module back as an ordinary one on the host. Signals are still held if they were."""
         self._lasting.end()
         self.engine.close()
+        if self._disk is not None:
+            self._disk.close()
 
     # ---- steps ---------------------------------------------------------------------------------------------------------
 
@@ -172,6 +176,7 @@ class Swapped:
                 compute_dtype=getattr(self._trainer.precision_plugin, "compute_dtype", None),
                 compile_options=settings.compile_options,
                 updates_on_host=settings.update_on == "host",
+                disk=self._disk,
                 plan=plan,
                 progress=progress,
                 records=self._records(layers, devices),

@@ -54,7 +54,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self._interleaving = Interleaving(self.tree, self.trainer, self.engine)
-        self._budget = HostBudget(self.engine, self.trainer)
+        self._budget = HostBudget(self.engine, self.trainer, self.deferred.policy)
         # Where nothing says it, the fewest that fit. Of several devices each has one to run, and one to wait for.
         self._number = 1 if len(self.engine.devices) == 1 else 2 * len(self.engine.devices)
         self._least_samples = 2 if batch_norms(self._module) else 1
@@ -187,14 +187,21 @@ class Training:
         microbatches = [Microbatch(*each) for each in zip(steps, weights, seeds, strict=True)]
         num_elements, predicted = _largest(steps), self._predicted_gradient()
 
+        def limit() -> None:
+            self._budget.limit(is_deferred=self._is_deferred())
+
         def forward(interleave: bool) -> None:
             self.engine.forward(
-                microbatches, num_elements=num_elements, predicted_gradient=predicted, interleave=interleave
+                microbatches,
+                num_elements=num_elements,
+                predicted_gradient=predicted,
+                interleave=interleave,
+                on_plan=limit,
             )
             if not self.engine.is_sequential:
                 self._budget.check(is_deferred=self._is_deferred())
 
-        self._budget.limit()
+        limit()
         with without_caches(self._module):
             self._interleaving.run(forward, sizes)
 

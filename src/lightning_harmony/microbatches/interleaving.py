@@ -100,7 +100,7 @@ class Interleaving:
         except BaseException as raised:
             # Where an update has failed, parameters are half updated: to run the step again would hide that.
             may_repeat = isinstance(raised, Exception) and not isinstance(raised, PlanError)
-            if not may_repeat or engine.updater.overlap.has_failed:
+            if not may_repeat or engine.updater.overlap.failure is not None:
                 self._attributes.finish()
                 raise
             late = f"it fails where they take turns ({type(raised).__name__}: {raised})"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_harmony.engine.step.executor import Executor
+from lightning_harmony.engine.updates.disk_home import DiskHome
 from lightning_harmony.errors import PlanError
 from lightning_harmony.plan.drawing.page import format_seconds
 from lightning_harmony.plan.simulate.replay import predict
@@ -118,8 +119,19 @@ def describe_plan(
         facts.append((_packs(plan.kept), "Graphs are kept from forward to backward"))
     if plan.fused:
         facts.append((_packs(plan.fused), "A microbatch goes through to its loss and back at once"))
+    if (disk := engine.updater.streamed.disk) is not None and disk.is_in_use:
+        facts.append((format_bytes(disk.used_bytes), _on_disk(disk, prediction)))
     width = max(len(value) for value, _ in facts)
     return "\n".join([title, *table, *(f"{value:<{width}}  {meaning}" for value, meaning in facts)])
+
+
+def _on_disk(disk: DiskHome, prediction: Prediction | None) -> str:
+    """What state that lives on disk means for that."""
+    text = f"Optimizer state in {disk.folder}: so much is read and written in each step"
+    if prediction is None or not prediction.seconds:
+        return text
+    a_day = int(disk.used_bytes * 24 * 60 * 60 / prediction.seconds)
+    return f"{text}, {format_bytes(a_day)} written a day, which is to be compared with what the disk is rated for (TBW)"
 
 
 def _predicted(plan: Plan) -> Prediction | None:
@@ -138,13 +150,15 @@ def _table(
     assert plan.profile is not None
     gradients = [cost.gradient_bytes for cost in plan.profile.pack_costs(plan.packs)]
     state = optimizer_state.expected_state_bytes(optimizers)
+    disk = engine.updater.streamed.disk
+    on_disk = 0 if disk is None else disk.used_bytes
     most = waiting_bytes(gradients, is_deferred=is_deferred)
     if engine.pool.limit is not None:
         most = min(most, engine.pool.limit)
     on_host = {
         "weights": format_bytes(engine.store.num_bytes),
         "gradients": format_bytes(most) if most == sum(gradients) else f"up to {format_bytes(most)}",
-        "optimizer state": "unknown" if state is None else _amount(state),
+        "optimizer state": "unknown" if state is None else _amount(state - on_disk),
     }
     moved: dict[str, tuple[int, int]] = {}
     if prediction is not None:

@@ -36,7 +36,11 @@ class StepReports:
         """A step has ended."""
         # In the first step, buffers go as the optimizer's state comes: what they took together is no more than either end.
         seconds = time.perf_counter() - self._start
-        before, self._state_bytes = self._state_bytes, self._state_size.num_bytes(optimizers)
+        disk = engine.updater.streamed.disk
+        on_disk, (read_bytes, written_bytes) = (
+            (0, (0, 0)) if disk is None else (disk.used_bytes, disk.take_moved_bytes())
+        )
+        before, self._state_bytes = self._state_bytes, self._state_size.num_bytes(optimizers) - on_disk
         most = max(engine.pool.take_peak_bytes() + before, engine.pool.num_bytes + self._state_bytes)
         engine.note_seconds(seconds)
         predicted = engine.step_plan.predicted
@@ -55,6 +59,8 @@ class StepReports:
             predicted_seconds=None if predicted is None else predicted.seconds,
             busy=engine.recorder.end(seconds, num_microbatches, f"{update}: {reason}"),
             reserved_device_bytes=[device.peak_reserved_bytes() for device in engine.devices],
+            disk_read_bytes=read_bytes,
+            disk_written_bytes=written_bytes,
         )
 
     def write_in_memory(self, num_microbatches: int, peak_bytes: int | None) -> None:

@@ -37,19 +37,18 @@ def refuse_directory(path: Any) -> None:
         )
 
 
-def refuse_torn(torn: tuple[int, int] | None) -> None:
+def refuse_torn(torn: str | None) -> None:
     """Refuse to make a checkpoint of parameters a part of which a step has updated before it failed.
 
     Args:
-        torn: how many parameters were updated, and how many were not; None if the state is that after a step.
+        torn: what left it so; None if the state is that after a step.
 
     Raises:
-        RuntimeError: with both numbers, and what to do.
+        RuntimeError: saying that, and what to do.
     """
     if torn is not None:
         raise RuntimeError(
-            f"the last step failed when {torn[0]} of {sum(torn)} parameters had been updated, so that the state is of no "
-            "one step, and no checkpoint is made of it: go on from one that was saved before. With "
-            "HarmonyStrategy(update='deferred') parameters are updated when a backward has succeeded; so they are where a "
-            "callback saves in on_exception, such as OnExceptionCheckpoint"
+            f"{torn}, so that the state is of no one step, and no checkpoint is made of it: go on from one that was saved "
+            "before. With HarmonyStrategy(update='deferred') parameters are updated when a backward has succeeded; so they "
+            "are where a callback saves in on_exception, such as OnExceptionCheckpoint"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ class Settings:
     compile_options: Mapping[str, Any] | None
     plan: Plan | None
     profile_cache: bool | Path
+    offload_dir: Path | None
 
     @classmethod
     def of(
@@ -67,6 +69,7 @@ class Settings:
         compile_layers: Any,
         plan: Plan | str | Path | None,
         profile_cache: bool | str | Path,
+        offload_dir: str | Path | None,
     ) -> Settings:
         """Check the arguments as they are given.
 
@@ -118,6 +121,7 @@ class Settings:
             compile_options=compile_options,
             plan=given,
             profile_cache=_folder_or_switch(profile_cache),
+            offload_dir=_offload_folder(offload_dir, update_on),
         )
 
     def capacities_of(self, num_devices: int) -> tuple[int | None, ...]:
@@ -206,6 +210,26 @@ def _folder_or_switch(profile_cache: Any) -> bool | Path:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"HarmonyStrategy(profile_cache={str(profile_cache)!r}): this is not a folder")
     return folder
+
+
+def _offload_folder(offload_dir: Any, update_on: str) -> Path | None:
+    if offload_dir is None:
+        return None
+    if not isinstance(offload_dir, str | Path) or not Path(offload_dir).expanduser().is_dir():
+        raise ValueError(
+            f"HarmonyStrategy(offload_dir={str(offload_dir)!r}): a folder is needed, on the disk where optimizer state is to "
+            "live that the host has no room for"
+        )
+    if update_on == "host":
+        raise ValueError(
+            "HarmonyStrategy(offload_dir=..., update_on='host'): what lives on disk is updated on the device: leave one "
+            "of the two out"
+        )
+    if sys.platform != "linux":
+        raise ValueError(
+            "HarmonyStrategy(offload_dir=...) needs Linux, which keeps mapped files and direct copies the same"
+        )
+    return Path(offload_dir).expanduser()
 
 
 def _compile_options(compile_layers: Any) -> Mapping[str, Any] | None:

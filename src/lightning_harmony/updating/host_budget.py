@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch.optim import Optimizer
 from lightning_harmony.engine.devices.free_memory import host_memory
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.errors import CapacityError
-from lightning_harmony.plan.values.host_need import bytes_beside_state
+from lightning_harmony.plan.values.host_need import bytes_beside_state, num_on_disk, waiting_bytes
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.plan import Plan
-from lightning_harmony.updating.optimizer_state import expected_state_bytes, state_bytes
+from lightning_harmony.updating.optimizer_state import bytes_by_parameter, expected_state_bytes, state_bytes
+from lightning_harmony.updating.update_policy import UpdatePolicy
 
 # What stays free, as a share of all: what the system wants for itself and for files, what allocators cannot use again, and
 # what libraries take later. With 2 % of what was free, a host of 125 GiB ran out.
@@ -30,50 +32,112 @@ def room_on_host() -> int:
 class HostBudget:
     """Keeps gradients and the stash within what the host has left beside weights and optimizer state.
 
+    Where there is a folder for it, optimizer state that leaves them no room lives on disk.
+
     Args:
         engine: whose they are. As many packs' gradients may wait for their update there as there is room for; where the
             stash of all microbatches leaves none, microbatches run one after the other.
         trainer: of whose optimizers the state comes with their first step.
+        policy: says which of them may be updated on devices.
     """
 
-    def __init__(self, engine: Executor, trainer: Any) -> None:
-        self._engine, self._trainer = engine, trainer
+    def __init__(self, engine: Executor, trainer: Any, policy: UpdatePolicy) -> None:
+        self._engine, self._trainer, self._policy = engine, trainer, policy
         self._limited_for: tuple[Plan, bool] | None = None
+        self._layers: list[list[nn.Parameter]] = []
 
     def refuse_too_little(self, layers: Iterable[Iterable[nn.Parameter]], *, is_deferred: bool) -> None:
         """Refuse to train where gradients and optimizer state will not fit, however few gradients wait.
 
         Args:
-            layers: the parameters of each. Packs of several will need more, as far as there is more.
+            layers: the parameters of each, in the order of the forward. Packs of several will need more, as far as there is
+                more.
             is_deferred: whether no update runs just in time.
 
         Raises:
-            CapacityError: saying how many bytes the host is short.
+            CapacityError: saying how many bytes the host, or the disk, is short.
         """
+        self._layers = list(map(list, layers))
         sizes = {p: p.numel() * p.element_size() for p in _trained(self._trainer.optimizers)}
-        state = expected_state_bytes(self._trainer.optimizers) or 0
         # Each parameter in one layer; those of none, by themselves.
-        gradients = [sum(sizes.pop(p, 0) for p in layer) for layer in layers]
+        gradients = [sum(sizes.pop(p, 0) for p in layer) for layer in self._layers]
         gradients += sizes.values()
+        # That few gradients wait would hold up the device: where state may make way, there is room for more.
+        self._move_to_disk(waiting_bytes(gradients, is_deferred=is_deferred))
+        state = self._state_to_come()
         waiting = bytes_beside_state(gradients, state, is_deferred=is_deferred, ring=1)
         room = room_on_host()
-        if state + waiting > room:
+        short = state + waiting - room
+        if short > 0:
+            rest = max(state - sum(self._movable().values()), 0)
+            would_fit = rest + bytes_beside_state(gradients, rest, is_deferred=is_deferred, ring=1) <= room
             raise CapacityError(
-                f"the host is {format_bytes(state + waiting - room)} short: beside the weights, optimizer state takes "
+                f"the host is {format_bytes(short)} short: beside the weights, optimizer state takes "
                 f"{format_bytes(state)} and gradients {format_bytes(waiting)}, {format_bytes(room)} are free. "
-                + _ways_out(is_deferred)
+                + _ways_out(is_deferred, short if would_fit else 0)
             )
 
-    def limit(self) -> None:
-        """Before a step: what gradients and the stash may take, as long as nothing more is known of the plan."""
-        known = self._engine.plan, self._engine.has_succeeded
+    def limit(self, *, is_deferred: bool) -> None:
+        """Before a step, and when it is planned: what gradients and the stash may take, as long as no more is known of that.
+
+        Args:
+            is_deferred: whether no update runs just in time.
+
+        Raises:
+            CapacityError: if optimizer state is to make way for them, and the disk has no room for it.
+        """
+        engine, known = self._engine, (self._engine.plan, self._engine.has_succeeded)
         if self._limited_for == known:
             return
         self._limited_for = known
-        room, pool = room_on_host(), self._engine.pool
+        if (disk := engine.updater.streamed.disk) is not None and disk.is_in_use:
+            # A checkpoint may have brought some state since.
+            engine.updater.postponed.finish()
+            engine.updater.streamed.bring_to_disk(self._states())
+        if engine.has_succeeded:
+            waiting = waiting_bytes(engine.gradient_bytes, is_deferred=is_deferred)
+            self._move_to_disk(waiting + engine.plan.stash_bytes)
         # The first step's gradients go as its state comes.
-        to_come = self._state_to_come() if self._engine.has_succeeded else 0
-        pool.limit = room + pool.num_bytes - to_come
+        to_come = self._state_to_come() if engine.has_succeeded else 0
+        engine.pool.limit = room_on_host() + engine.pool.num_bytes - to_come
+
+    def _move_to_disk(self, other_bytes: int) -> None:
+        """Let as much optimizer state live on disk as the host has no room for.
+
+        Args:
+            other_bytes: what is to be on the host beside.
+        """
+        streamed = self._engine.updater.streamed
+        excess = self._state_to_come(assumes=True) + other_bytes - room_on_host() - self._engine.pool.num_bytes
+        if streamed.disk is None or excess <= 0:
+            return
+        movable = self._movable()
+        states = [sum(movable.get(p, 0) for p in layer) for layer in self._layers]
+        number = num_on_disk(states, excess + streamed.disk_buffer_bytes)
+        chosen = [p for layer in self._layers[len(states) - number :] for p in layer if p in movable]
+        if chosen:
+            # What lives on the host by now moves.
+            self._engine.updater.postponed.finish()
+            streamed.move_to_disk({p: movable[p] for p in chosen}, self._states())
+
+    def _states(self) -> dict[nn.Parameter, Any]:
+        return {parameter: state for one in self._trainer.optimizers for parameter, state in one.state.items()}
+
+    def _movable(self) -> dict[nn.Parameter, int]:
+        """The parameters whose state lives on the host and may live on disk, and what it takes."""
+        streamed = self._engine.updater.streamed
+        if not streamed.is_on_device:
+            return {}
+        optimizers = [one for one in self._trainer.optimizers if self._policy.why_on_host(one) is None]
+        of_layers = {parameter for layer in self._layers for parameter in layer}
+        return {
+            parameter: num_bytes
+            for optimizer in optimizers
+            for parameter, num_bytes in bytes_by_parameter(optimizer).items()
+            if parameter in of_layers
+            and num_bytes
+            and not (streamed.disk is not None and streamed.disk.is_home_of(parameter))
+        }
 
     def check(self, *, is_deferred: bool) -> None:
         """After a forward, when all of the stash is there: see that the backward will have room for gradients.
@@ -90,9 +154,22 @@ class HostBudget:
         if not pool.has_room(needed):
             raise pool.shortage(needed)
 
-    def _state_to_come(self) -> int:
-        optimizers = self._trainer.optimizers
-        return max((expected_state_bytes(optimizers) or 0) - state_bytes(optimizers), 0)
+    def _state_to_come(self, *, assumes: bool = False) -> int:
+        """What optimizer state will take of the host beside what it takes now.
+
+        Args:
+            assumes: whether to take it as large as Adam's where that cannot be told before; else as none.
+        """
+        optimizers, disk = self._trainer.optimizers, self._engine.updater.streamed.disk
+        if expected_state_bytes(optimizers) is None and not assumes:
+            return 0
+        expected = Counter[nn.Parameter]()
+        for optimizer in optimizers:
+            expected.update(bytes_by_parameter(optimizer))
+        if disk is None:
+            return max(expected.total() - state_bytes(optimizers), 0)
+        on_host = sum(num_bytes for parameter, num_bytes in expected.items() if not disk.is_home_of(parameter))
+        return max(on_host - state_bytes(optimizers) + disk.used_bytes, 0)
 
 
 def _trained(optimizers: Sequence[Optimizer]) -> list[Any]:
@@ -100,11 +177,20 @@ def _trained(optimizers: Sequence[Optimizer]) -> list[Any]:
     return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
 
 
-def _ways_out(is_deferred: bool) -> str:
+def _ways_out(is_deferred: bool, disk_bytes: int) -> str:
+    """What to do about it.
+
+    Args:
+        is_deferred: whether all gradients wait for each other.
+        disk_bytes: what could live on disk instead; 0 where that would not help.
+    """
+    on_disk = (
+        f"HarmonyStrategy(offload_dir='/a/fast/disk') for {format_bytes(disk_bytes)} of it, " if disk_bytes else ""
+    )
     at_once = (
         'leave out what reads all gradients together (gradient_clip_val, update="deferred"), ' if is_deferred else ""
     )
     return (
-        f"Add host memory, {at_once}train fewer parameters, choose an optimizer with less state, or "
+        f"Add host memory, {on_disk}{at_once}train fewer parameters, choose an optimizer with less state, or "
         'Trainer(precision="bf16-true")'
     )

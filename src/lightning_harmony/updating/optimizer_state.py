@@ -28,23 +28,41 @@ def expected_state_bytes(optimizers: Sequence[Optimizer]) -> int | None:
 def _expected(optimizer: Optimizer) -> int | None:
     if optimizer.state:
         return state_bytes([optimizer])
-    copies = STATE_COPIES.get(type(optimizer).__name__)
-    total = 0
+    if any(_copies(optimizer, group) is None for group in optimizer.param_groups):
+        return None
+    return sum(bytes_by_parameter(optimizer).values())
+
+
+def bytes_by_parameter(optimizer: Optimizer) -> dict[Any, int]:
+    """What the state of each parameter takes once all were updated; as Adam's takes where that cannot be told before."""
+    if optimizer.state:
+        return {parameter: _bytes_of(state) for parameter, state in optimizer.state.items()}
+    found: dict[Any, int] = {}
     for group in optimizer.param_groups:
-        if type(optimizer) is torch.optim.SGD:
-            copies = 1 if group["momentum"] else 0
-        if copies is None:
-            return None
-        extra = 1 if group.get("amsgrad") else 0
-        total += (copies + extra) * sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
-    return total
+        copies = _copies(optimizer, group)
+        for parameter in group["params"] if copies != 0 else ():
+            if parameter.requires_grad:
+                num_bytes = parameter.numel() * parameter.element_size()
+                found[parameter] = (ASSUMED_STATE_COPIES if copies is None else copies) * num_bytes
+    return found
+
+
+def _copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int | None:
+    """Bytes of state for each byte of a parameter; None where that is not known."""
+    copies = STATE_COPIES.get(type(optimizer).__name__)
+    if type(optimizer) is torch.optim.SGD:
+        copies = 1 if group["momentum"] else 0
+    return None if copies is None else copies + (1 if group.get("amsgrad") else 0)
 
 
 def state_bytes(optimizers: Sequence[Optimizer]) -> int:
     """What the state of optimizers takes now. An update may add to it meanwhile."""
     # Copies of dictionaries are made at once. Beside those of parameters, an optimizer may keep entries of its own.
-    states = [_copied(state) for one in optimizers for state in list(one.state.values())]
-    tensors = [leaf for state in states for leaf in tree_leaves(state)]
+    return sum(_bytes_of(state) for one in optimizers for state in list(one.state.values()))
+
+
+def _bytes_of(state: Any) -> int:
+    tensors = tree_leaves(_copied(state))
     return sum(leaf.numel() * leaf.element_size() for leaf in tensors if isinstance(leaf, Tensor))
 
 

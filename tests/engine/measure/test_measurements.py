@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,4 +65,20 @@ def test_what_is_recalled_is_as_if_it_had_been_measured(devices: list[VirtualDev
     measured.forget_layers()
     assert measured.cost(layer) == nothing
     assert measured.machine().transfer_bytes_per_second == 30.0
+    store.close()
+
+
+def test_a_layer_costs_the_disk_what_its_state_takes_there(devices: list[VirtualDevice]) -> None:
+    class Disk:
+        bytes_per_second = 50.0
+
+        def bytes_of(self, parameters: Sequence[torch.nn.Parameter]) -> int:
+            return 2 * sum(parameter.nbytes for parameter in parameters)
+
+    module = torch.nn.Linear(2, 2)
+    store = HostStore(list(module.parameters()), devices[0])
+    layer = SwappedLayer(0, "layer", module, list(module.parameters()))
+    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), UpdateSpeeds(), Disk())
+    assert measured.cost(layer).disk_bytes == 2 * 6 * 4
+    assert measured.machine().disk_bytes_per_second == 50.0
     store.close()

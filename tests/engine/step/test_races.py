@@ -21,7 +21,7 @@ from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.memory.sums import Sums
 from lightning_harmony.engine.step.pack_preparation import PackPreparation
 from lightning_harmony.engine.step.runtime import Runtime
-from lightning_harmony.engine.updates.streamed_update import _Stage
+from lightning_harmony.engine.updates.update_stage import Stage
 from lightning_harmony.plan.values.plan import Plan
 from support import nets
 from support.cases import NETS, SUMMED_IN_ANOTHER_ORDER
@@ -441,19 +441,19 @@ def test_a_piece_of_an_update_that_waits_for_nothing_is_found(monkeypatch: pytes
     postpone_updates(monkeypatch)
     options = {"trainer": {"gradient_clip_val": 0.05}, "steps": 4, "left_out": ("launch",)}
     races = find_races(monkeypatch, "plain", 1, **options)  # type: ignore[arg-type]
-    assert any("streamed_update.py" in race for race in races)
+    assert any("update_stage.py" in race for race in races)
 
 
 def postpone_updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From now on, fake devices make updates in small pieces, as late as can be; the parts of each piece."""
     launched: list[int] = []
-    launch = _Stage.launch
+    launch = Stage.launch
 
     def watched(self: Any, share: Any, piece: Any, *args: Any, **options: Any) -> None:
-        launched.append(len(piece))
+        launched.append(len(piece.parts))
         launch(self, share, piece, *args, **options)
 
-    monkeypatch.setattr(_Stage, "launch", watched)
+    monkeypatch.setattr(Stage, "launch", watched)
     monkeypatch.setattr("lightning_harmony.updating.update_policy.onlooker", lambda *_: None)
     return launched
 

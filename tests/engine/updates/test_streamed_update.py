@@ -14,7 +14,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.host_store import lay_out
-from lightning_harmony.engine.updates import streamed_update
+from lightning_harmony.engine.updates import update_stage
 from lightning_harmony.engine.updates.optimizer_twin import Share, by_norm, by_value
 from lightning_harmony.engine.updates.separable_optimizers import SEPARABLE
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
@@ -52,13 +52,13 @@ def same(one: Optimizer, other: Optimizer) -> bool:
 def pieces_of(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     """From now on, the parts of each piece that is stepped."""
     found: list[list[Any]] = []
-    launch = streamed_update._Stage.launch
+    launch = update_stage.Stage.launch
 
     def watched(self: Any, share: Any, piece: Any, *args: Any, **options: Any) -> None:
-        found.append(list(piece))
+        found.append(list(piece.parts))
         launch(self, share, piece, *args, **options)
 
-    monkeypatch.setattr(streamed_update._Stage, "launch", watched)
+    monkeypatch.setattr(update_stage.Stage, "launch", watched)
     return found
 
 
@@ -353,6 +353,6 @@ def test_a_parameter_that_is_updated_as_a_whole_and_finds_no_room_is_refused() -
     optimizer = Adafactor(members)
     members[0].grad = torch.ones_like(members[0])
     before = members[0].detach().clone()
-    with pytest.raises(streamed_update.CapacityError, match=r"takes 19 KiB.*as a whole.*device_memory"):
+    with pytest.raises(update_stage.CapacityError, match=r"takes 19 KiB.*as a whole.*device_memory"):
         StreamedUpdate(Full(CAPACITY)).update(share_of(optimizer))
     assert torch.equal(members[0], before)

@@ -17,8 +17,9 @@ from lightning_harmony.engine.model.host_store import lay_out
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import SummedGradients
 from lightning_harmony.engine.updates.optimizer_twin import Share
-from lightning_harmony.engine.updates.streamed_update import StreamedUpdate, _Stage
+from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.engine.updates.update import Updater
+from lightning_harmony.engine.updates.update_stage import Stage
 from lightning_harmony.plan.values.host_need import RING
 
 Groups = list[dict[str, object]]
@@ -361,14 +362,14 @@ def test_a_large_update_lets_a_more_urgent_one_go_first(pool: HostPool, monkeypa
     )
     small, large = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(100, 100))
     expected = [parameter.detach().clone() for parameter in (small, large)]
-    launch, begun, delivered = _Stage.launch, threading.Event(), threading.Event()
+    launch, begun, delivered = Stage.launch, threading.Event(), threading.Event()
 
     def watched(*args: Any, **options: Any) -> None:
         launch(*args, **options)
         begun.set()
         assert delivered.wait(60)
 
-    monkeypatch.setattr(_Stage, "launch", watched)
+    monkeypatch.setattr(Stage, "launch", watched)
     optimizer = SGD([small, large], lr=1.0)
     updater.begin(optimizer, [[small], [large]])
     updater.deliver([large], [on_host(pool, layer_of(1), {large: torch.ones_like(large)})])

@@ -63,6 +63,14 @@ class TestUpdates:
         # The next forward fetches the first pack first of all.
         assert seconds == pytest.approx(12.9)
 
+    def test_state_on_disk_takes_the_time_of_the_disk_where_that_is_longer(self) -> None:
+        machine = MachineLimits(None, 10.0, 10.0, None, 80.0, disk_bytes_per_second=10.0)
+        packs = [PACK, replace(PACK, disk_bytes=30), replace(PACK, disk_bytes=1)]
+        found = replay(chain(3, 2, 1), grid(THREE_TASKS), packs, machine)
+        spans = [span for span in found.devices[0].spans if span.task.kind is Errand.UPDATE]
+        seconds = {span.task.pack: pytest.approx(span.end_seconds - span.start_seconds) for span in spans}
+        assert seconds == {2: 0.1, 1: 3.0, 0: 0.1}
+
     def test_of_what_has_arrived_that_first_which_the_next_forward_needs_first(self) -> None:
         seconds, updates = updates_of(8 / 5)
         assert updates == {2: (8.8, 13.8), 0: (13.8, 18.8), 1: (18.8, 23.8)}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_harmony.plan.values.host_need import RING, bytes_beside_state, waiting_bytes
+from lightning_harmony.plan.values.host_need import RING, bytes_beside_state, num_on_disk, waiting_bytes
 
 PACKS = [*range(1, 2 * RING), 1000]
 
@@ -25,3 +25,8 @@ def test_the_first_step_has_all_before_there_is_a_state(copies: int) -> None:
     first = max(copies * sum(PACKS[:done]) + sum(PACKS[done:]) for done in range(len(PACKS) + 1))
     assert needed >= first
     assert needed == max(total, state + sum(PACKS[-RING:]))
+
+
+@pytest.mark.parametrize(("excess", "number"), [(-5, 0), (0, 0), (1, 1), (30, 1), (31, 3), (50, 3), (51, 4), (99, 4)])
+def test_the_last_layers_state_goes_to_disk_and_no_more_than_must(excess: int, number: int) -> None:
+    assert num_on_disk([10, 20, 0, 30], excess) == number

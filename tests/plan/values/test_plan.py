@@ -79,6 +79,13 @@ FULL = Plan(
 )
 
 
+def test_what_is_stashed_is_told_of_visits_that_keep_no_graph() -> None:
+    costs = tuple(Cost(name, 1, 1, stash_bytes=number) for number, name in enumerate("abcd", 1))
+    plan = Plan((("a",), ("b",), ("c", "d")), (0, 1, 2, 0), 3, kept=frozenset({1}), num_microbatches=2)
+    assert plan.stash_bytes == 0
+    assert replace(plan, profile=Profile(costs)).stash_bytes == 2 * (1 + 3 + 4)
+
+
 class TestJson:
     @given(plan=full_plans())
     def test_reads_what_was_written(self, plan: Plan) -> None:
@@ -89,7 +96,7 @@ class TestJson:
         [
             ("{", "", "not JSON"),
             ('"lightning-harmony plan"', '"something"', 'no "format"'),
-            ('"version": 9', '"version": 10', "version 10, but this release reads version 9"),
+            ('"version": 10', '"version": 11', "version 11, but this release reads version 10"),
             ('"visits"', '"order"', "plan has no 'visits'"),
             ('"format"', '"colour": 1, "format"', "plan has 'colour', which is not known"),
             ('"first_fused": 1', '"first_fused": "1"', "plan.first_fused is '1', where int is needed"),

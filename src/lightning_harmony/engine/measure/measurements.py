@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import nn
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.profile import Profiler, UpdateSpeeds
@@ -17,6 +20,19 @@ from lightning_harmony.plan.values.profile import MachineLimits
 from lightning_harmony.plan.values.record import Record
 
 
+class Disk(Protocol):
+    """Where optimizer state may live.
+
+    Attributes:
+        bytes_per_second: of state that is read and written again; None while none lives there.
+    """
+
+    bytes_per_second: float | None
+
+    def bytes_of(self, parameters: Sequence[nn.Parameter]) -> int:
+        """What the state of some parameters takes of it."""
+
+
 @dataclass(frozen=True)
 class Measurements:
     """What is measured of training steps.
@@ -27,6 +43,7 @@ class Measurements:
         profiler: what was timed.
         work: what was allocated.
         update_speeds: of updates just in time.
+        disk: where optimizer state may live; None if it may not.
     """
 
     devices: Sequence[Device]
@@ -34,10 +51,12 @@ class Measurements:
     profiler: Profiler
     work: WorkSpace
     update_speeds: UpdateSpeeds
+    disk: Disk | None = None
 
     def cost(self, layer: SwappedLayer) -> Cost:
         """What a layer was seen to cost."""
-        return self.profiler.complete(self.work.cost(layer, self.store), layer)
+        cost = self.profiler.complete(self.work.cost(layer, self.store), layer)
+        return cost if self.disk is None else replace(cost, disk_bytes=self.disk.bytes_of(layer.parameters))
 
     def machine(self) -> MachineLimits:
         """The capacity, and the speeds that were seen."""
@@ -47,6 +66,7 @@ class Measurements:
             swap_out_bytes_per_second=self.profiler.swap_out.bytes_per_second,
             transfer_bytes_per_second=self.profiler.transfer.bytes_per_second,
             update_bytes_per_second=self.update_speeds.fastest.bytes_per_second,
+            disk_bytes_per_second=None if self.disk is None else self.disk.bytes_per_second,
             # Between steps, when nothing of a step is there.
             occupied_bytes=max(device.occupied_bytes() + device.uncounted_bytes for device in self.devices),
             updates_outlast=self.update_speeds.outlast is not False,

@@ -37,6 +37,8 @@ class StepReport:
             layers count, and not the code between them. Empty where nobody asked: `HarmonyMonitor` does.
         reserved_device_bytes: for each device, the most that was taken of it up to this step, with what torch's allocator
             keeps unused, but without the process's context. Empty where nothing is counted.
+        disk_read_bytes: optimizer state that updates read from disk since the step before.
+        disk_written_bytes: what they wrote there.
     """
 
     seconds: float
@@ -53,6 +55,8 @@ class StepReport:
     predicted_seconds: float | None = None
     busy: list[float] = field(default_factory=list)
     reserved_device_bytes: list[int] = field(default_factory=list)
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
 
 
 @dataclass

@@ -44,6 +44,7 @@ from lightning_harmony.engine.step.runtime import Runtime
 from lightning_harmony.engine.step.shortage import refuse_too_large
 from lightning_harmony.engine.step.step import Step
 from lightning_harmony.engine.step.swapped_model import SwappedModel
+from lightning_harmony.engine.updates.disk_home import DiskHome
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.engine.updates.update import Updater
 from lightning_harmony.plan.values.plan import Parallel, Plan
@@ -57,6 +58,7 @@ def assemble(
     compute_dtype: torch.dtype | None = None,
     compile_options: Mapping[str, Any] | None = None,
     updates_on_host: bool = False,
+    disk: DiskHome | None = None,
     plan: Plan | None = None,
     progress: Callable[[int], None] = lambda done: None,
     records: Records | None = None,
@@ -74,6 +76,7 @@ def assemble(
             narrower than the parameters' own; None to leave all types as they are.
         compile_options: of `torch.compile`, with which layers are compiled; None not to.
         updates_on_host: whether optimizers step there, and not on the devices.
+        disk: where optimizer state may live; None if it may not.
         plan: what to run by once work space is known; None to plan from what is measured.
         progress: told again and again how many bytes are in the host store.
         records: what earlier fits have measured; None to measure anew.
@@ -104,7 +107,10 @@ def assemble(
     lanes = LanePool((lambda: core) if launches else core_of_caller, computes=not launches)
     updater = Updater(
         pool,
-        [StreamedUpdate(each, store.__contains__, on_host=updates_on_host, traffic=traffic) for each in devices],
+        [
+            StreamedUpdate(each, store.__contains__, on_host=updates_on_host, traffic=traffic, disk=disk)
+            for each in devices
+        ],
         spared_cores=() if core is None else siblings_of(core),
         on_update=recorder.note_update,
     )
@@ -122,7 +128,7 @@ def assemble(
     step, placement, profiler = Step(), Placement(store, residents), Profiler(traffic)
     observer = Observer(step, placement, traffic, profiler, pool)
     transfers = Transfers(devices, traffic, lambda to, size: residents[to].admit(size), observer.timing_transfer)
-    measured = Measurements(devices, store, profiler, observer.works[True], updater.speeds)
+    measured = Measurements(devices, store, profiler, observer.works[True], updater.speeds, disk)
     record = FitRecord(records, swapped.layers, measured)
     maker = PlanMaker(swapped.layers, devices, parallel, fingerprint, measured, plan)
     planner = Planner(swapped.layers, measured, maker, record)

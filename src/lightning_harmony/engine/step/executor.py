@@ -7,7 +7,7 @@ their gradients, and `observer` measures what they take.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from torch import Tensor, nn
@@ -204,6 +204,7 @@ class Executor:
         predicted_gradient: float | None,
         is_training: bool = True,
         interleave: bool = True,
+        on_plan: Callable[[], None] = lambda: None,
     ) -> None:
         """Run the user's step on all microbatches, up to their losses.
 
@@ -217,10 +218,12 @@ class Executor:
             predicted_gradient: the gradient of the batch's loss that `backward` will bring, if it is known. The backward of
                 the last packs then follows each loss at once; where one microbatch runs after the other, all of it does.
             interleave: whether several microbatches may take turns: their code must not notice.
+            on_plan: called when it is known by which plan a training step runs.
         """
         self.abandon()
         if is_training:
             self._plan_step(num_elements, len(microbatches))
+            on_plan()
         is_measuring = self.measures(num_elements, is_training=is_training)
         is_watching = is_training and self._planner.watches and self._model.compute_dtype is None
         self._observer.begin_step(

@@ -112,7 +112,7 @@ class PostponedUpdate:
         if optimizer is None:
             return
         try:
-            self._overlap.wait_for(events, self._devices)
+            self._overlap.wait_for(events, self._devices, then=self._queues[0].streamed.settle)
         finally:
             # Also what comes after a share that failed.
             for queue in self._queues:

@@ -52,13 +52,13 @@ class Overlap:
         busy_seconds: how long at least one was made.
         waited_seconds: how much of that all devices, with nothing else to do, waited for.
         on_update: told each piece of an update.
-        has_failed: whether an update that was waited for has raised.
+        failure: what an update that was waited for has raised; None if none has.
     """
 
     busy_seconds: float = 0.0
     waited_seconds: float = 0.0
     on_update: UpdateHeard = lambda parameters, start, end: None
-    has_failed: bool = False
+    failure: Exception | None = None
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _num_running: int = 0
@@ -85,7 +85,11 @@ class Overlap:
         return max(1.0 - waited / busy, 0.0) if busy > 0.0 else 0.0
 
     def wait_for(
-        self, events: Sequence[Event], devices: Sequence[Recorder], meanwhile: Callable[[], bool] = lambda: False
+        self,
+        events: Sequence[Event],
+        devices: Sequence[Recorder],
+        meanwhile: Callable[[], bool] = lambda: False,
+        then: Callable[[], None] = lambda: None,
     ) -> None:
         """Block until updates are done; what they raised is raised here.
 
@@ -93,6 +97,7 @@ class Overlap:
             events: of the updates.
             devices: what may have something else to do.
             meanwhile: called again and again, until it says that there is nothing left to do meanwhile.
+            then: waits for what belongs to them besides.
         """
         computed = [device.record() for device in devices]
         idle_since: float | None = None
@@ -105,8 +110,9 @@ class Overlap:
         try:
             for event in events:
                 event.synchronize()
-        except Exception:
-            self.has_failed = True
+            then()
+        except Exception as error:
+            self.failure = error
             raise
         if idle_since is not None:
             self.waited_seconds += time.perf_counter() - idle_since
@@ -168,8 +174,9 @@ class UpdateQueue:
             self._running = interrupted
             if interrupted is not None:
                 interrupted.since = time.perf_counter()
+        disk_seconds = self.streamed.take_disk_seconds()
         if num_bytes:
-            self._speed.note(num_bytes, running.seconds)
+            self._speed.note(num_bytes, running.seconds - disk_seconds)
 
     def _pause(self, running: Running) -> None:
         end = time.perf_counter()

@@ -71,6 +71,7 @@ class Updater:
         speeds: of the updates just in time.
         norms: of the gradients of this step, where they were asked for.
         postponed: the update of the step before, where it runs under this one's forward.
+        streamed: makes the updates of the first device; the disk, if there is one, is that of all.
         buffers: of gradients that parameters, or users, have.
     """
 
@@ -84,6 +85,7 @@ class Updater:
         self.speeds = UpdateSpeeds()
         self._pool = pool
         self.buffers = GradientBuffers(pool)
+        self.streamed = streamed[0]
         self.overlap = Overlap(on_update=on_update)
         # Threads of their own: the update of a pack runs under the backward of the next.
         self._queues = [UpdateQueue(each, self.overlap, spared_cores) for each in streamed]
@@ -125,6 +127,7 @@ class Updater:
         """
         # A step that failed never came to its end: what it left must not run into this one.
         self.drain()
+        self.streamed.settle()
         # What waits on a device keeps its memory: the oldest goes first. When all is there, the next forward says what does.
         for queue in self._queues:
             queue.goes_by_rank(False)
@@ -134,7 +137,7 @@ class Updater:
         separable = optimizer is not None and why_not_separable(optimizer) is None
         self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back, separable)
         self.speeds.outlast = may_outlast or bool(self.speeds.outlast)
-        self.speeds.in_place = separable and self._queues[0].streamed.spares_the_bus
+        self.speeds.in_place = separable and self.streamed.spares_the_bus
         self._known = frozenset[Tensor]() if optimizer is None else frozenset(optimizer.state)
         self.norms.clear()
         self._parts = defaultdict(list)
@@ -158,13 +161,19 @@ class Updater:
         return self._step.optimizer is not None
 
     @property
-    def torn(self) -> tuple[int, int] | None:
-        """After a backward that failed: how many parameters were updated within it, and how many were not; None if none was.
+    def torn(self) -> str | None:
+        """Why the state of parameters and optimizers is of no one step; None if it is of one.
 
-        Those count whose gradients have been used. None, too, where all have been: that step is whole.
+        Parameters count as updated whose gradients have been used in a backward that failed. Where all have been, that step is
+        whole.
         """
+        if self.overlap.failure is not None:
+            return f"the update of parameters has failed ({self.overlap.failure})"
         left = sum(number > 0 for number in self._num_owners.values())
-        return (len(self._updated), left) if self.is_just_in_time and self._updated and left else None
+        if not (self.is_just_in_time and self._updated and left):
+            return None
+        number = len(self._updated)
+        return f"the last step failed when {number} of {number + left} parameters had been updated"
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """A pack of these parameters has come up since the step began, for which `deliver` will be called, too."""
@@ -175,7 +184,7 @@ class Updater:
     @property
     def updates_in_place(self) -> bool:
         """Whether gradients that are delivered may still be on the device, where their update is made."""
-        return self._step.separable and self._held_back is None and self._queues[0].streamed.is_on_device
+        return self._step.separable and self._held_back is None and self.streamed.is_on_device
 
     def deliver(self, parameters: Sequence[nn.Parameter], gradients: Sequence[SummedGradients]) -> HostEvent | None:
         """Take the final gradients of a pack; those parameters that no other pack owns are ready.
@@ -283,7 +292,7 @@ class Updater:
 
     def _wait_for(self, submitted: Sequence[Event]) -> None:
         try:
-            self.overlap.wait_for(submitted, [queue.device for queue in self._queues])
+            self.overlap.wait_for(submitted, [queue.device for queue in self._queues], then=self.streamed.settle)
         finally:
             self.drain()
             if self._step.optimizer is not None:

@@ -111,6 +111,14 @@ def seconds_of(num_bytes: int, bytes_per_second: float | None) -> float:
     return num_bytes / bytes_per_second if bytes_per_second else 0.0
 
 
+def _update_seconds(cost: Cost, machine: MachineLimits) -> float:
+    """How long the update of a pack takes: state from disk is read and written piece by piece, under the copies of others."""
+    return max(
+        seconds_of(cost.gradient_bytes, machine.update_bytes_per_second),
+        seconds_of(cost.disk_bytes, machine.disk_bytes_per_second),
+    )
+
+
 class ReplayState:
     """The lanes and the devices of a step in the middle of it.
 
@@ -137,7 +145,7 @@ class ReplayState:
         self.lanes = [Lane() for _ in range(plan.num_microbatches)]
         limits = schedule.lasting_bytes if machine.pools_apart and schedule.lasting_bytes else [None] * plan.num_devices
         ranks = {pack: rank for rank, pack in enumerate(dict.fromkeys(plan.visits))}
-        updating = [seconds_of(cost.gradient_bytes, machine.update_bytes_per_second) for cost in packs]
+        updating = [_update_seconds(cost, machine) for cost in packs]
         self.devices = [
             Device(
                 number,

@@ -30,6 +30,7 @@ class Cost:
         backward_seconds: of its recompute and backward, for one microbatch.
         recompute_seconds: of the recompute alone, which ends with the last tensor that the backward needs.
         staging_bytes: what its weights take besides while they come, where they are cast on their way.
+        disk_bytes: its optimizer state that lives on disk, and comes and goes at its update.
         arriving_bytes: what a microbatch has on the device when it comes to its forward: the input, and what else code keeps.
         returning_bytes: the same when it comes to its backward.
     """
@@ -51,6 +52,7 @@ class Cost:
     returning_bytes: int = 0
     glue_stash_bytes: int = 0
     master_bytes: int = 0
+    disk_bytes: int = 0
 
     @property
     def seconds(self) -> dict[str, Any]:
@@ -103,4 +105,5 @@ def pack_cost(costs: Sequence[Cost]) -> Cost:
         costs[-1].returning_bytes,
         max(costs[-1].stash_bytes - costs[-1].input_bytes, 0),
         sum(cost.master_bytes for cost in costs),
+        sum(cost.disk_bytes for cost in costs),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 # How many packs' gradients may be on their way into an update just in time, where the host has room for them. The fused packs,
@@ -56,6 +56,25 @@ def waiting_bytes(packs: Iterable[int], *, is_deferred: bool, ring: int = RING) 
         ring: how many packs' may wait for an update just in time.
     """
     return sum(packs) if is_deferred else sum(sorted(packs)[-ring:])
+
+
+def num_on_disk(states: Sequence[int], excess: int) -> int:
+    """How many layers have their optimizer state on disk, so that the host has so many bytes less: the last ones.
+
+    Their updates come first in a backward, and the next forward needs them last: the disk has the longest time.
+
+    Args:
+        states: the bytes of each layer's state, in the order of the forward.
+        excess: the bytes that the host has no room for.
+
+    Returns:
+        All that have any, where those are too few bytes.
+    """
+    number = 0
+    while excess > 0 and number < len(states):
+        number += 1
+        excess -= states[-number]
+    return number
 
 
 def bytes_beside_state(packs: Iterable[int], state_bytes: int, *, is_deferred: bool, ring: int = RING) -> int:

@@ -18,7 +18,7 @@ from lightning_harmony.plan.values.task import Phase
 from lightning_harmony.plan.values.values import decode, encode
 
 # A reader of one version refuses all others: plans are quickly made anew.
-_KIND = DocumentKind("lightning-harmony plan", 9, "plan", "plan", way_out=": plan anew")
+_KIND = DocumentKind("lightning-harmony plan", 10, "plan", "plan", way_out=": plan anew")
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,15 @@ class Plan:
     def predicted_seconds(self) -> float:
         """What a step is predicted to take; infinite where nothing is predicted of it."""
         return inf if self.predicted is None else self.predicted.seconds
+
+    @property
+    def stash_bytes(self) -> int:
+        """What all microbatches of a step stash, as far as it is known what layers cost."""
+        if self.profile is None or self.num_microbatches is None:
+            return 0
+        costs = self.profile.pack_costs(self.packs)
+        stashing = [pack for place, pack in enumerate(self.visits) if not self.keeps_graph(place)]
+        return self.num_microbatches * sum(costs[pack].stash_bytes for pack in stashing)
 
     def __str__(self) -> str:
         lines = [f"pack {index}: {', '.join(layers)}" for index, layers in enumerate(self.packs)]
