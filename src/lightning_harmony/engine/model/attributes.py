@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import starmap
 from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_harmony.engine.structures.containers import have_same_content, put_content
+from lightning_harmony.engine.structures.containers import Unchanged, have_same_content, put_content
 from lightning_harmony.engine.structures.object_state import restore_of
 from lightning_harmony.engine.structures.seekable import Seekable, make_seekable
 from lightning_harmony.engine.structures.strides import copied
@@ -55,12 +54,13 @@ class Attributes:
             for name, value in attributes.items():
                 if name not in OF_TORCH and type(value) not in _PLAIN:
                     self._look_at(name, value, seen)
+        self._unchanged = Unchanged([*self._modules, *self._contents])
 
     def are_current(self) -> bool:
         """Whether nothing has changed since, as far as that can be told."""
         if self._restores or any(kept.has_changed() for kept in self._tensors.values()):
             return False
-        return all(starmap(have_same_content, self._modules)) and all(starmap(have_same_content, self._contents))
+        return self._unchanged.holds()
 
     @property
     def are_plain(self) -> bool:
@@ -94,6 +94,8 @@ class Attributes:
         Args:
             others: by the identity of the tensor that each takes the place of.
         """
+        if not others and self._unchanged.holds():
+            return
         for attributes, all_before in self._modules:
             if others or not have_same_content(attributes, all_before):
                 before = {name: value for name, value in all_before.items() if name not in OF_TORCH}

@@ -7,9 +7,13 @@ methods of the class of Python's own that holds it.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence
 from functools import cache
+from itertools import starmap
 from operator import is_
 from typing import Any
+
+from torch._C._dynamo.guards import dict_version
 
 _OF_PYTHON = frozenset((OrderedDict, defaultdict, dict, list, deque, set))
 
@@ -33,6 +37,37 @@ def have_same_content(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
     return bool(one == other) if isinstance(one, set) else all(map(is_, one, other))
+
+
+class Unchanged:
+    """Tells of lists, dicts, sets and deques of Python's own whether they hold what they held.
+
+    Torch counts the changes of a dict, which is sooner asked for than a comparison. But it does not count those of an empty
+    one that is filled with all of another one at once, nor when an `OrderedDict` changes its order.
+
+    Args:
+        copies: each of them, with a copy of what it holds now.
+    """
+
+    def __init__(self, copies: Sequence[tuple[Any, Any]]) -> None:
+        self._empty = [content for content, held in copies if not held]
+        self._counted = [each for each in copies if each[1] and type(each[0]) in (dict, defaultdict)]
+        self._compared = [each for each in copies if each[1] and type(each[0]) not in (dict, defaultdict)]
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [dict_version(content) for content, _ in self._counted]
+
+    def holds(self) -> bool:
+        """Whether they do."""
+        if any(self._empty) or not all(starmap(have_same_content, self._compared)):
+            return False
+        versions = self._versions_now()
+        if versions != self._versions:
+            if not all(starmap(have_same_content, self._counted)):
+                return False
+            self._versions = versions
+        return True
 
 
 def size_of(content: Any) -> int:

@@ -1,0 +1,64 @@
+"""Lists, dicts, sets and deques: whether they hold what they held."""
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_harmony.engine.structures.containers import Unchanged
+
+
+def unchanged(*contents: Any) -> Unchanged:
+    return Unchanged([(content, content.copy()) for content in contents])
+
+
+def held(kind: type) -> Any:
+    """Something of a class that holds a few objects."""
+    if issubclass(kind, dict):
+        content = kind()
+        content.update(a=1, b=2)
+        return content
+    return kind((1, 2))
+
+
+KINDS = (dict, OrderedDict, defaultdict, list, set, deque)
+CHANGES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "another value of a dict": ({"a": 1}, lambda content: content.update(a=2)),
+    "another value of an ordered dict": (OrderedDict(a=1), lambda content: content.update(a=2)),
+    "a name that comes": ({"a": 1}, lambda content: content.update(b=2)),
+    "a name that goes": ({"a": 1}, lambda content: content.pop("a")),
+    "an empty dict that is filled with another one": ({}, lambda content: content.update({"a": 1})),
+    "an empty list that is filled": ([], lambda content: content.append(1)),
+    "another order": (OrderedDict(a=1, b=2), lambda content: content.move_to_end("a")),
+    "another item of a list": ([1, 2], lambda content: content.__setitem__(0, 3)),
+    "an item of a set": ({1}, lambda content: content.add(2)),
+    "a deque that turns": (deque([1, 2]), lambda content: content.rotate()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_nobody_changes_is_unchanged(kind: type) -> None:
+    both = unchanged(held(kind), kind())
+    assert both.holds()
+    assert both.holds()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_told_again_and_again(name: str) -> None:
+    content, change = CHANGES[name][0].copy(), CHANGES[name][1]
+    among = unchanged({"c": 3}, content)
+    change(content)
+    assert not among.holds()
+    assert not among.holds()
+
+
+def test_a_change_that_was_taken_back_is_none() -> None:
+    content = {"a": 1}
+    same = unchanged(content)
+    content["a"] = 2
+    assert not same.holds()
+    content["a"] = 1
+    assert same.holds()
+    content["a"] = 3
+    assert not same.holds()
