@@ -116,7 +116,8 @@ class CarriedState:
         self._segment = 0
         buffers = [Held(name, module._buffers, Kind.MODULE, module) for name, module in self._buffers]
         places = [*places, *((held, held.newest) for held in buffers)]
-        versions = {id(tensor): (tensor, version_of(tensor)) for _, begun in places for tensor in _tensors_in(begun)}
+        tensors = [tensor for held, begun in places if held.has_tensors for tensor in _tensors_in(begun)]
+        versions = {id(tensor): (tensor, version_of(tensor)) for tensor in tensors}
         self._found = list(self._left_by_the_one_before(places, versions)) if self._begun else []
         self._begun = {held.key: (held, begun) for held, begun in places}
         self._versions = versions
@@ -167,8 +168,11 @@ class CarriedState:
             key for key, (_, version) in self._versions.items() if key in versions and versions[key][1] != version
         }
         for held, begun in places:
-            is_in_new = held.key not in self._begun
-            before = self._begun.get(held.key, (held, {} if isinstance(begun, dict) else []))[1]
+            known = self._begun.get(held.key)
+            is_in_new = known is None
+            before: Any = ({} if isinstance(begun, dict) else []) if known is None else known[1]
+            if before is begun and not (changed and held.has_tensors):
+                continue
             if isinstance(begun, dict):
                 for name, value in begun.items():
                     then = before.get(name, MISSING)
