@@ -110,7 +110,7 @@ class Placement:
 
     def device_of(self, pack: int) -> int:
         """The number of the device where a pack runs for the current lane; outside of lanes, the root."""
-        lane = current_lane()
+        lane = current_lane() if self.plan.num_devices > 1 else None
         return 0 if lane is None else self.plan.device_of(pack, lane.microbatch)
 
     def residents_of(self, pack: int) -> Residents:

@@ -119,8 +119,8 @@ class Runtime:
 
     def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
         """A tensor on a layer's device, without its graph."""
-        progress = self._step.current()
-        if len(self._devices) == 1 or progress is None:
+        progress = None if len(self._devices) == 1 else self._step.current()
+        if progress is None:
             return tensor
         return progress.transfers.copy(tensor, self._devices.index(residency.device))
 

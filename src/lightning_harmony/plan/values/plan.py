@@ -97,6 +97,8 @@ class Plan:
         goes through all packs by itself, that would have every device swap whenever a lane comes round: there, each device has
         a stage of consecutive ones.
         """
+        if self.num_devices == 1:
+            return 0
         if self.parallel == "data":
             return microbatch % self.num_devices
         if self.groups:
@@ -107,7 +109,7 @@ class Plan:
         """Whether a pack runs on a device, for any microbatch."""
         return self.parallel == "data" or pack in self.spread or self.device_of(pack, 0) == device
 
-    @property
+    @cached_property
     def groups(self) -> bool:
         """Whether all microbatches run through a pack while it is there."""
         return self.reuse != "none"
