@@ -39,7 +39,6 @@ from lightning_harmony.engine.devices.cuda_device import CudaDevice
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import HostEvent, HostStream
 from lightning_harmony.engine.lanes.lane import Lane, LanePool
-from lightning_harmony.engine.layers import saved_tensors
 from lightning_harmony.engine.memory import stash, sums
 from lightning_harmony.engine.model.host_pool import HostPool
 from lightning_harmony.engine.structures import operations
@@ -1105,9 +1104,8 @@ def detecting(
     monkeypatch.setattr(cuda_device, "flat_buffer", flat)
     monkeypatch.setattr(stream_module, "torch", FakeTorch())
     monkeypatch.setattr(stash, "_keep_until_computed", _keep_until_computed)
-    for module in (saved_tensors, sums):
-        # What the engine does is to be seen, too.
-        monkeypatch.setattr(module, "no_dispatch", nullcontext)
+    # What the engine does is to be seen, too.
+    monkeypatch.setattr(sums, "no_dispatch", nullcontext)
     monkeypatch.setattr(operations, "_Guard", object)
     monkeypatch.setattr(stream_module, "OutOfSight", torch.no_grad)
     engine = torch.autograd.Variable._execution_engine

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.model.companions import Companions
-from lightning_harmony.engine.model.host_store import ALIGNMENT, HostStore, lay_out, lies_in
+from lightning_harmony.engine.model.host_store import ALIGNMENT, HostStore, lay_out, lies_in, views_in
 from lightning_harmony.engine.structures.parts import are_alike, are_equal, cloned, parts_of
 from support.composed import Lookup, Nested
 
@@ -240,6 +240,19 @@ class TestFollow:
         parameters[0].data = parameters[0].data.double()
         parameters[1].data = torch.ones(5)
         assert store.follow(parameters) == parameters[:2]
+
+
+def test_tensors_of_any_type_are_found_in_a_buffer_that_begins_within_a_larger_one() -> None:
+    tensors = [*a_bit_of_everything(), torch.tensor([True, False]), Lookup.of(torch.randn(8, 8))]
+    slots, num_bytes = lay_out(tensors)
+    larger = torch.zeros(ALIGNMENT + num_bytes, dtype=torch.uint8)
+    views = views_in(larger[ALIGNMENT:], dict(zip(range(len(tensors)), slots, strict=True)))
+    for view, tensor in zip(views.values(), tensors, strict=True):
+        assert are_alike(view, tensor)
+        for part, value in zip(parts_of(view), parts_of(tensor), strict=True):
+            part.copy_(value.detach())
+    assert all(map(are_equal, views.values(), tensors))
+    assert not larger[:ALIGNMENT].any()
 
 
 def test_a_part_of_several_tensors_lies_in_the_arena_once() -> None:

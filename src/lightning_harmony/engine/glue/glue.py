@@ -77,10 +77,7 @@ class Runtime(Protocol):
 
 def one_element(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of a shape that holds one element: whoever gets past its stand-in to compute with it must notice."""
-    element = torch.zeros((), dtype=dtype, device=device)
-    if dtype.is_floating_point:
-        element.fill_(torch.nan)
-    return element.expand(shape)
+    return torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device).expand(shape)
 
 
 class StandIn(Tensor):

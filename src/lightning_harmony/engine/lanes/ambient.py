@@ -229,7 +229,7 @@ def _attributes(module: Any, *names: str) -> tuple[Callable[[], _Objects], Calla
 
     def read() -> _Objects:
         nonlocal newest
-        values = [content.get(name) for name in names]
+        values = list(map(content.get, names))
         if not newest or not all(map(is_, newest, values)):
             newest = _Objects(values)
         return newest

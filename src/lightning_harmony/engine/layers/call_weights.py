@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -73,7 +73,7 @@ class CallWeights:
         self._is_compiled, self._with_graph = is_compiled, with_graph
         self.trained = [parameter for parameter in layer.parameters if parameter.requires_grad]
         # What the running code does with narrow weights.
-        self._uses: dict[nn.Parameter, NarrowUse] = {}
+        self._uses: list[NarrowUse] = []
         # In the graph, too: with it the node of the weights lives where no other node is behind that.
         self._end: Tensor | None = None
 
@@ -98,19 +98,27 @@ class CallWeights:
 
     def _shown(self, weights: Mapping[nn.Parameter, Tensor], residency: Residency) -> Mapping[nn.Parameter, Tensor]:
         """The weights, each as wide as the parameter is: what is shown of narrow ones computes as they are needed."""
-        narrow = {} if self._is_compiled or self._layer.compute_dtype is not None else self._layer.narrow
-        shown = [
-            p
-            for p in narrow
-            if (dtype := weights[p].dtype) is not p.dtype and dtype is narrow[p] and can_show(p, weights[p])
-        ]
-        if not shown:
+        layer = self._layer
+        if self._is_compiled or layer.compute_dtype is not None or not layer.narrow:
             return weights
-        self._uses = {parameter: self._use_of(parameter, weights[parameter], residency.device) for parameter in shown}
-        return {
-            **weights,
-            **{parameter: self._show(parameter, residency).of(use) for parameter, use in self._uses.items()},
-        }
+        shown: Sequence[tuple[nn.Parameter, NarrowWeight]] | None = residency.shown.get(layer)
+        if shown is None:
+            with torch.inference_mode(False):
+                shown = residency.shown[layer] = list(self._shown_of(residency.leaves))
+        found = dict(weights)
+        for parameter, stand_in in shown:
+            use = self._use_of(parameter, weights[parameter], residency.device)
+            self._uses.append(use)
+            found[parameter] = stand_in.of(use)
+        return found
+
+    def _shown_of(self, leaves: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[tuple[nn.Parameter, NarrowWeight]]:
+        """What all calls are shown of weights that are narrow, while they are there."""
+        refuse = partial(_refuse_gradient, self._layer)
+        for parameter, dtype in self._layer.narrow.items():
+            leaf = leaves[parameter]
+            if leaf.dtype is dtype is not parameter.dtype and can_show(parameter, leaf):
+                yield parameter, show(parameter, leaf, refuse)
 
     def tried(
         self, narrow: Mapping[nn.Parameter, Tensor], wide: Mapping[nn.Parameter, Tensor], residency: Residency
@@ -130,20 +138,11 @@ class CallWeights:
         refuse = partial(_refuse_gradient, self._layer)
         return {**found, **{p: show(p, narrow[p], refuse).of(use) for p, use in uses.items()}}, uses
 
-    def _show(self, parameter: nn.Parameter, residency: Residency) -> NarrowWeight:
-        """What all calls are shown of a narrow weight while it is there."""
-        known, leaf = residency.shown, residency.leaves[parameter]
-        if parameter not in known:
-            with torch.inference_mode(False):
-                known[parameter] = show(parameter, leaf, partial(_refuse_gradient, self._layer))
-        found: NarrowWeight = known[parameter]
-        return found
-
     def forget_uses(self) -> None:
         """The code has run: what was shown of narrow weights keeps nothing."""
-        for use in self._uses.values():
+        for use in self._uses:
             use.close()
-        self._uses = {}
+        self._uses = []
 
     def _use_of(self, parameter: nn.Parameter, narrow: Tensor, device: Device) -> NarrowUse:
         # Not the weight itself, which would be kept with what code keeps.
@@ -168,7 +167,7 @@ class CallWeights:
 
     def have_changed_wide(self) -> bool:
         """Whether the code has changed what it was given as a parameter in the place of a narrow weight."""
-        return any(use.has_changed() for use in self._uses.values())
+        return any(use.has_changed() for use in self._uses)
 
     def as_found(
         self, parameters: Sequence[nn.Parameter], taps: Sequence[Tensor], residency: Residency
@@ -176,11 +175,13 @@ class CallWeights:
         """The weights, some of them in a graph: of the classes that the layer's code finds, and with the same attributes."""
         leaves = residency.leaves
         for parameter, tap in zip(parameters, taps, strict=True):
+            leaf = leaves[parameter]
             # The compiler knows no classes of ours.
-            kind = type(parameter) if self._is_compiled else type(leaves[parameter])
+            kind = type(parameter) if self._is_compiled else type(leaf)
             if kind is not nn.Parameter:
                 tap.__class__ = kind
-            vars(tap).update(vars(leaves[parameter]))
+            if attributes := vars(leaf):
+                vars(tap).update(attributes)
         return {**leaves, **dict(zip(parameters, taps, strict=True))}
 
 
@@ -197,8 +198,10 @@ class SavedWeight:
     def load(self) -> Tensor:
         """The same view of the weight, swapped in again."""
         self._call.open()
-        # It may have come in another type since.
-        leaf = detached(self._call.residency.leaves[self._parameter]).to(self._dtype)
+        leaf = detached(self._call.residency.leaves[self._parameter])
+        if leaf.dtype is not self._dtype:
+            # It has come in another type since.
+            leaf = leaf.to(self._dtype)
         return viewed(leaf, Tensor.as_strided, self._size, self._stride, leaf.storage_offset() + self._offset)
 
 
@@ -253,7 +256,9 @@ class WeightGradients:
         if torch.is_grad_enabled():
             raise double_backward(layer)
         summed = requested_gradients(anchor, layer.parameters, f"layer {layer.name!r}")
-        pairs = [(p, self._summed(p, gradient)) for p, gradient in zip(self.parameters, gradients, strict=True)]
+        pairs = list(zip(self.parameters, gradients, strict=True))
+        if self._wide:
+            pairs = [(p, self._summed(p, gradient)) for p, gradient in pairs]
         wanted = [(p, gradient) for p, gradient in pairs if gradient is not None and p in summed]
         with runtime.calling():
             if call is not None:

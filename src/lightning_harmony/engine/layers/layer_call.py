@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,6 @@ from lightning_harmony.engine.layers.recompute import Recompute
 from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.layers.saved_tensors import SavedTensor, Saves
 from lightning_harmony.engine.memory.tensor_class import parameter_like
-from lightning_harmony.engine.model.host_store import begins_in, lies_in
 from lightning_harmony.engine.model.layer import (
     DataAssignedError,
     SwappedLayer,
@@ -132,10 +132,6 @@ class LayerCall(Call):
     def _prepare_backward(self) -> None:
         """Keep what a recompute needs."""
         layer, runtime = self.layer, self.runtime
-        leaves = self.residency.leaves
-        # Of those composed of others, what is saved comes again with the rest.
-        plain = [leaves[parameter] for parameter in layer.parameters if parameter not in layer.composed]
-        self._storages = {leaf.untyped_storage()._cdata for leaf in plain}
         if parametrize._cache_enabled and layer.is_parametrized:
             raise UnsupportedModelError(
                 f"layer {layer.name!r} is called within torch.nn.utils.parametrize.cached(), which would keep its "
@@ -165,12 +161,11 @@ class LayerCall(Call):
         if not self._recompute.has_inputs:
             # It comes from a tensor that is no argument.
             self._keep_inputs()
-        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._storages:
-            for parameter in self.layer.parameters:
-                leaf = self.residency.leaves[parameter]
-                if leaf.dtype == tensor.dtype and lies_in(tensor, leaf) and begins_in(tensor, leaf):
-                    self._saves.add(None)
-                    return SavedWeight(self, parameter, leaf, tensor)
+        # Of weights composed of others, what is saved comes again with the rest.
+        parameter = self.residency.parameter_at(tensor) if tensor.layout is torch.strided else None
+        if parameter is not None and (leaf := self.residency.leaves[parameter]).dtype is tensor.dtype:
+            self._saves.add(None)
+            return SavedWeight(self, parameter, leaf, tensor)
         # Modes that are active in the layer are not to see this.
         with DisableTorchFunction():
             saved = SavedTensor(tensor, f"layer {self.layer.name!r}", self.open, keep=self._keeps)
@@ -267,15 +262,14 @@ class LayerCall(Call):
                 f"a backward starts inside a layer's forward, that of {self.layer.name!r}, whose saved tensors are not kept: "
                 "compute that gradient in the training_step instead"
             )
-        in_function = isinstance(torch._C._current_autograd_node(), torch._C._FunctionBase)
-        if torch.is_grad_enabled() and not in_function:
+        if torch.is_grad_enabled() and not isinstance(torch._C._current_autograd_node(), torch._C._FunctionBase):
             raise double_backward(self.layer)
+        if self.runtime.open_call.call is self and (saved is None or saved.content is not None):
+            return
         with self.runtime.calling():
             self.enter()
-            if saved is not None:
-                if saved.content is None:
-                    self._refill()
-                assert saved.content is not None
+            if saved is not None and saved.content is None:
+                self._refill()
 
     def is_through(self) -> bool:
         """Whether no backward can ask for a saved tensor any more: each node lets go of what it saved when it has run."""
@@ -329,12 +323,11 @@ class LayerCall(Call):
                 )
 
 
+_unpack: Callable[[Any], Tensor] = methodcaller("load")
+
+
 def _same(one: Any, other: Any) -> bool:
     return not isinstance(one, Tensor) or (one.dtype == other.dtype and torch.equal(one, other))
-
-
-def _unpack(saved: SavedTensor | SavedWeight) -> Tensor:
-    return saved.load()
 
 
 def _drop(tensor: Tensor) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cache
 from types import EllipsisType, FunctionType, new_class
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -122,7 +122,8 @@ class NarrowWeight(ShownWide):
     def of(self, use: NarrowUse) -> Tensor:
         """What is shown in a call that uses the weight so."""
         self._harmony_use, use.like = use, self._harmony_like
-        return cast(Tensor, self)
+        itself: Any = self
+        return itself  # type: ignore[no-any-return]
 
     def wide(self) -> Tensor:
         """The parameter as it is, in the call's graph."""
@@ -167,7 +168,8 @@ def _run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         use = shown._harmony_use
         return use.wide() if name is None or not _would_cast(name, use.narrow) else use.cast()
 
-    args = [real(value) for value in args]
+    # Most others are the tensors that a layer computes with.
+    args = [value if value is None or type(value) is Tensor else real(value) for value in args]
     if kwargs:
         kwargs = {key: real(value) for key, value in kwargs.items()}
     return func(*args, **kwargs) if mode is None else mode.run(func, args, kwargs)
@@ -203,7 +205,7 @@ def show(parameter: nn.Parameter, leaf: Tensor, refuse: Callable[[Tensor], None]
     if leaf.requires_grad:
         with torch._C.DisableTorchFunctionSubclass():
             shown.register_hook(refuse)
-    return cast(NarrowWeight, shown)
+    return shown  # type: ignore[no-any-return]
 
 
 def really(value: Any) -> Any:

@@ -14,12 +14,19 @@ from lightning_harmony.plan.values.task import Phase
 
 
 class OpenCall:
-    """The call that a backward is in: its layer resides on the device, and is bound, until the backward goes on elsewhere."""
+    """The call that a backward is in: its layer resides on the device, and is bound, until the backward goes on elsewhere.
+
+    Args:
+        visit: waits for a layer's turn, and makes it resident.
+
+    Attributes:
+        call: which one; None if the backward is in none.
+    """
 
     def __init__(self, visit: Callable[[SwappedLayer, Phase], AbstractContextManager[Residency]]) -> None:
         self._visit = visit
-        # The call, and where it runs.
-        self._call: object = None
+        self.call: object = None
+        # Where it runs.
         self._device: Device | None = None
         self._leaving = ExitStack()
         # The backward that leaves the call when it ends, as autograd numbers them.
@@ -33,13 +40,13 @@ class OpenCall:
             layer: what was called.
             enter: what the call does about it, given where its pack resides, and a stack that it leaves with.
         """
-        if self._call is call:
+        if self.call is call:
             return
         self.leave()
         with ExitStack() as stack:
             residency = stack.enter_context(self._visit(layer, Phase.BACKWARD))
-            stack.callback(setattr, self, "_call", None)
-            self._call, self._device = call, residency.device
+            stack.callback(setattr, self, "call", None)
+            self.call, self._device = call, residency.device
             enter(residency, stack)
             self._leaving = stack.pop_all()
         backward = torch._C._current_graph_task_id()
@@ -49,7 +56,7 @@ class OpenCall:
 
     def leave(self) -> None:
         """The backward leaves the call, if it is in one."""
-        if self._call is not None:
+        if self.call is not None:
             assert self._device is not None
             # What comes next waits for what computed here.
             with self._device.scheduling():
@@ -64,7 +71,7 @@ class OpenCall:
         try:
             yield
         except BaseException as error:
-            if self._call is not None:
+            if self.call is not None:
                 assert self._device is not None
                 with self._device.scheduling():
                     # The visit says which layer ran out of memory.

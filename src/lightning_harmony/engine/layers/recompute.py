@@ -34,18 +34,15 @@ class Recompute:
     Attributes:
         attributes: of the layer's modules, as the call found them.
         changes: of attributes of parameters and objects, once the call has run.
+        has_inputs: whether it has inputs of its own, and not only those of the caller.
     """
 
     def __init__(self, layer: SwappedLayer, runtime: Runtime, arguments: CallArguments) -> None:
         self._layer, self._runtime, self._arguments = layer, runtime, arguments
         self._inputs: list[KeptTensor] = []
-        self._objects: list[Any] | None = None
+        self._objects: list[Any] = []
+        self.has_inputs = False
         self.attributes: Attributes = layer.attributes.read()
-
-    @property
-    def has_inputs(self) -> bool:
-        """Whether it has inputs of its own, and not only those of the caller."""
-        return self._objects is not None
 
     def keep_inputs(self, residency: Residency) -> None:
         """Stash what the layer is called with."""
@@ -57,6 +54,7 @@ class Recompute:
             for each in self._inputs:
                 each.stashed.settle()
         self._objects = [StashedObject.of(leaf, runtime.stash) for leaf in arguments.leaves]
+        self.has_inputs = True
 
     def begin(self, residency: Residency, *, with_graph: bool, is_certain: bool) -> None:
         """The layer's code is about to run: note what it finds.
@@ -121,7 +119,7 @@ class Recompute:
             residency: of the layer's pack.
             own: the code.
         """
-        if self._objects is None:
+        if not self.has_inputs:
             inputs = [self._runtime.at_layer(tensor, residency) for tensor in self._arguments.tensors]
             leaves = self._arguments.leaves
         else:

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._mode_utils import no_dispatch
 
-from lightning_harmony.engine.model.layer import version_of
-from lightning_harmony.engine.structures.operations import detached
+from lightning_harmony.engine.structures.operations import detached, version_counter
 from lightning_harmony.errors import UnsupportedModelError
 
-_EMPTY = torch.empty(0)
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
@@ -30,17 +27,17 @@ class SavedTensor:
         keep: whether it stays.
     """
 
-    __slots__ = ("__weakref__", "_counter", "_layout", "_open", "_shape", "_version", "_what", "content")
+    __slots__ = ("__weakref__", "_counter", "_layout", "_open", "_version", "_what", "content")
 
     def __init__(self, tensor: Tensor, what: str, open: Callable[[SavedTensor], None], *, keep: bool) -> None:
         # Without the node that made it, which would hold itself where it saves its result.
-        alias = detached(tensor)
-        self.content = alias if keep else None
+        self.content = detached(tensor) if keep else None
         self._layout = _layout_of(tensor)
-        self._shape = tensor.shape
         self._what, self._open = what, open
-        self._counter = _version_counter(detached(alias) if keep else alias)
-        self._version = 0 if self._counter is None else version_of(tensor)
+        is_plain = tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is _NO_DISPATCH
+        self._counter = version_counter(tensor) if is_plain else None
+        # Autograd saves no tensors of inference mode, which count no versions.
+        self._version = tensor._version if is_plain else 0
 
     def load(self) -> Tensor:
         """The tensor, for the backward.
@@ -48,18 +45,19 @@ class SavedTensor:
         Raises:
             RuntimeError: if it was changed in place, as plain PyTorch raises.
         """
-        if self._counter is not None and version_of(self._counter) != self._version:
+        if self._counter is not None and self._counter._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-                f"shape {list(self._shape)}, saved in {self._what}, is at version {version_of(self._counter)}; expected "
+                f"shape {list(self._layout[0])}, saved in {self._what}, is at version {self._counter._version}; expected "
                 f"version {self._version} instead. Make the operation that changes it out of place"
             )
         self._open(self)
         assert self.content is not None
         return self.content
 
-    def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor of a recompute looks like this one."""
+    def fill(self, tensor: Tensor) -> bool:
+        """Take a tensor of a recompute; whether it looks like this one."""
+        self.content = tensor
         return bool(self._layout == _layout_of(tensor))
 
 
@@ -70,15 +68,6 @@ def _layout_of(tensor: Tensor) -> Any:
     factors in this order or that, by their strides.
     """
     return tensor.shape, tensor.dtype, tensor.stride() if tensor.layout is torch.strided else tensor.layout
-
-
-def _version_counter(alias: Tensor) -> Tensor | None:
-    """An alias without its memory, which counts the same changes; None where there can't be one."""
-    if alias.layout is not torch.strided or type(alias).__torch_dispatch__ is not _NO_DISPATCH:
-        return None
-    with no_dispatch():
-        alias.data = _EMPTY
-    return alias
 
 
 class Filled(BaseException):
@@ -129,15 +118,7 @@ class _Filling:
         while places and places[-1] is None:
             places.pop()
         self._remaining = places[::-1]
-        self._is_wrong = False
-
-    @property
-    def is_full(self) -> bool:
-        return not self._remaining and not self._is_wrong
-
-    @property
-    def is_over(self) -> bool:
-        return not self._remaining or self._is_wrong
+        self.is_over, self.is_full = not places, not places
 
     def take(self, tensor: Tensor) -> None:
         """A tensor is saved.
@@ -150,10 +131,9 @@ class _Filling:
         with DisableTorchFunction():
             tensor = detached(tensor)
         place = self._remaining.pop()
-        if place is not None:
-            self._is_wrong = not place.fits(tensor)
-            place.content = tensor
-        if self.is_over:
+        is_right = place is None or place.fill(tensor)
+        if not (is_right and self._remaining):
+            self.is_over, self.is_full = True, is_right
             raise Filled
 
 

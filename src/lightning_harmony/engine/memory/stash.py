@@ -108,7 +108,10 @@ class HostCopy(Stashed):
             return restore(self._compact_view(buffer), self._size, self._stride)
 
     def _compact_view(self, buffer: Tensor) -> Tensor:
-        return viewed(buffer, lambda each: each.view(self._dtype).as_strided(self._compact_size, self._compact_stride))
+        return viewed(buffer, self._viewed)
+
+    def _viewed(self, buffer: Tensor) -> Tensor:
+        return buffer.view(self._dtype).as_strided(self._compact_size, self._compact_stride)
 
     def settle(self) -> None:
         """Wait until it is in the host buffer."""

@@ -13,7 +13,7 @@ from torch.utils._mode_utils import no_dispatch
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.host_pool import HostPool
-from lightning_harmony.engine.model.host_store import lay_out
+from lightning_harmony.engine.model.host_store import lay_out, views_in
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import Accumulator, GradientKey, SummedGradients, SwappedPack
 from lightning_harmony.engine.updates.norms import norms_of
@@ -116,7 +116,7 @@ class Sums:
         """A new accumulator. It begins with what the host has: parked sums, or the `grad` of earlier batches."""
         slots, num_bytes = pack.gradient_layout()
         buffer = self._device.sums(num_bytes)
-        accumulator = Accumulator(buffer, {key: slot.view(buffer) for key, slot in slots.items()})
+        accumulator = Accumulator(buffer, views_in(buffer, slots))
         pack.accumulators[use] = accumulator
         parked = pack.parked.pop(use, None)
         if parked is not None:
@@ -166,13 +166,12 @@ class Sums:
             buffer: its buffer, on this device.
         """
         slots, _ = pack.gradient_layout()
-        arrived = {key: slots[key].view(buffer) for key in accumulator.touched}
-        own = pack.accumulators.get(use)
+        own, arrived = pack.accumulators.get(use), views_in(buffer, slots)
         if own is None:
-            sums = {key: slot.view(buffer) for key, slot in slots.items()}
-            pack.accumulators[use] = Accumulator(buffer, sums, accumulator.touched, accumulator.includes_earlier)
+            pack.accumulators[use] = Accumulator(buffer, arrived, accumulator.touched, accumulator.includes_earlier)
             return
-        for key, gradient in arrived.items():
+        for key in accumulator.touched:
+            gradient = arrived[key]
             if key in own.touched:
                 own.sums[key].add_(gradient)
             else:
@@ -196,7 +195,7 @@ class Sums:
             slots, _ = pack.gradient_layout()
             with self._device.on_host():
                 host, free = self._pool.take(num_bytes)
-                sums = {key: slots[key].view(host) for key in slots if key in accumulator.touched}
+                sums = views_in(host, {key: slot for key, slot in slots.items() if key in accumulator.touched})
                 if with_norms and accumulator.gathered is not None:
                     accumulator.gathered.wait()
                 norms = norms_of([accumulator.sums[key] for key in sums]) if with_norms else ()

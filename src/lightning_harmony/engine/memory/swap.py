@@ -13,7 +13,7 @@ from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.host_pool import HostPool
-from lightning_harmony.engine.model.host_store import ALONE, HostStore, Slot, lay_out, num_users
+from lightning_harmony.engine.model.host_store import ALONE, HostStore, Slot, lay_out, num_users, views_in
 from lightning_harmony.engine.model.layer import BufferKey, make_resident, set_host_buffer
 from lightning_harmony.engine.model.pack import (
     LeavingBuffers,
@@ -109,20 +109,17 @@ class Swapper:
                 _copy(staging.on_device, staging.memory)
 
         # First: what the copy runs beside should not wait for the thread that copies.
-        leaves = {
-            p: make_resident(parameter_like(p, slot.view(weights), partial(_attribute_at, weights.device, pack)))
-            for p, slot in layout.slots.items()
-        }
-        companions = {
-            tensor: place.view(weights)
-            for p, slot in layout.slots.items()
-            for tensor, place in zip(self._store.beside.get(p, ()), slot.beside, strict=True)
-        }
+        exchange = partial(_attribute_at, weights.device, pack)
+        views = views_in(weights, layout.slots)
+        leaves = {p: make_resident(parameter_like(p, view, exchange)) for p, view in views.items()}
+        companions = views_in(weights, layout.companions)
         copied = pack.buffer_bytes + layout.copied_bytes
         ready = device.start_copy(Errand.SWAP_IN, "weights", copied, copy, pack=pack.index)
         self._traffic.count_in("weights", copied)
         # As `data`, each counts its own changes.
-        buffers = {} if staging is None else {key: data_of(slot.view(staging.on_device)) for key, slot in slots.items()}
+        buffers = {}
+        if staging is not None:
+            buffers = {key: data_of(view) for key, view in views_in(staging.on_device, slots).items()}
         masters = None
         if keeps_masters:
             # What is elsewhere has come as it was cast there.
@@ -137,7 +134,7 @@ class Swapper:
             memory, free = self._pool.take(num_bytes)
             for event in free:
                 event.synchronize()
-            buffers = {key: slot.view(memory) for key, slot in slots.items()}
+            buffers = views_in(memory, slots)
             for key, tensor in buffers.items():
                 _copy(tensor, buffer_of(key), non_blocking=False)
         return Staging(memory, buffers, self._device.empty(num_bytes))

@@ -80,8 +80,9 @@ def parameter_like(
         # Constructors of classes of their own may quantize, or take other arguments.
         copy = Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
     # What composes it is there already.
-    others = {name: value for name, value in vars(parameter).items() if name not in vars(copy)}
-    vars(copy).update({name: _with_others(value, exchange) for name, value in others.items()})
+    if vars(parameter):
+        others = {name: value for name, value in vars(parameter).items() if name not in vars(copy)}
+        vars(copy).update({name: _with_others(value, exchange) for name, value in others.items()})
     return copy  # type: ignore[no-any-return]
 
 

@@ -6,7 +6,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ from lightning_harmony.engine.structures.strides import is_dense
 
 # CUDA's allocator aligns to 512 bytes and kernels are chosen by alignment: a swapped parameter keeps what it had.
 ALIGNMENT = 512
+
+
+Key = TypeVar("Key")
 
 
 def num_users(tensor: Tensor) -> int:
@@ -81,26 +85,43 @@ class Slot:
         """Where its parts and its companions lie."""
         return (*self.parts, *self.beside)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of its elements, or of those of its parts."""
         return sum(part.shape.numel() * part.dtype.itemsize for part in self.parts)
 
     def view(self, buffer: Tensor) -> Tensor:
         """The tensor in a flat uint8 buffer."""
-        if self.tensor is None:
-            return viewed(buffer, self._view)
-        return made_of(self.tensor, [part.view(buffer) for part in self.slots_of_parts])
+        return views_in(buffer, {None: self})[None]
 
     def flat(self, buffer: Tensor) -> Tensor:
         """Its elements in the order in which they lie in the buffer."""
         return viewed(buffer, self._flat)
 
-    def _view(self, buffer: Tensor) -> Tensor:
-        return self._flat(buffer).as_strided(self.shape, self.stride)
-
     def _flat(self, buffer: Tensor) -> Tensor:
         return buffer[self.offset : self.offset + self.num_bytes].view(self.dtype)
+
+
+def views_in(buffer: Tensor, slots: Mapping[Key, Slot]) -> dict[Key, Tensor]:
+    """The tensors of some slots in a flat uint8 buffer that was laid out for them."""
+    views = iter(
+        viewed(buffer, _views_of, [part for slot in slots.values() for part in slot.slots_of_parts or (slot,)])
+    )
+    return {
+        key: next(views) if slot.tensor is None else made_of(slot.tensor, [next(views) for _ in slot.slots_of_parts])
+        for key, slot in slots.items()
+    }
+
+
+def _views_of(buffer: Tensor, parts: Sequence[Slot]) -> list[Tensor]:
+    begin, size, typed = buffer.storage_offset(), buffer.numel(), {}
+    for dtype in {part.dtype for part in parts}:
+        # A buffer for empty tensors alone may have a byte.
+        typed[dtype] = buffer[: size // dtype.itemsize * dtype.itemsize].view(dtype)
+    return [
+        typed[part.dtype].as_strided(part.shape, part.stride, (begin + part.offset) // part.dtype.itemsize)
+        for part in parts
+    ]
 
 
 def lay_out(

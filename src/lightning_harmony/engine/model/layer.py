@@ -281,7 +281,13 @@ class SwappedLayer:
             A dict that holds, once the context is left, the buffers as the code left them.
         """
         outside = [(place, place.container[place.key]) for place in self._places]
-        if any(_is_foreign(value, place.parameter) for place, value in outside):
+        # Neither the parameter itself, nor what stands in for it.
+        foreign = [
+            value
+            for place, value in outside
+            if value is not place.parameter and getattr(value, "_parameter", None) is not place.parameter
+        ]
+        if foreign:
             raise UnsupportedModelError(
                 f"layer {self.name!r} is called with tensors in place of its parameters (torch.func.functional_call), but it "
                 "is swapped with its own: compute with the functions of torch.nn.functional instead, or train with "
@@ -331,11 +337,6 @@ def layer_of_caller() -> SwappedLayer | None:
 
 # Of each lane.
 _within = threading.local()
-
-
-def _is_foreign(value: Any, parameter: nn.Parameter) -> bool:
-    """Whether what is in a parameter's place neither is it nor stands in for it."""
-    return value is not parameter and getattr(value, "_parameter", None) is not parameter
 
 
 def version_of(tensor: Tensor) -> int:

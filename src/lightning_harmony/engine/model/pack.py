@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -13,6 +17,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.model.host_store import ALONE, HostStore, Slot, lay_out, num_users
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, bytes_of, host_buffer
+from lightning_harmony.engine.structures.parts import is_composed
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,7 @@ class Residency:
         buffers: the layers' buffers.
         companions: those of frozen parameters that have memory of their own.
         staging: what they pass through on the host; None where there are none.
-        shown: what layers' code finds in the places of weights that are narrow.
+        shown: what the code of each layer finds in the places of weights that are narrow.
         last_use: the end of the last work that used them, if it is known. What is evicted makes way for the next pack, which
             would otherwise wait for all that was launched since.
         dirty_buffers: those that layers changed.
@@ -151,9 +156,31 @@ class Residency:
     masters: Masters | None = None
     is_handed_over: bool = False
     checksum: Tensor | None = None
-    shown: dict[nn.Parameter, Any] = field(default_factory=dict)
+    shown: dict[SwappedLayer, Any] = field(default_factory=dict)
     last_use: Event | None = None
     dirty_buffers: set[BufferKey] = field(default_factory=set)
+
+    def parameter_at(self, tensor: Tensor) -> nn.Parameter | None:
+        """The parameter in whose memory a strided tensor begins; None if it does in none's, or in one composed of others."""
+        within = self._ranges.get(tensor.untyped_storage()._cdata)
+        if within is None:
+            return None
+        begin = tensor.storage_offset() * tensor.element_size()
+        number = bisect_right(within, begin, key=_begin) - 1
+        _, end, parameter = within[number]
+        return parameter if number >= 0 and begin < end else None
+
+    @cached_property
+    def _ranges(self) -> dict[int, list[tuple[int, int, nn.Parameter]]]:
+        """Of each memory, by its identity, the bytes that parameters have of it, in their order."""
+        ranges: defaultdict[int, list[tuple[int, int, nn.Parameter]]] = defaultdict(list)
+        for parameter, leaf in self.leaves.items():
+            if not is_composed(leaf):
+                begin = int(leaf.storage_offset()) * leaf.element_size()
+                ranges[leaf.untyped_storage()._cdata].append((begin, begin + max(int(leaf.nbytes), 1), parameter))
+        for within in ranges.values():
+            within.sort(key=_begin)
+        return dict(ranges)
 
     def hand_over(self) -> Masters | None:
         """The parameters as they are on the host, for an update that lets them go; None if they are not there, or kept."""
@@ -162,6 +189,9 @@ class Residency:
             self.is_handed_over = num_users(self.weights) <= ALONE + len(self.leaves)
             return masters if self.is_handed_over else None
         return masters
+
+
+_begin: Callable[[tuple[int, int, nn.Parameter]], int] = itemgetter(0)
 
 
 @dataclass
@@ -184,17 +214,21 @@ class Accumulator:
 
     def adding(self, layer: SwappedLayer, gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> Callable[[], None]:
         """Note that gradients of a layer are added. What adds them."""
-        sums, touched = self.sums, self.touched
-        first = [(sums[layer, p], gradient) for p, gradient in gradients if (layer, p) not in touched]
-        further = [(sums[layer, p], gradient) for p, gradient in gradients if (layer, p) in touched]
-        touched.update((layer, p) for p, _ in gradients)
+        first: tuple[list[Tensor], list[Tensor]] = [], []
+        further: tuple[list[Tensor], list[Tensor]] = [], []
+        for parameter, gradient in gradients:
+            key = layer, parameter
+            totals, added = further if key in self.touched else first
+            totals.append(self.sums[key])
+            added.append(gradient)
+        self.touched.update([(layer, parameter) for parameter, _ in gradients])
 
         def add() -> None:
-            if first:
+            if first[0]:
                 # Copied, not added to zeros: nothing to clear, and the sign of a zero survives.
-                torch._foreach_copy_([total for total, _ in first], [gradient for _, gradient in first])
-            if further:
-                torch._foreach_add_([total for total, _ in further], [gradient for _, gradient in further])
+                torch._foreach_copy_(*first)
+            if further[0]:
+                torch._foreach_add_(*further)
 
         return add
 
@@ -205,9 +239,11 @@ class Layout:
 
     Attributes:
         slots: where each parameter lies.
+        companions: where the companions of frozen parameters lie that have memory of their own.
         num_bytes: of all of them.
         runs: the ranges of the arena that are copied as they are.
         casts: the parameters that are cast to a narrower type on their way.
+        types: the types to which they are.
         staging_bytes: what is needed on the device besides while they come.
         masters: where each parameter that is cast lies before, if it stays as it was.
         master_bytes: of all of these.
@@ -216,9 +252,11 @@ class Layout:
     """
 
     slots: dict[nn.Parameter, Slot]
+    companions: dict[Tensor, Slot]
     num_bytes: int
     runs: list[Run]
     casts: list[nn.Parameter]
+    types: frozenset[torch.dtype]
     staging_bytes: int
     masters: dict[nn.Parameter, Slot]
     master_bytes: int
@@ -309,7 +347,7 @@ class SwappedPack:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of its layers' buffers."""
-        return bytes_of(self.buffers)
+        return bytes_of(self.buffers) if self.buffers else 0
 
     def buffer_layout(self) -> tuple[dict[BufferKey, Slot], int]:
         """A slot for each of its layers' buffers, and the bytes of the whole."""
@@ -318,7 +356,7 @@ class SwappedPack:
 
     def gradient_layout(self) -> tuple[dict[GradientKey, Slot], int]:
         """A slot for the gradient of each trainable parameter of each layer, and the bytes of the whole."""
-        trainable = tuple(parameter.requires_grad for parameter in self.parameters)
+        trainable = tuple([parameter.requires_grad for parameter in self.parameters])
         known = self._gradient_layouts.get(trainable)
         if known is None:
             keys = [(layer, p) for layer in self.layers for p in layer.parameters if p.requires_grad]
@@ -354,11 +392,18 @@ def _layout(parameters: Iterable[nn.Parameter], narrow: Mapping[nn.Parameter, to
     staging = max((min(store.slot(parameter).num_bytes, STAGING_BYTES) for parameter in casts), default=0)
     copied = sum(run.num_bytes for run in runs) + sum(store.slot(parameter).num_bytes for parameter in casts)
     masters, master_bytes = lay_out(casts)
+    companions = {
+        tensor: place
+        for parameter, slot in zip(ordered, placed, strict=True)
+        for tensor, place in zip(store.beside.get(parameter, ()), slot.beside, strict=True)
+    }
     return Layout(
         dict(zip(ordered, placed, strict=True)),
+        companions,
         num_bytes,
         runs,
         casts,
+        frozenset(narrow.values()),
         staging,
         dict(zip(casts, masters, strict=True)),
         master_bytes,

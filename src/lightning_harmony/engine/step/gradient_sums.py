@@ -96,7 +96,7 @@ class GradientSums:
                     f"parameter {self._model.names[parameter]!r} has a sparse gradient, which would be summed as a dense one "
                     "here: make dense ones, as with sparse=False"
                 )
-        if any(parameter._backward_hooks for parameter, _ in gradients):
+        if [parameter for parameter, _ in gradients if parameter._backward_hooks]:
             gradients = [(p, self._after_hooks(p, gradient, use)) for p, gradient in gradients]
         index = self._placement.pack_of[layer.index]
         residents = self._placement.residents_of(index)

@@ -142,8 +142,7 @@ class PackPreparation:
         """Whether autocast does now what it did when the pack's layers were watched."""
         if self._compute_dtype is not None:
             return True
-        dtype = autocast_dtype(self._root)
-        return all(narrow == dtype for narrow in pack.narrow_parameters().values())
+        return pack.layout.types == {autocast_dtype(self._root)}
 
     def _widen(self, residents: Residents, place: Place) -> None:
         """Give a pack its weights as they are."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+Views = TypeVar("Views")
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_EMPTY = torch.empty(0)
 # While one exists, its thread's dispatch modes see nothing.
 _Guard: Any = torch._C._DisableTorchDispatch
 
@@ -58,15 +60,32 @@ class Unseen:
 
 def detached(tensor: Tensor) -> Tensor:
     """A tensor without its graph. It takes no memory, and no dispatch mode sees it."""
-    return viewed(tensor, Tensor.detach)
+    if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+        return Tensor.detach(tensor)
+    guard = _Guard()
+    try:
+        return Tensor.detach(tensor)
+    finally:
+        del guard
 
 
-def viewed(tensor: Tensor, view: Callable[..., Tensor], *how: Any) -> Tensor:
-    """A view of a tensor. It takes no memory, and no dispatch mode sees it.
+def version_counter(tensor: Tensor) -> Tensor:
+    """A tensor without memory whose version is that of another one, of a class without code of its own."""
+    guard = _Guard()
+    try:
+        alias = Tensor.detach(tensor)
+        alias.data = _EMPTY
+        return alias
+    finally:
+        del guard
+
+
+def viewed(tensor: Tensor, view: Callable[..., Views], *how: Any) -> Views:
+    """A view of a tensor, or several. They take no memory, and no dispatch mode sees them.
 
     Args:
         tensor: what is viewed.
-        view: makes the view of the tensor.
+        view: makes the views of the tensor.
         how: further arguments of that.
     """
     if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
