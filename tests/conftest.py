@@ -3,7 +3,7 @@
 import gc
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import get_args
@@ -53,24 +53,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Full collections look at what tests make, and not each time at the half million objects of the libraries.
-
-    In a fit of five steps harmony spares these itself, which takes as long as its other steps. `test_garbage` is about that.
-    """
-    gc.collect()
-    gc.freeze()
+    """Full collections look at what tests make, and not each time at the half million objects of the libraries."""
+    _spare_what_lasts()
     gc.enable()
 
 
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Nor each time at what libraries and pytest have made since, and keep."""
-    num_ended = item.session.stash[_NUM_ENDED] = item.session.stash.get(_NUM_ENDED, 0) + 1
-    if num_ended % 100 == 0:
-        gc.collect()
-        gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Nor at what libraries and pytest have made since, and keep, but for the one that finds it."""
+    before = _num_full_collections()
+    result = yield
+    if _num_full_collections() > before:
+        _spare_what_lasts()
+    return result
 
 
-_NUM_ENDED = pytest.StashKey[int]()
+def _spare_what_lasts() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+def _num_full_collections() -> int:
+    number: int = gc.get_stats()[-1]["collections"]
+    return number
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -235,3 +240,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.F
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps run by the plan by rules, however slow the machine is that tests run on."""
     monkeypatch.setattr("lightning_harmony.plan.search.search.SHORT_SECONDS", float("inf"))
+
+
+@pytest.fixture(autouse=True)
+def spared_by_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects are frozen here, and harmony need not ask in each fit how many are: that counts all of them, one by one."""
+    monkeypatch.setattr("lightning_harmony.fit.garbage.NUM_FIRST_STEPS", -1)

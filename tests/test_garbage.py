@@ -44,7 +44,8 @@ class Frozen(pl.Callback):
 
 
 @pytest.fixture(autouse=True)
-def nothing_frozen() -> Iterator[None]:
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("lightning_harmony.fit.garbage.NUM_FIRST_STEPS", NUM_FIRST_STEPS)
     gc.unfreeze()
     yield
     gc.enable()
