@@ -61,9 +61,17 @@ def plan_in_use(module: Net, **options: Any) -> Plan:
 
 
 def planned(module: Net, **options: Any) -> Plan:
-    """A plan with all packs updated where their gradients are."""
+    """A plan with all packs updated where their gradients are, which a fit has measured."""
     plan = plan_in_use(module, **options)
     return replace(plan, device_updated=frozenset(plan.visits), predicted=None)
+
+
+def plan_by_hand(devices: int = 1) -> Plan:
+    """The same for the network that most tests have, without a fit that measures it: its graphs of two packs are kept."""
+    packs = (("net.embed",), *((f"net.blocks.{number}",) for number in range(4)), ("net.head",))
+    visits = tuple(range(len(packs)))
+    shape: Any = {"num_devices": devices, "num_microbatches": 4}
+    return Plan(packs, visits, 5, kept=frozenset({3, 4}), device_updated=frozenset(visits), **shape)
 
 
 def train(module: Net, plan: Plan, *more: pl.Callback, **options: Any) -> tuple[Training, list[StepReport]]:
