@@ -156,7 +156,7 @@ _UPDATES = pytest.StashKey[tuple[same_training.Update, ...]]()
 
 
 def _update_in_turns(items: list[pytest.Item]) -> None:
-    """Of a test with many cases, two are updated after the backward, and two just in time, and so on.
+    """Of a test with several cases, some are updated after the backward, and some just in time: of many, two and two.
 
     Two, since capacities or devices may come in turns of one.
     """
@@ -165,8 +165,9 @@ def _update_in_turns(items: list[pytest.Item]) -> None:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     ways = get_args(same_training.Update)
     for cases in tests.values():
-        for number, item in enumerate(cases if len(cases) >= 2 * len(ways) else []):
-            item.stash[_UPDATES] = (ways[number // 2 % len(ways)],)
+        in_a_row = 2 if len(cases) >= 2 * len(ways) else 1
+        for number, item in enumerate(cases if len(cases) >= len(ways) else []):
+            item.stash[_UPDATES] = (ways[number // in_a_row % len(ways)],)
 
 
 @pytest.fixture(autouse=True)
