@@ -216,6 +216,7 @@ class Wrapped(pl.LightningModule):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("net", [Language, Tied, TiedByCode, OwnParameters, Frozen])
+@pytest.mark.every(2)
 def test_a_rehearsal_counts_what_the_executor_measures(net: type[nn.Module], precision: str) -> None:
     data, size = tokens(16), 4
     strategy: Any = train(Wrapped(net()), data, strategy={"microbatch_size": size}, precision=precision)

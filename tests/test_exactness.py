@@ -161,6 +161,7 @@ def test_weights_are_narrow_only_where_autocast_alone_reads_them(capacity: str |
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("net", SUMMED_IN_ANOTHER_ORDER)
+@pytest.mark.every(2)
 def test_gradients_with_several_sources_differ_by_the_rounding_of_their_sum_only(net: str, capacity: str) -> None:
     """Plain Lightning adds the sources of one microbatch, then microbatches; here each source adds its microbatches."""
     for update in update_for(CAPACITIES[capacity]):
