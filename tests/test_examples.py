@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,14 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def among_examples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Examples import each other, and write to the current folder."""
+def among_examples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Examples import each other, write to the current folder, and choose what Lightning tells."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.chdir(tmp_path)
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "train_gpt", "lightning_cli"])
