@@ -80,6 +80,55 @@ class Transformed(Chain):
         return x
 
 
+class Transposed(Chain):
+    """By a property, which is no operation to who looks at these."""
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            made = block(x)
+            turned = x.mT
+            x = made + (turned.sin() * turned).mT
+        return x
+
+
+class LeftToALayer(Chain):
+    """What a layer finds in an attribute."""
+
+    class Block(Block):
+        context: Tensor | None = None
+
+        def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+            others = () if self.context is None else (self.context,)
+            return super().forward(x, *others)
+
+    memory = "120KiB"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(5))
+
+    def through(self, x: Tensor) -> Tensor:
+        first, second, *rest = self.blocks
+        x = first(x)
+        rest[0].context = x if self.num_calls > 2 * MICROBATCHES else None
+        x = second(x)
+        for block in rest:
+            x = block(x)
+        return x
+
+
+class Checkpointed(Chain):
+    def through(self, x: Tensor) -> Tensor:
+        def segment(x: Tensor) -> Tensor:
+            for block in self.blocks[1:4]:
+                x = block(x) + x.sin() * x
+            return x
+
+        x = self.blocks[0](x)
+        x = torch.utils.checkpoint.checkpoint(segment, x, use_reentrant=False)
+        return self.blocks[4](x)
+
+
 class InAFunction(Chain):
     class Own(torch.autograd.Function):
         @staticmethod
@@ -203,8 +252,8 @@ class ChangedInPlace(Chain):
 
 
 CASES: Sequence[type[Chain]] = [
-    Chain, LookedAt, Transformed, InAFunction, Encoder, UsedBetweenLayers, UsedByALaterLayer, UsedBefore, UsedOnceMoreLater,
-    ReturnedAsItIs, LeftOnTheLayer, Hooked, ChangedInPlace,
+    Chain, LookedAt, Transformed, Transposed, LeftToALayer, Checkpointed, InAFunction, Encoder, UsedBetweenLayers,
+    UsedByALaterLayer, UsedBefore, UsedOnceMoreLater, ReturnedAsItIs, LeftOnTheLayer, Hooked, ChangedInPlace,
 ]  # fmt: skip
 
 

@@ -66,9 +66,14 @@ class OneDevice(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Bring the operands to one device."""
         kwargs = kwargs or {}
-        # What a tensor is, such as its shape, is asked often and needs no device.
-        if self._is_off or getattr(func, "__name__", "") == "__get__":
+        if self._is_off:
             return func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "__get__":
+            # What a tensor is, such as its shape, is asked often and needs no device. But for `mT` and the like it is no use.
+            found = func(*args, **kwargs)
+            if isinstance(found, Tensor) and found.requires_grad:
+                self._note_uses(args[:1])
+            return found
         return self.run(func, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -44,8 +44,11 @@ class DeviceSurroundings(Surroundings):
         progress = self._step.current()
         if len(self._devices) == 1 or progress is None or not torch.is_grad_enabled():
             return True
-        is_known = layer.changes_inputs is False and not layer.shares_inputs and not _may_reach(layer)
-        whole = is_known and not has_objects and torch._C._functorch.peek_interpreter_stack() is None
+        # A checkpoint that runs layers again in a backward has a graph of its own there.
+        is_known = layer.changes_inputs is False and not (progress.differentiating or layer.shares_inputs)
+        whole = (
+            is_known and not (has_objects or _may_reach(layer)) and torch._C._functorch.peek_interpreter_stack() is None
+        )
         trained = [tensor for tensor in tensors if tensor.requires_grad]
         progress.transfers.give(layer, trained, self._devices.index(residency.device), whole=whole)
         return whole
@@ -91,6 +94,7 @@ class DeviceSurroundings(Surroundings):
             return self._mixing(layer, progress.transfers, number, given)
         tensors = layer.attributes.read().tensors().values()
         if all(self._transfers.home(tensor) in (None, number) for tensor in tensors):
+            progress.transfers.note_uses(tensor for tensor in tensors if tensor.requires_grad)
             return nullcontext()
         return self._mixing(layer, progress.transfers, number, given)
 
