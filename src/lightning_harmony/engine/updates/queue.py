@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event, HostEvent, HostStream, Urgency
@@ -196,3 +196,15 @@ class UpdateQueue:
         """Finish what was asked for, join the thread, and let the memory on the device go."""
         self._stream.close()
         self.streamed.close()
+
+
+def queue_for(queues: Sequence[UpdateQueue], gradient: Tensor, rank: int) -> UpdateQueue:
+    """Who updates a pack: the device that has its gradients; if the host has them, each device in turn.
+
+    Args:
+        queues: to choose from.
+        gradient: one of the pack's.
+        rank: of the pack among all.
+    """
+    in_turn = queues[rank % len(queues)]
+    return next((queue for queue in queues if queue.device.owns(gradient)), in_turn)

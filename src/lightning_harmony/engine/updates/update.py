@@ -19,7 +19,7 @@ from lightning_harmony.engine.updates.gradient_buffers import GradientBuffers
 from lightning_harmony.engine.updates.norms import Norms
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
 from lightning_harmony.engine.updates.postponed import PostponedUpdate, sort_state
-from lightning_harmony.engine.updates.queue import Overlap, UpdateHeard, UpdateQueue
+from lightning_harmony.engine.updates.queue import Overlap, UpdateHeard, UpdateQueue, queue_for
 from lightning_harmony.engine.updates.separable_optimizers import why_not_separable
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.plan.values.host_need import RING
@@ -212,7 +212,9 @@ class Updater:
             return None
         after = list({id(part.source): part.source.event for several in parts for part in several}.values())
         rank = min(self._ranks[p] for p in ready)
-        queue = self._queue_for(parts[0][0].gradient, rank)
+        # An optimizer that takes part as a whole is stepped by one at a time.
+        queues = self._queues if self._step.optimizer is not None and self._step.separable else self._queues[:1]
+        queue = queue_for(queues, parts[0][0].gradient, rank)
         if self._held_back is not None:
             self._held_back.append((queue, ready, parts, after))
             return None
@@ -224,16 +226,6 @@ class Updater:
             self._from_host.append(event)
         self._updated.update(dict.fromkeys(ready, event))
         return event
-
-    def _queue_for(self, gradient: Tensor, rank: int) -> UpdateQueue:
-        """Who updates a pack: the device that has its gradients; if the host has them, each device in turn.
-
-        An optimizer that takes part as a whole is stepped by one at a time.
-        """
-        if self._step.optimizer is None or not self._step.separable:
-            return self._queues[0]
-        in_turn = self._queues[rank % len(self._queues)]
-        return next((queue for queue in self._queues if queue.device.owns(gradient)), in_turn)
 
     def _work(
         self,
