@@ -21,7 +21,7 @@ STATES: dict[str, tuple[Any, Any]] = {
     "iterator": (seekable(itertools.count()), next),
     "array of NumPy's": (np.zeros((2, 3)), lambda value: value.__iadd__(1).tolist()),
     "scalar of NumPy's": (np.array(1), lambda value: value.__iadd__(1).tolist()),
-    "days": (np.zeros(2, "datetime64[D]"), lambda value: value.__iadd__(1).tolist()),
+    "days": (np.zeros(2, "datetime64[D]"), lambda value: value.__iadd__(np.timedelta64(1, "D")).tolist()),
     "column": (np.zeros((3, 2))[:, 1], lambda value: value.__iadd__(1).tolist()),
     "bytearray": (bytearray(b"ab"), lambda value: value.extend(b"c") or bytes(value)),
     "array of Python's": (array("d", [1.0]), lambda value: value.append(2.0) or value.tolist()),
