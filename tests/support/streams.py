@@ -966,9 +966,9 @@ class FakeCudaDevice(CudaDevice):
         return self.detector.here.current_stream(self.torch_device) is self.detector.default_stream(self.number)
 
     @contextmanager
-    def lane(self, number: int) -> Iterator[None]:
+    def lane(self) -> Iterator[None]:
         """Show the detector what the lane's thread does, too."""
-        with self.detector.watching(), super().lane(number):
+        with self.detector.watching(), super().lane():
             yield
 
     @contextmanager

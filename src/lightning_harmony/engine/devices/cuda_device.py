@@ -183,14 +183,6 @@ class CudaDevice(Device):
         """Make this device current."""
         return torch.cuda.device(self._index)
 
-    def lane(self, number: int) -> AbstractContextManager[None]:
-        """A lane's own work is computed in the order in which it is launched, with that of layers.
-
-        On a stream of its own it would have a pool of its own: of 16 lanes' losses, torch's allocator could give the memory
-        of none to the next without waiting for the device.
-        """
-        return self.computing()
-
     def sending(self) -> AbstractContextManager[None]:
         """Torch makes such a copy on the current stream of the device that it comes from, as a barrier between both."""
         assert isinstance(self.gather, CudaStream)

@@ -161,9 +161,13 @@ class Device(ABC):
         """The context of a lane's own work on this device, between the layers."""
         return self.computing()
 
-    def lane(self, number: int) -> AbstractContextManager[None]:
-        """The context of all that a lane does, of which this device may see a part."""
-        return nullcontext()
+    def lane(self) -> AbstractContextManager[None]:
+        """The context of all that a lane does: it is computed in the order in which it is launched, with what layers do.
+
+        On a stream of its own it would have a pool of its own: of 16 lanes' losses, torch's allocator could give the memory
+        of none to the next without waiting for the device.
+        """
+        return self.computing()
 
     def sending(self) -> AbstractContextManager[None]:
         """The context of a copy to another device, in the work of a stream of that one: beside all that computes here."""

@@ -167,10 +167,6 @@ class VirtualDevice(Device):
         """Count what nodes allocate. On a GPU, each runs on the stream on which it was made."""
         return self.computing()
 
-    def lane(self, number: int) -> AbstractContextManager[None]:
-        """Count what it allocates."""
-        return self.computing()
-
     @contextmanager
     def on_host(self) -> Iterator[None]:
         """Count nothing: host and device memory are the same here, but what is on the host takes no capacity."""

@@ -139,9 +139,7 @@ class LaneTransfers:
     def copy(self, tensor: Tensor, to: int) -> Tensor:
         """Like `Transfers.copy`. The copy is kept for as long as the tensor lives."""
         home = self._transfers.home(tensor)
-        if home is None:
-            return tensor
-        if home == to:
+        if home is None or home == to:
             return tensor
         key = id(tensor), to
         known = self._copies.get(key)

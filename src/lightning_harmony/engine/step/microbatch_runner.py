@@ -133,7 +133,7 @@ class MicrobatchRunner:
         """Run a microbatch whose lane takes turns with others."""
         progress = self._step.turns.running[number]
         assert isinstance(progress.lane, Lane)
-        with self._working(progress):
+        with self._working():
             loss = self._run_forward(progress)
             if loss is None:
                 return
@@ -166,7 +166,7 @@ class MicrobatchRunner:
                 self._granting.go_on(lane)
                 if watch is not None:
                     watch.begin(lane.microbatch)
-                with self._working(progress):
+                with self._working():
                     loss = self._run_forward(progress)
                     if watch is not None:
                         watch.end()
@@ -180,18 +180,18 @@ class MicrobatchRunner:
                 progress.loss = loss
             else:
                 lane.park(Request(Phase.BACKWARD, None))
-                with self._working(progress):
+                with self._working():
                     self._run_backward(progress, loss)
             lane.finished = progress.loss is None
             self._granting.end()
 
     @contextmanager
-    def _working(self, progress: LaneProgress) -> Iterator[None]:
+    def _working(self) -> Iterator[None]:
         """The context of a lane's own code."""
         with ExitStack() as stack:
             # The root last: it is the current one.
             for device in reversed(self._devices):
-                stack.enter_context(device.lane(progress.lane.microbatch))
+                stack.enter_context(device.lane())
             stack.callback(self._runtime.open_call.leave)
             yield
 
