@@ -309,7 +309,12 @@ def _let_go(kept: deque[tuple[Event, Tensor]], *, wait: bool) -> bool:
 
 
 def flat_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """An uninitialised buffer of bytes."""
+    """An uninitialised buffer of bytes.
+
+    Not even deterministic algorithms write it: `torch.empty` does then, on the stream whose pool the memory is of, and that may
+    be after another stream has written what the buffer is for.
+    """
+    storage = torch.UntypedStorage(num_bytes, device=device)
     # Buffers are used again: one made in inference mode could never be written outside of it.
     with torch.inference_mode(False):
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
