@@ -37,7 +37,7 @@ from lightning_harmony.engine.devices import cuda_device
 from lightning_harmony.engine.devices import stream as stream_module
 from lightning_harmony.engine.devices.cuda_device import CudaDevice
 from lightning_harmony.engine.devices.device import Device
-from lightning_harmony.engine.devices.stream import HostEvent, HostStream
+from lightning_harmony.engine.devices.stream import Event, HostEvent, HostStream
 from lightning_harmony.engine.lanes.lane import Lane, LanePool
 from lightning_harmony.engine.memory import stash, sums
 from lightning_harmony.engine.model.host_pool import HostPool
@@ -961,9 +961,11 @@ class FakeCudaDevice(CudaDevice):
         block = self.detector.block(tensor)
         return block is not None and block.pool.device.number == self.number
 
-    def is_on_compute_stream(self) -> bool:
-        """Whether that is the current one."""
-        return self.detector.here.current_stream(self.torch_device) is self.detector.default_stream(self.number)
+    def free(self, buffer: Tensor, uses: Sequence[Event], *, is_kept: bool = False) -> None:
+        """Tell the allocator that is the detector's."""
+        if is_kept:
+            self.detector.record_stream(buffer, self.detector.default_stream(self.number))
+        super().free(buffer, uses)
 
     @contextmanager
     def lane(self) -> Iterator[None]:

@@ -60,6 +60,7 @@ class CudaDevice(Device):
         self.swap_out = CudaStream(torch_device)
         self.stash_in = CudaStream(torch_device)
         self.gather = CudaStream(torch_device)
+        self._outgoing = CudaStream(torch_device)
         self._peak_bytes = self._peak_reserved_bytes = 0
 
     @classmethod
@@ -182,6 +183,19 @@ class CudaDevice(Device):
     def selected(self) -> AbstractContextManager[None]:
         """Make this device current."""
         return torch.cuda.device(self._index)
+
+    def send(self, copy: Callable[[], Tensor], source: Tensor, after: Event | None) -> tuple[Tensor, Event | None]:
+        """Copy on a stream of its own: on the compute stream, it would wait for all that other microbatches have launched.
+
+        Torch makes a copy on the current stream of the device that it comes from, as a barrier between that and the current
+        one of the other device.
+        """
+        after = self.record() if after is None else after
+        with self._outgoing.selected():
+            after.wait()
+            copied, event = copy(), self.record()
+        self.keep_until(event, source)
+        return copied, event
 
     def sending(self) -> AbstractContextManager[None]:
         """Torch makes such a copy on the current stream of the device that it comes from, as a barrier between both."""

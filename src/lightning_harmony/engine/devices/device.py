@@ -169,6 +169,19 @@ class Device(ABC):
         """
         return self.computing()
 
+    def send(self, copy: Callable[[], Tensor], source: Tensor, after: Event | None) -> tuple[Tensor, Event | None]:
+        """Copy a tensor to another device.
+
+        Args:
+            copy: does.
+            source: the tensor, which is here.
+            after: what the copy waits for; None for all that was launched here so far.
+
+        Returns:
+            The copy, and the event after which the tensor may be changed; None for at once.
+        """
+        return copy(), None
+
     def sending(self) -> AbstractContextManager[None]:
         """The context of a copy to another device, in the work of a stream of that one: beside all that computes here."""
         return nullcontext()
@@ -311,8 +324,8 @@ def _let_go(kept: deque[tuple[Event, Tensor]], *, wait: bool) -> bool:
 def flat_buffer(num_bytes: int, device: torch.device) -> Tensor:
     """An uninitialised buffer of bytes.
 
-    Not even deterministic algorithms write it: `torch.empty` does then, on the stream whose pool the memory is of, and that may
-    be after another stream has written what the buffer is for.
+    Not even deterministic algorithms write it: `torch.empty` does then, on the stream whose pool the memory is of, and that
+    may be after another stream has written what the buffer is for.
     """
     storage = torch.UntypedStorage(num_bytes, device=device)
     # Buffers are used again: one made in inference mode could never be written outside of it.

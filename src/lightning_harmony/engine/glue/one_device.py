@@ -93,10 +93,13 @@ class OneDevice(TorchFunctionMode):
         if is_transformed:
             self._note_uses(map(unwrapped, tensors))
             return func(*args, **kwargs)
+        self._lane.launched.begin(target)
         with self._transfers.devices[target].selected():
             result = func(*args, **kwargs)
-        if any(tensor.requires_grad for tensor in tensors_of(result)):
+        made = tensors_of(result)
+        if any(tensor.requires_grad for tensor in made):
             self._note_uses(tensors)
+        self._lane.launched.note_made(made)
         for copied, tensor, version in originals.values():
             if version_of(copied) != version:
                 self._write_back(tensor, copied)

@@ -89,7 +89,9 @@ class LayerCall(Call):
                 bring = partial(runtime.brought, residency=residency, at_once=whole or self._is_compiled)
                 args, kwargs = arguments.brought(bring)
                 with runtime.surroundings.running(residency):
-                    return arguments.with_originals(self._run_in_graph(args, kwargs))
+                    result = self._run_in_graph(args, kwargs)
+                runtime.note_made(result)
+                return arguments.with_originals(result)
             finally:
                 arguments.give_back()
                 del self.residency

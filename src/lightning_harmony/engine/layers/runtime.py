@@ -39,6 +39,9 @@ class Runtime(Protocol):
     def brought(self, tensor: Tensor, residency: Residency, *, at_once: bool) -> Tensor:
         """A tensor for a layer: one on its device, or one that needs a gradient where it is, with a copy for the layer."""
 
+    def note_made(self, result: Any) -> None:
+        """A layer's code has returned something."""
+
     def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
         """A tensor on a layer's device, without its graph."""
 

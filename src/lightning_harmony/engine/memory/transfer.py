@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.layer import SwappedLayer, version_of
 from lightning_harmony.engine.structures.parts import is_composed, made_of, parts_of, storages_of
@@ -60,32 +62,102 @@ class Transfers:
         home = self.home(tensor)
         return tensor if home is None or home == to else self.copy_from(home, tensor, to, task)
 
-    def copy_from(self, home: int, tensor: Tensor, to: int, task: Task | None = None) -> Tensor:
-        """A copy on another device of a tensor that is on one."""
+    def copy_from(
+        self, home: int, tensor: Tensor, to: int, task: Task | None = None, launched: Launched | None = None
+    ) -> Tensor:
+        """A copy on another device of a tensor that is on one.
+
+        Args:
+            home: the number of the device where it is.
+            tensor: the tensor.
+            to: the number of the other device.
+            task: what the copy is; None for one that the running lane needs.
+            launched: by that lane, which has made the tensor; None for one that anybody has made by now.
+        """
         if is_composed(tensor):
-            return made_of(tensor, [self.copy_from(home, part, to, task) for part in parts_of(tensor)])
+            return made_of(tensor, [self.copy_from(home, part, to, task, launched) for part in parts_of(tensor)])
         came_from, target = self.devices[home], self.devices[to]
         # A weight is no tensor of inference mode, nor is its copy: views of the latter would not tell that it needs gradients.
         is_inference = torch.is_inference_mode_enabled() and tensor.is_inference()
         # Not through the mode below: its choice of a device is not the one that is asked for here.
-        with torch._C.DisableTorchFunction(), target.selected(), torch.inference_mode(is_inference), torch.no_grad():
-            has_strides = tensor.layout is torch.strided
-            source = compact(tensor.detach()) if has_strides else tensor.detach()
-            num_bytes = sum(part.nbytes for part in storages_of(source))
+        with torch._C.DisableTorchFunction(), torch.inference_mode(is_inference), torch.no_grad():
+            copy = partial(self._copied, came_from, target, tensor.detach(), to, task)
+            after = None if launched is None else launched.until(home, tensor)
+            copied, event = came_from.send(copy, tensor, after)
+            if launched is not None and event is not None:
+                launched.note_sent(home, event)
+            with target.selected():
+                return restore(copied, tensor.size(), tensor.stride()) if tensor.layout is torch.strided else copied
+
+    def _copied(self, came_from: Device, target: Device, tensor: Tensor, to: int, task: Task | None) -> Tensor:
+        """The copy itself, where there is room for it."""
+        has_strides, there = tensor.layout is torch.strided, target.torch_device
+        source = compact(tensor) if has_strides else tensor
+        num_bytes = sum(part.nbytes for part in storages_of(source))
+        self._traffic.transferred += num_bytes
+        with target.selected():
             self._admit(to, num_bytes)
-            if has_strides:
-                copied = torch.empty_strided(
-                    source.size(), source.stride(), dtype=source.dtype, device=target.torch_device
-                )
+            copied = (
+                torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=there)
+                if has_strides
+                else None
+            )
             with self._timing(came_from, target, num_bytes), target.receiving(came_from, num_bytes, task):
                 # Torch makes what a sparse or jagged tensor consists of as it copies it.
-                copied = (
-                    copied.copy_(source, non_blocking=True)
-                    if has_strides
-                    else source.to(target.torch_device, copy=True)
-                )
-            self._traffic.transferred += num_bytes
-            return restore(copied, tensor.size(), tensor.stride()) if has_strides else copied
+                return source.to(there, copy=True) if copied is None else copied.copy_(source, non_blocking=True)
+
+
+class Launched:
+    """How far the work goes that a lane has launched on each device, behind which others have launched theirs.
+
+    What it sends from there waits for its own work alone, and what it launches there later waits for what it has sent.
+
+    Args:
+        devices: all of them.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = devices
+        # By their identities, tensors that the lane has made, with their versions and the turns in which it has.
+        self._made: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+        self._until: dict[int, Event] = {}
+        self._sent: dict[int, list[Event]] = {}
+        # Where the lane's turn has launched anything, and which turn that is.
+        self._in_turn: set[int] = set()
+        self._turn = 0
+
+    def note_made(self, tensors: Iterable[Tensor]) -> None:
+        """Work that the lane has launched in this turn, where it has begun to, makes these."""
+        for tensor in tensors:
+            key = id(tensor)
+            forget = weakref.ref(tensor, lambda _, key=key: self._made.pop(key, None))  # type: ignore[misc]
+            self._made[key] = forget, version_of(tensor), self._turn
+
+    def until(self, number: int, tensor: Tensor) -> Event | None:
+        """Behind what has made a tensor on a device; None for all that was launched there so far."""
+        made, version, turn = self._made.get(id(tensor), (None, 0, 0))
+        is_known = made is not None and made() is tensor and version == version_of(tensor) and turn < self._turn
+        return self._until.get(number) if is_known else None
+
+    def note_sent(self, number: int, event: Event) -> None:
+        """Something is sent from a device."""
+        self._sent.setdefault(number, []).append(event)
+
+    def begin(self, number: int) -> None:
+        """The lane launches work on a device in its turn."""
+        if number not in self._in_turn and len(self._devices) > 1:
+            self._in_turn.add(number)
+            with self._devices[number].scheduling():
+                for event in self._sent.pop(number, ()):
+                    event.wait()
+
+    def end_turn(self) -> None:
+        """Others launch work from now on."""
+        for number in self._in_turn:
+            with self._devices[number].scheduling():
+                self._until[number] = self._devices[number].record()
+        self._in_turn.clear()
+        self._turn += 1
 
 
 class LaneTransfers:
@@ -93,10 +165,14 @@ class LaneTransfers:
 
     Args:
         transfers: makes the copies.
+
+    Attributes:
+        launched: how far its work goes.
     """
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
+        self.launched = Launched(transfers.devices)
         self._copies: dict[tuple[int, int], tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
         # By their identities, what the lane's layers were called with that needs gradients.
         self._inputs: dict[int, _Input] = {}
@@ -148,7 +224,7 @@ class LaneTransfers:
             if original() is tensor and version == version_of(tensor):
                 _refuse_changed(*known)
                 return copied
-        copied = self._transfers.copy_from(home, tensor, to)
+        copied = self._transfers.copy_from(home, tensor, to, launched=self.launched)
         forget = weakref.ref(tensor, lambda _: self._copies.pop(key, None))
         self._copies[key] = forget, version_of(tensor), copied, version_of(copied)
         return copied
@@ -156,7 +232,7 @@ class LaneTransfers:
     def within(self, tensors: Iterable[Tensor], to: int) -> LaneTransfers:
         """The transfers within a layer of the lane: its copies are not for work outside. Those of some tensors are there."""
         transfers = LaneTransfers(self._transfers)
-        transfers._inputs = self._inputs
+        transfers._inputs, transfers.launched = self._inputs, self.launched
         for key in [(id(tensor), to) for tensor in tensors]:
             if key in self._copies:
                 transfers._copies[key] = self._copies[key]

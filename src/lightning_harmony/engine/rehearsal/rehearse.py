@@ -233,6 +233,9 @@ class _Rehearsal:
         """It is there."""
         return tensor
 
+    def note_made(self, result: Any) -> None:
+        """There is one device."""
+
     def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
         """It is there."""
         return tensor

@@ -83,6 +83,7 @@ class Granting:
         with residents.device.scheduling():
             self._observer.end_turn(granted)
             self._recorder.leave()
+            granted.progress.transfers.launched.end_turn()
             residents.stash.retire()
             residents.device.retire()
             if self._step.in_backward and granted.pack is not None:
@@ -107,4 +108,6 @@ class Granting:
                 step.listeners.on_switch(lane.microbatch)
             self._observer.begin_turn(residents.device, phase, pack)
             preparation.note_task(number, progress, phase, pack)
+            if request is None:
+                progress.transfers.launched.begin(number)
             step.granted = Grant(progress, number, phase, pack)

@@ -99,6 +99,7 @@ class PackPreparation:
             place = Place(pack, phase, progress.position[phase])
             with residents.device.scheduling():
                 residents.ensure_room(self._needed_bytes(residents, pack, phase, [layer]), place)
+        progress.transfers.launched.begin(number)
         if phase is Phase.FORWARD and pack.layout.casts and not self._casts_as_known(pack):
             self._widen(residents, Place(pack, phase, progress.position[phase]))
         residency = pack.residency

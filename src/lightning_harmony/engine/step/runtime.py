@@ -29,6 +29,7 @@ from lightning_harmony.engine.step.step import Step
 from lightning_harmony.engine.step.swapped_model import SwappedModel
 from lightning_harmony.engine.structures.operations import Unseen
 from lightning_harmony.engine.structures.parts import is_composed
+from lightning_harmony.engine.structures.tree import tensors_of
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.plan.values.task import Phase
 
@@ -116,6 +117,12 @@ class Runtime:
             return transfers.moved(tensor, number)
         transfers.copy(tensor, number)
         return tensor
+
+    def note_made(self, result: Any) -> None:
+        """A layer's code has returned something: what is sent to another device waits for that alone."""
+        progress = None if len(self._devices) == 1 else self._step.current()
+        if progress is not None:
+            progress.transfers.launched.note_made(tensors_of(result))
 
     def at_layer(self, tensor: Tensor, residency: Residency) -> Tensor:
         """A tensor on a layer's device, without its graph."""
