@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.glue.one_device import OneDevice
 from support.same_training import Net, Training, compare, room, train_harmony, train_plain
 
@@ -118,6 +119,8 @@ class LeftToALayer(Chain):
 
 
 class Checkpointed(Chain):
+    memory = "52KiB"
+
     def through(self, x: Tensor) -> Tensor:
         def segment(x: Tensor) -> Tensor:
             for block in self.blocks[1:4]:
@@ -299,3 +302,21 @@ def test_no_operation_of_a_layer_is_looked_at_where_nobody_uses_its_inputs_after
     monkeypatch.setattr(OneDevice, "__init__", noted)
     on_two(module)
     assert (not in_last_step) is is_whole
+
+
+def test_what_goes_to_another_device_waits_for_its_own_microbatch_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies were made in the order of all that computes there: each waited for another microbatch, one GPU for the other."""
+    waits: list[bool] = []
+
+    def send(device: VirtualDevice, copy: Callable[[], Tensor], source: Tensor, after: object) -> tuple[Tensor, None]:
+        if source.dim() == 3:
+            waits.append(after is not None)
+        return copy(), None
+
+    monkeypatch.setattr(VirtualDevice, "send", send)
+    on_two(build(Chain))
+    # In the last step, from each of five blocks to the next, and back.
+    crossings = 2 * 4 * MICROBATCHES
+    assert sum(waits[-crossings:]) >= crossings - MICROBATCHES

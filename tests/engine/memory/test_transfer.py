@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.measure.report import Traffic
-from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers
+from lightning_harmony.engine.memory.transfer import LaneTransfers, Launched, Transfers
 from lightning_harmony.engine.structures.parts import are_equal, num_bytes_of, parts_of
 from support.composed import Nested
 
@@ -57,3 +58,97 @@ def test_a_composed_tensor_is_copied_part_by_part(devices: list[VirtualDevice]) 
     assert are_equal(copied, weight)
     assert [transfers.home(part) for part in parts_of(copied)] == [1, 1, 1, 1]
     assert traffic.transferred == num_bytes_of(weight)
+
+
+class Recorded:
+    """An event that tells who has waited for it."""
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+    synchronize = wait
+
+    def done(self) -> bool:
+        return False
+
+
+class Recording(VirtualDevice):
+    """Tells what what is sent from it waits for, and has sent it after an event."""
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        super().__init__(capacity_bytes)
+        self.sent: list[tuple[Tensor, Event | None]] = []
+        self.event = Recorded()
+
+    def record(self) -> Event:
+        return Recorded()
+
+    def send(self, copy: Callable[[], Tensor], source: Tensor, after: Event | None) -> tuple[Tensor, Event | None]:
+        self.sent.append((source, after))
+        return copy(), self.event
+
+
+@pytest.fixture
+def recording() -> Iterator[list[Recording]]:
+    devices = [Recording(), Recording()]
+    yield devices
+    for device in devices:
+        device.close()
+
+
+class TestLaunched:
+    """What goes from device to device waits for its own lane's work, and not for what others have launched since."""
+
+    def test_what_an_earlier_turn_has_made_waits_for_that_turn(self, recording: list[Recording]) -> None:
+        launched, tensor = Launched(recording), torch.ones(4)
+        launched.begin(0)
+        launched.note_made([tensor])
+        assert launched.until(0, tensor) is None
+        launched.end_turn()
+        event = launched.until(0, tensor)
+        assert event is not None
+        # A turn elsewhere changes nothing there.
+        launched.begin(1)
+        launched.end_turn()
+        assert launched.until(0, tensor) is event
+
+    def test_what_nobody_knows_waits_for_all(self, recording: list[Recording]) -> None:
+        launched, tensor = Launched(recording), torch.ones(4)
+        launched.begin(0)
+        launched.note_made([tensor])
+        launched.end_turn()
+        assert launched.until(0, torch.ones(4)) is None
+        assert launched.until(1, tensor) is None
+        tensor.add_(1.0)
+        assert launched.until(0, tensor) is None
+
+    def test_what_comes_later_waits_for_what_was_sent_once(self, recording: list[Recording]) -> None:
+        launched, event = Launched(recording), Recorded()
+        launched.note_sent(0, event)
+        launched.begin(1)
+        assert event.num_waits == 0
+        for _ in range(2):
+            launched.begin(0)
+            launched.end_turn()
+        assert event.num_waits == 1
+
+    def test_a_gradient_made_in_an_earlier_turn_is_not_taken_for_one_of_this(self, recording: list[Recording]) -> None:
+        launched, gradient = Launched(recording), torch.ones(4)
+        launched.begin(1)
+        launched.note_gradient(0, gradient)
+        launched.end_turn()
+        assert launched.until(0, gradient) is None
+
+
+def test_what_is_kept_until_it_is_sent_keeps_no_graph(recording: list[Recording]) -> None:
+    """Graphs of whole microbatches stayed: a head of 128,256 words had no room for its next one."""
+    transfers = Transfers(recording, Traffic(), lambda to, num_bytes: None, lambda *of_a_copy: nullcontext())
+    with recording[0].computing():
+        tensor = torch.ones(4, requires_grad=True) * 2
+    LaneTransfers(transfers).moved(tensor, 1)
+    ((source, _),) = recording[0].sent
+    assert source.grad_fn is None
+    assert source.untyped_storage()._cdata == tensor.untyped_storage()._cdata

@@ -567,6 +567,44 @@ def test_gradients_that_come_from_another_device_are_ready_for_the_nodes_of_a_la
     assert [race for options in more for race in find_races(monkeypatch, "mixes", **options)] == []
 
 
+class Shifts(nn.Module):
+    """Saves nothing of what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(nets.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+class ChangesWhatItPassedOn(nets.Language):
+    """What a layer was called with is written over when that has gone to the layer's device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = nn.ModuleList(Shifts() for _ in range(4))
+
+    def body(self, x: Tensor) -> Tensor:
+        for shift in self.shifts:
+            before = x * 0.5
+            x = shift(before)
+            if not self.training:
+                before.zero_()
+        return x
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_has_been_sent_is_not_changed_before_it_is_there(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """It is sent beside what computes, where it comes from, which would write over it."""
+    monkeypatch.setitem(ALL, "changes-what-it-passed-on", ChangesWhatItPassedOn)
+    options: Any = {"layers": lambda name, module: isinstance(module, (Shifts, nn.Embedding, nn.Linear))}
+    races = find_races(
+        monkeypatch, "changes-what-it-passed-on", 2, left_out=() if waits else ("begin",), validates=True, **options
+    )
+    assert any("transfer.py" in race and "zero_" in race for race in races) == (not waits)
+
+
 def test_glue_waits_for_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     races = find_races(monkeypatch, "own-parameters", left_out=("visit",))
     assert any("swap.py" in race and "glue.py" in race for race in races)

@@ -117,20 +117,6 @@ class TestSeveralDevices:
         running = lanes([(FORWARD, 0, 0), (FORWARD, 2, 2)])
         assert chosen(turns(running, 2), previous=running[1]) == 0
 
-    def test_in_a_backward_each_device_has_work_before_it_waits_for_a_gradient(self) -> None:
-        """A lane went on at once: what came next to a device waited for the gradient that the lane's turn would send there."""
-        running = lanes([(BACKWARD, 2, 1)] * 4, differentiating=True)
-        of, order, previous = turns(running, 2), [], None
-        while (number := chosen(of, previous=previous)) is not None:
-            previous = running[number]
-            request = previous.lane.request
-            assert request is not None
-            order.append((number, request.pack))
-            of.take(previous, of.device_of(previous))
-            previous.lane.request = Request(BACKWARD, 1, 2)
-            previous.lane.finished = request.pack == 1
-        assert order == [(0, 2), (1, 2), (0, 1), (2, 2), (1, 1), (3, 2), (2, 1), (3, 1)]
-
     def test_the_backward_of_a_loss_is_where_the_last_pack_is(self) -> None:
         running = lanes([(BACKWARD, None, 0), (BACKWARD, 2, 1), None])
         assert [turns(running, 2).device_of(progress) for progress in running] == [1, 0, 0]

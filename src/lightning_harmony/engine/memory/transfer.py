@@ -81,9 +81,11 @@ class Transfers:
         is_inference = torch.is_inference_mode_enabled() and tensor.is_inference()
         # Not through the mode below: its choice of a device is not the one that is asked for here.
         with torch._C.DisableTorchFunction(), torch.inference_mode(is_inference), torch.no_grad():
-            copy = partial(self._copied, came_from, target, tensor.detach(), to, task)
+            # Whoever keeps it until it is copied is not to keep its graph.
+            source = tensor.detach()
+            copy = partial(self._copied, came_from, target, source, to, task)
             after = None if launched is None else launched.until(home, tensor)
-            copied, event = came_from.send(copy, tensor, after)
+            copied, event = came_from.send(copy, source, after)
             if launched is not None and event is not None:
                 launched.note_sent(home, event)
             with target.selected():
@@ -133,6 +135,11 @@ class Launched:
             forget = weakref.ref(tensor, lambda _, key=key: self._made.pop(key, None))  # type: ignore[misc]
             self._made[key] = forget, version_of(tensor), self._turn
 
+    def note_gradient(self, number: int, gradient: Tensor) -> None:
+        """In this turn, a backward of the lane's has made a gradient on a device, if it has come there in it at all."""
+        if number in self._in_turn:
+            self.note_made([gradient])
+
     def until(self, number: int, tensor: Tensor) -> Event | None:
         """Behind what has made a tensor on a device; None for all that was launched there so far."""
         made, version, turn = self._made.get(id(tensor), (None, 0, 0))
@@ -145,10 +152,12 @@ class Launched:
 
     def begin(self, number: int) -> None:
         """The lane launches work on a device in its turn."""
-        if number not in self._in_turn and len(self._devices) > 1:
-            self._in_turn.add(number)
+        if len(self._devices) == 1:
+            return
+        self._in_turn.add(number)
+        if number in self._sent:
             with self._devices[number].scheduling():
-                for event in self._sent.pop(number, ()):
+                for event in self._sent.pop(number):
                     event.wait()
 
     def end_turn(self) -> None:
@@ -165,13 +174,14 @@ class LaneTransfers:
 
     Args:
         transfers: makes the copies.
+        go_over: called in a backward before a gradient goes to a device, by its number: others may have their turns before.
 
     Attributes:
         launched: how far its work goes.
     """
 
-    def __init__(self, transfers: Transfers) -> None:
-        self._transfers = transfers
+    def __init__(self, transfers: Transfers, go_over: Callable[[int], None] = lambda to: None) -> None:
+        self._transfers, self._go_over = transfers, go_over
         self.launched = Launched(transfers.devices)
         self._copies: dict[tuple[int, int], tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
         # By their identities, what the lane's layers were called with that needs gradients.
@@ -231,7 +241,7 @@ class LaneTransfers:
 
     def within(self, tensors: Iterable[Tensor], to: int) -> LaneTransfers:
         """The transfers within a layer of the lane: its copies are not for work outside. Those of some tensors are there."""
-        transfers = LaneTransfers(self._transfers)
+        transfers = LaneTransfers(self._transfers, self._go_over)
         transfers._inputs, transfers.launched = self._inputs, self.launched
         for key in [(id(tensor), to) for tensor in tensors]:
             if key in self._copies:
@@ -249,7 +259,25 @@ class LaneTransfers:
 
     def moved(self, tensor: Tensor, to: int) -> Tensor:
         """The tensor on a device, differentiable: each use brings its own gradient back, in the order of one device."""
-        return _moved(tensor, self.copy(tensor, to), self._transfers)
+        return _moved(tensor, self.copy(tensor, to), self)
+
+    def home(self, tensor: Tensor) -> int | None:
+        """Where a tensor is, as `Transfers.home`."""
+        return self._transfers.home(tensor)
+
+    def returned(self, gradient: Tensor, to: int) -> Tensor:
+        """A gradient on the device where what it is of came from, in the lane's next turn there if that comes next.
+
+        At once, the device would wait for it before it does what others launch there until that turn.
+        """
+        home = self._transfers.home(gradient)
+        if home is None or home == to:
+            return gradient
+        self.launched.note_gradient(home, gradient)
+        self._go_over(to)
+        # Where the next node runs.
+        with self._transfers.devices[to].computing():
+            return self._transfers.copy_from(home, gradient, to, launched=self.launched)
 
 
 class _Input(NamedTuple):
@@ -275,7 +303,7 @@ def _refuse_changed(original: weakref.ref[Tensor], version: int, copied: Tensor,
         )
 
 
-def _moved(tensor: Tensor, copied: Tensor, transfers: Transfers) -> Tensor:
+def _moved(tensor: Tensor, copied: Tensor, lane: LaneTransfers) -> Tensor:
     """A copy of a tensor that is differentiated to it, if it needs gradients: also where that is itself a gradient."""
     if copied is tensor or not tensor.requires_grad:
         return copied
@@ -288,20 +316,17 @@ def _moved(tensor: Tensor, copied: Tensor, transfers: Transfers) -> Tensor:
             "a jagged tensor that needs gradients goes from one GPU to another, where torch's autograd knows no order for its "
             "gradient: use Trainer(devices=1), or pad it between layers"
         )
-    moved: Tensor = _Moved.apply(tensor, copied, transfers)
+    moved: Tensor = _Moved.apply(tensor, copied, lane)
     return moved
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, copied: Tensor, transfers: Transfers) -> Tensor:
-        ctx.transfers, ctx.home = transfers, transfers.home(tensor)
+    def forward(ctx: Any, tensor: Tensor, copied: Tensor, lane: LaneTransfers) -> Tensor:
+        ctx.lane, ctx.home = lane, lane.home(tensor)
         # No view: a layer may change it in place.
         return copied.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        # Where the next node runs.
-        with ctx.transfers.devices[ctx.home].computing():
-            copied = ctx.transfers.copy(gradient, ctx.home)
-        return _moved(gradient, copied, ctx.transfers), None, None
+        return _moved(gradient, ctx.lane.returned(gradient, ctx.home), ctx.lane), None, None

@@ -121,6 +121,18 @@ class PackPreparation:
         if layer.module is not None:
             residency.last_use = residents.device.record()
 
+    def turn_on(self, progress: LaneProgress, number: int) -> Request | None:
+        """What a lane asks for next in its backward; None unless that is a turn of its own, on a device with a number."""
+        plan, task = self._placement.plan, progress.task
+        if self._step.is_sequential or task is None or task[0] is Phase.FORWARD:
+            return None
+        position = progress.position[Phase.BACKWARD]
+        pack = next(plan.upcoming(Phase.BACKWARD, position), None)
+        if pack is None or not progress.pending[pack] or self._placement.device_of(pack) != number:
+            return None
+        request = Request(Phase.BACKWARD, pack, plan.position(Phase.BACKWARD, pack, position))
+        return None if self._may_go_on(progress, request) else request
+
     def _may_go_on(self, progress: LaneProgress, request: Request) -> bool:
         """Whether a lane enters a pack without parking: in one turn of the forward, or within the fused packs."""
         step, plan, pack, task = self._step, self._placement.plan, request.pack, progress.task

@@ -82,6 +82,16 @@ class Runtime:
             return self._lone_calls.visit(self._placement.pack_of[layer.index], phase)
         return self._preparation.visit(progress, layer, phase)
 
+    def go_over(self, number: int) -> None:
+        """A gradient goes to a device: the lane's turn is over, if its next one is there and no layer waits for more."""
+        progress = self._step.current()
+        if progress is None or self.open_call.call is not None:
+            return
+        request = self._preparation.turn_on(progress, number)
+        if request is not None:
+            with self.calling():
+                progress.lane.park(request)
+
     def note_call(self, stash: Callable[[Tensor], Stashed]) -> Callable[[], AbstractContextManager[None]]:
         """A layer's own code is about to run; what gives one more context in which it runs again.
 

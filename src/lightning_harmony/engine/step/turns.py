@@ -131,14 +131,12 @@ class Turns:
             until: lanes that ask for what comes after this phase wait.
             previous: the lane that parked last.
         """
-        # To go on takes no change of threads, and the order of work is the same on each device. In the backward, a gradient
-        # goes to the next device when its turn ends, and what is launched there later waits for it: others go first.
+        # To go on takes no change of threads, and the order of work is the same on each device.
         if (
             previous is not None
             and self._has_several_devices
             and self._groups
             and not previous.lane.finished
-            and not previous.differentiating
             and self._is_first_on_its_device(previous)
             and self._may_run(previous, until)
         ):
