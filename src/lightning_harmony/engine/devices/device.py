@@ -327,7 +327,11 @@ def flat_buffer(num_bytes: int, device: torch.device) -> Tensor:
     Not even deterministic algorithms write it: `torch.empty` does then, on the stream whose pool the memory is of, and that
     may be after another stream has written what the buffer is for.
     """
-    storage = torch.UntypedStorage(num_bytes, device=device)
     # Buffers are used again: one made in inference mode could never be written outside of it.
     with torch.inference_mode(False):
-        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        if torch.are_deterministic_algorithms_enabled():
+            buffer = torch.empty(0, dtype=torch.uint8, device=device)
+            # What stands for a tensor has no memory.
+            if type(buffer) is Tensor:
+                return buffer.set_(torch.UntypedStorage(num_bytes, device=device))
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
