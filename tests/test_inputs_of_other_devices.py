@@ -119,8 +119,6 @@ class LeftToALayer(Chain):
 
 
 class Checkpointed(Chain):
-    memory = "52KiB"
-
     def through(self, x: Tensor) -> Tensor:
         def segment(x: Tensor) -> Tensor:
             for block in self.blocks[1:4]:

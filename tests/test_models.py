@@ -745,7 +745,7 @@ CASES = {
     "wav2vec2": Case(wav2vec2, waves_with_text, "160KiB"),
     "checkpointed-llama": Case(checkpointed, tokens, "80KiB"),
     "resnet": Case(ResNet, images, "108KiB"),
-    "unet": Case(UNet, images, "90KiB"),
+    "unet": Case(UNet, images, "80KiB"),
     "vae": Case(VariationalAutoencoder, images, "108KiB"),
     "packed-lstm": Case(lambda: Packed(nn.LSTM), padded_tokens, "112KiB", {nn.LSTM}),
     "packed-gru": Case(lambda: Packed(nn.GRU), padded_tokens, "96KiB", {nn.GRU}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
@@ -99,11 +101,15 @@ def recording() -> Iterator[list[Recording]]:
         device.close()
 
 
+def transfers_of(devices: list[Recording]) -> Transfers:
+    return Transfers(devices, Traffic(), lambda to, num_bytes: None, lambda *of_a_copy: nullcontext())
+
+
 class TestLaunched:
     """What goes from device to device waits for its own lane's work, and not for what others have launched since."""
 
     def test_what_an_earlier_turn_has_made_waits_for_that_turn(self, recording: list[Recording]) -> None:
-        launched, tensor = Launched(recording), torch.ones(4)
+        launched, tensor = Launched(transfers_of(recording)), torch.ones(4)
         launched.begin(0)
         launched.note_made([tensor])
         assert launched.until(0, tensor) is None
@@ -116,7 +122,7 @@ class TestLaunched:
         assert launched.until(0, tensor) is event
 
     def test_what_nobody_knows_waits_for_all(self, recording: list[Recording]) -> None:
-        launched, tensor = Launched(recording), torch.ones(4)
+        launched, tensor = Launched(transfers_of(recording)), torch.ones(4)
         launched.begin(0)
         launched.note_made([tensor])
         launched.end_turn()
@@ -126,7 +132,7 @@ class TestLaunched:
         assert launched.until(0, tensor) is None
 
     def test_what_comes_later_waits_for_what_was_sent_once(self, recording: list[Recording]) -> None:
-        launched, event = Launched(recording), Recorded()
+        launched, event = Launched(transfers_of(recording)), Recorded()
         launched.note_sent(0, event)
         launched.begin(1)
         assert event.num_waits == 0
@@ -135,20 +141,38 @@ class TestLaunched:
             launched.end_turn()
         assert event.num_waits == 1
 
-    def test_a_gradient_made_in_an_earlier_turn_is_not_taken_for_one_of_this(self, recording: list[Recording]) -> None:
-        launched, gradient = Launched(recording), torch.ones(4)
+    def test_a_gradient_goes_over_in_the_turn_that_follows(self, recording: list[Recording]) -> None:
+        """Behind what has made it, whatever others have launched on its device meanwhile."""
+        launched = Launched(transfers_of(recording), lambda to: launched.end_turn())
+        with recording[1].computing():
+            gradient, other = torch.ones(4), torch.ones(4)
         launched.begin(1)
-        launched.note_gradient(0, gradient)
-        launched.end_turn()
-        assert launched.until(0, gradient) is None
+        assert launched.home(launched.returned(gradient, 0)) == 0
+        # Nothing of the turn that has begun by now is known to have made this.
+        launched.begin(0)
+        assert launched.home(launched.returned(other, 0)) == 0
+        (_, first), (_, second) = recording[1].sent
+        assert (first is not None, second is not None) == (True, False)
 
 
 def test_what_is_kept_until_it_is_sent_keeps_no_graph(recording: list[Recording]) -> None:
     """Graphs of whole microbatches stayed: a head of 128,256 words had no room for its next one."""
-    transfers = Transfers(recording, Traffic(), lambda to, num_bytes: None, lambda *of_a_copy: nullcontext())
     with recording[0].computing():
         tensor = torch.ones(4, requires_grad=True) * 2
-    LaneTransfers(transfers).moved(tensor, 1)
+    LaneTransfers(transfers_of(recording)).moved(tensor, 1)
     ((source, _),) = recording[0].sent
     assert source.grad_fn is None
     assert source.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+
+
+def test_a_graph_does_not_keep_the_copies_of_a_layer_s_call(devices: list[VirtualDevice]) -> None:
+    """Each layer's copies stayed until the backward, beside what the stash has of them."""
+    transfers = Transfers(devices, Traffic(), lambda to, num_bytes: None, lambda *of_a_copy: nullcontext())
+    with devices[0].computing():
+        tensor = torch.ones(4, requires_grad=True)
+    within = LaneTransfers(transfers).within([], 1)
+    moved, alive = within.moved(tensor, 1), weakref.ref(within)
+    del within
+    gc.collect()
+    assert moved.grad_fn is not None
+    assert alive() is None

@@ -73,7 +73,7 @@ def same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
 @contextmanager
 def executor_of(model: Model, num_devices: int = 1, **options: object) -> Iterator[Executor]:
     # Room for two layers with their gradients.
-    devices = [VirtualDevice(5 * WEIGHT_BYTES + 5120) for _ in range(num_devices)]
+    devices = [VirtualDevice(5 * WEIGHT_BYTES + 4096) for _ in range(num_devices)]
     layers = find_layers(model, max_layer_bytes=None, layers=[nn.Linear])
     assert len(layers) == NUM_LAYERS
     executor = assemble(model, layers, *devices, **options)  # type: ignore[arg-type]

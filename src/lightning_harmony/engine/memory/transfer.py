@@ -115,11 +115,12 @@ class Launched:
     What it sends from there waits for its own work alone, and what it launches there later waits for what it has sent.
 
     Args:
-        devices: all of them.
+        transfers: makes the copies.
+        go_over: called in a backward before a gradient goes to a device, by its number: others may have their turns before.
     """
 
-    def __init__(self, devices: Sequence[Device]) -> None:
-        self._devices = devices
+    def __init__(self, transfers: Transfers, go_over: Callable[[int], None] = lambda to: None) -> None:
+        self._transfers, self._devices, self._go_over = transfers, transfers.devices, go_over
         # By their identities, tensors that the lane has made, with their versions and the turns in which it has.
         self._made: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._until: dict[int, Event] = {}
@@ -135,10 +136,25 @@ class Launched:
             forget = weakref.ref(tensor, lambda _, key=key: self._made.pop(key, None))  # type: ignore[misc]
             self._made[key] = forget, version_of(tensor), self._turn
 
-    def note_gradient(self, number: int, gradient: Tensor) -> None:
-        """In this turn, a backward of the lane's has made a gradient on a device, if it has come there in it at all."""
-        if number in self._in_turn:
+    def home(self, tensor: Tensor) -> int | None:
+        """Where a tensor is, as `Transfers.home`."""
+        return self._transfers.home(tensor)
+
+    def returned(self, gradient: Tensor, to: int) -> Tensor:
+        """A gradient on the device where what it is of came from, in the lane's next turn there if that comes next.
+
+        At once, the device would wait for it before it does what others launch there until that turn.
+        """
+        home = self._transfers.home(gradient)
+        if home is None or home == to:
+            return gradient
+        # Its backward has made it in this turn, if it has come to the device in it at all.
+        if home in self._in_turn:
             self.note_made([gradient])
+        self._go_over(to)
+        # Where the next node runs.
+        with self._devices[to].computing():
+            return self._transfers.copy_from(home, gradient, to, launched=self)
 
     def until(self, number: int, tensor: Tensor) -> Event | None:
         """Behind what has made a tensor on a device; None for all that was launched there so far."""
@@ -174,15 +190,15 @@ class LaneTransfers:
 
     Args:
         transfers: makes the copies.
-        go_over: called in a backward before a gradient goes to a device, by its number: others may have their turns before.
+        launched: what the lane has launched.
 
     Attributes:
-        launched: how far its work goes.
+        launched: the same.
     """
 
-    def __init__(self, transfers: Transfers, go_over: Callable[[int], None] = lambda to: None) -> None:
-        self._transfers, self._go_over = transfers, go_over
-        self.launched = Launched(transfers.devices)
+    def __init__(self, transfers: Transfers, launched: Launched | None = None) -> None:
+        self._transfers = transfers
+        self.launched = Launched(transfers) if launched is None else launched
         self._copies: dict[tuple[int, int], tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
         # By their identities, what the lane's layers were called with that needs gradients.
         self._inputs: dict[int, _Input] = {}
@@ -241,8 +257,8 @@ class LaneTransfers:
 
     def within(self, tensors: Iterable[Tensor], to: int) -> LaneTransfers:
         """The transfers within a layer of the lane: its copies are not for work outside. Those of some tensors are there."""
-        transfers = LaneTransfers(self._transfers, self._go_over)
-        transfers._inputs, transfers.launched = self._inputs, self.launched
+        transfers = LaneTransfers(self._transfers, self.launched)
+        transfers._inputs = self._inputs
         for key in [(id(tensor), to) for tensor in tensors]:
             if key in self._copies:
                 transfers._copies[key] = self._copies[key]
@@ -259,25 +275,7 @@ class LaneTransfers:
 
     def moved(self, tensor: Tensor, to: int) -> Tensor:
         """The tensor on a device, differentiable: each use brings its own gradient back, in the order of one device."""
-        return _moved(tensor, self.copy(tensor, to), self)
-
-    def home(self, tensor: Tensor) -> int | None:
-        """Where a tensor is, as `Transfers.home`."""
-        return self._transfers.home(tensor)
-
-    def returned(self, gradient: Tensor, to: int) -> Tensor:
-        """A gradient on the device where what it is of came from, in the lane's next turn there if that comes next.
-
-        At once, the device would wait for it before it does what others launch there until that turn.
-        """
-        home = self._transfers.home(gradient)
-        if home is None or home == to:
-            return gradient
-        self.launched.note_gradient(home, gradient)
-        self._go_over(to)
-        # Where the next node runs.
-        with self._transfers.devices[to].computing():
-            return self._transfers.copy_from(home, gradient, to, launched=self.launched)
+        return _moved(tensor, self.copy(tensor, to), self.launched)
 
 
 class _Input(NamedTuple):
@@ -303,7 +301,7 @@ def _refuse_changed(original: weakref.ref[Tensor], version: int, copied: Tensor,
         )
 
 
-def _moved(tensor: Tensor, copied: Tensor, lane: LaneTransfers) -> Tensor:
+def _moved(tensor: Tensor, copied: Tensor, launched: Launched) -> Tensor:
     """A copy of a tensor that is differentiated to it, if it needs gradients: also where that is itself a gradient."""
     if copied is tensor or not tensor.requires_grad:
         return copied
@@ -316,17 +314,18 @@ def _moved(tensor: Tensor, copied: Tensor, lane: LaneTransfers) -> Tensor:
             "a jagged tensor that needs gradients goes from one GPU to another, where torch's autograd knows no order for its "
             "gradient: use Trainer(devices=1), or pad it between layers"
         )
-    moved: Tensor = _Moved.apply(tensor, copied, lane)
+    moved: Tensor = _Moved.apply(tensor, copied, launched)
     return moved
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, copied: Tensor, lane: LaneTransfers) -> Tensor:
-        ctx.lane, ctx.home = lane, lane.home(tensor)
+    def forward(ctx: Any, tensor: Tensor, copied: Tensor, launched: Launched) -> Tensor:
+        # Not the lane's copies: they would last as long as the graph.
+        ctx.launched, ctx.home = launched, launched.home(tensor)
         # No view: a layer may change it in place.
         return copied.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _moved(gradient, ctx.lane.returned(gradient, ctx.home), ctx.lane), None, None
+        return _moved(gradient, ctx.launched.returned(gradient, ctx.home), ctx.launched), None, None

@@ -15,7 +15,7 @@ from lightning_harmony.engine.glue.one_device import OneDevice
 from lightning_harmony.engine.lanes.lane import AnyLane, CallerLane, Lane, LanePool
 from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.memory.stash import LaneStash
-from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers
+from lightning_harmony.engine.memory.transfer import LaneTransfers, Launched, Transfers
 from lightning_harmony.engine.step.granting import Granting
 from lightning_harmony.engine.step.pack_preparation import PackPreparation
 from lightning_harmony.engine.step.runtime import Runtime
@@ -82,7 +82,7 @@ class MicrobatchRunner:
 
     def _progress(self, lane: AnyLane, microbatch: Microbatch) -> LaneProgress:
         stashes = [LaneStash(residents.stash) for residents in self._placement.residents]
-        transfers = LaneTransfers(self._transfers, self._runtime.go_over)
+        transfers = LaneTransfers(self._transfers, Launched(self._transfers, self._runtime.go_over))
         glue = OneDevice(transfers, self._transfers) if len(self._devices) > 1 else None
         return LaneProgress(lane, microbatch, stashes, transfers, glue)
 
