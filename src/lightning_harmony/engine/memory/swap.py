@@ -146,7 +146,7 @@ class Swapper:
             return
         uses = [self._device.record()] if residency.last_use is None else [residency.last_use]
         self._start_write_back(pack, residency, uses)
-        uses.append(residency.ready)
+        uses += [residency.ready, *residency.beside]
         residency.leaves, residency.shown = {}, {}
         # An autograd function may keep weights beside what autograd saves, as that of a quantized product does.
         if not residency.is_handed_over:

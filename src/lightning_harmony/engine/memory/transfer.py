@@ -81,29 +81,28 @@ class Transfers:
         is_inference = torch.is_inference_mode_enabled() and tensor.is_inference()
         # Not through the mode below: its choice of a device is not the one that is asked for here.
         with torch._C.DisableTorchFunction(), torch.inference_mode(is_inference), torch.no_grad():
+            has_strides = tensor.layout is torch.strided
             # Whoever keeps it until it is copied is not to keep its graph.
-            source = tensor.detach()
-            copy = partial(self._copied, came_from, target, source, to, task)
-            after = None if launched is None else launched.until(home, tensor)
+            source = compact(tensor.detach()) if has_strides else tensor.detach()
+            is_made = not has_strides or source.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+            after = launched.until(home, tensor) if launched is not None and is_made else None
+            num_bytes = sum(part.nbytes for part in storages_of(source))
+            with target.selected():
+                self._admit(to, num_bytes)
+            copy = partial(self._copied, came_from, target, source, num_bytes, task)
             copied, event = came_from.send(copy, source, after)
+            self._traffic.transferred += num_bytes
             if launched is not None and event is not None:
                 launched.note_sent(home, event)
             with target.selected():
-                return restore(copied, tensor.size(), tensor.stride()) if tensor.layout is torch.strided else copied
+                return restore(copied, tensor.size(), tensor.stride()) if has_strides else copied
 
-    def _copied(self, came_from: Device, target: Device, tensor: Tensor, to: int, task: Task | None) -> Tensor:
-        """The copy itself, where there is room for it."""
-        has_strides, there = tensor.layout is torch.strided, target.torch_device
-        source = compact(tensor) if has_strides else tensor
-        num_bytes = sum(part.nbytes for part in storages_of(source))
-        self._traffic.transferred += num_bytes
+    def _copied(self, came_from: Device, target: Device, source: Tensor, num_bytes: int, task: Task | None) -> Tensor:
+        """The copy itself."""
+        there, copied = target.torch_device, None
         with target.selected():
-            self._admit(to, num_bytes)
-            copied = (
-                torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=there)
-                if has_strides
-                else None
-            )
+            if source.layout is torch.strided:
+                copied = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=there)
             with self._timing(came_from, target, num_bytes), target.receiving(came_from, num_bytes, task):
                 # Torch makes what a sparse or jagged tensor consists of as it copies it.
                 return source.to(there, copy=True) if copied is None else copied.copy_(source, non_blocking=True)

@@ -74,7 +74,7 @@ class WeightChecks:
         after = [self._device.record()] if residency.last_use is None else [residency.last_use]
         with self._device.on_host():
             event = self._stream.submit_brief(compare, after)
-        residency.last_use = event
+        residency.beside.append(event)
         what = "layer" if len(pack.layers) == 1 else "one of the layers"
         self._compared.append(_Compared(f"{what} {pack.name!r}", found[0], before, event))
 

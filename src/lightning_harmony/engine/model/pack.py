@@ -138,6 +138,7 @@ class Residency:
         shown: what the code of each layer finds in the places of weights that are narrow.
         last_use: the end of the last work that used them, if it is known. What is evicted makes way for the next pack, which
             would otherwise wait for all that was launched since.
+        beside: the ends of what has used them beside what computes.
         dirty_buffers: those that layers changed.
         as_of: how often the host's buffers had been written when these were copied.
         masters: the parameters as they are on the host, as far as they are there. An update takes them over.
@@ -158,6 +159,7 @@ class Residency:
     checksum: Tensor | None = None
     shown: dict[SwappedLayer, Any] = field(default_factory=dict)
     last_use: Event | None = None
+    beside: list[Event] = field(default_factory=list)
     dirty_buffers: set[BufferKey] = field(default_factory=set)
 
     def parameter_at(self, tensor: Tensor) -> nn.Parameter | None:
