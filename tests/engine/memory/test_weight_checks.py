@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.memory.swap import Swapper
@@ -94,3 +95,20 @@ def test_a_step_that_has_failed_is_forgotten(packed: Packed) -> None:
     packed.end()
     packed.checks.forget()
     packed.checks.refuse_changed()
+
+
+def test_memory_is_not_used_again_while_its_weights_are_compared(
+    packed: Packed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code between layers read them once more, whose end is not known: then nothing waited for the comparison."""
+    waited_for: list[Event] = []
+    monkeypatch.setattr(packed.device, "free", lambda buffer, uses, is_kept=False: waited_for.extend(uses))
+    packed.begin()
+    packed.end()
+    pack = packed.packs[0]
+    residency = pack.residency
+    assert residency is not None
+    (compared,) = residency.beside
+    residency.last_use = None
+    packed.swapper.evict(pack)
+    assert compared in waited_for
