@@ -37,7 +37,7 @@ def test_what_is_moved_needs_gradients_as_what_it_is_a_copy_of(
     with devices[0].computing():
         weight = nn.Parameter(torch.randn(4, 4), requires_grad)
     transfers = Transfers(devices, Traffic(), lambda to, num_bytes: None, lambda *of_a_copy: nullcontext())
-    lane = LaneTransfers(transfers)
+    lane = LaneTransfers(Launched(transfers))
     with mode():
         moved = lane.moved(weight, 1)
         assert transfers.home(moved) == 1
@@ -147,10 +147,10 @@ class TestLaunched:
         with recording[1].computing():
             gradient, other = torch.ones(4), torch.ones(4)
         launched.begin(1)
-        assert launched.home(launched.returned(gradient, 0)) == 0
+        assert launched.transfers.home(launched.returned(gradient, 0)) == 0
         # Nothing of the turn that has begun by now is known to have made this.
         launched.begin(0)
-        assert launched.home(launched.returned(other, 0)) == 0
+        assert launched.transfers.home(launched.returned(other, 0)) == 0
         (_, first), (_, second) = recording[1].sent
         assert (first is not None, second is not None) == (True, False)
 
@@ -159,7 +159,7 @@ def test_what_is_kept_until_it_is_sent_keeps_no_graph(recording: list[Recording]
     """Graphs of whole microbatches stayed: a head of 128,256 words had no room for its next one."""
     with recording[0].computing():
         tensor = torch.ones(4, requires_grad=True) * 2
-    LaneTransfers(transfers_of(recording)).moved(tensor, 1)
+    LaneTransfers(Launched(transfers_of(recording))).moved(tensor, 1)
     ((source, _),) = recording[0].sent
     assert source.grad_fn is None
     assert source.untyped_storage()._cdata == tensor.untyped_storage()._cdata
@@ -170,9 +170,24 @@ def test_a_graph_does_not_keep_the_copies_of_a_layer_s_call(devices: list[Virtua
     transfers = Transfers(devices, Traffic(), lambda to, num_bytes: None, lambda *of_a_copy: nullcontext())
     with devices[0].computing():
         tensor = torch.ones(4, requires_grad=True)
-    within = LaneTransfers(transfers).within([], 1)
+    within = LaneTransfers(Launched(transfers)).within([], 1)
     moved, alive = within.moved(tensor, 1), weakref.ref(within)
     del within
     gc.collect()
     assert moved.grad_fn is not None
     assert alive() is None
+
+
+def test_what_no_lane_sends_may_be_changed_at_once(recording: list[Recording]) -> None:
+    """As sums that are added on another device: whatever is launched where they were waits for the copy."""
+    transfers = transfers_of(recording)
+    with recording[0].computing():
+        tensor = torch.ones(4)
+    transfers.copy(tensor, 1)
+    assert recording[0].event.num_waits == 1
+    # A lane waits when it launches something there.
+    lane = LaneTransfers(Launched(transfers))
+    lane.copy(tensor, 1)
+    assert recording[0].event.num_waits == 1
+    lane.launched.begin(0)
+    assert recording[0].event.num_waits == 2

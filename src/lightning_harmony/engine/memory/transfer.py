@@ -84,8 +84,9 @@ class Transfers:
             has_strides = tensor.layout is torch.strided
             # Whoever keeps it until it is copied is not to keep its graph.
             source = compact(tensor.detach()) if has_strides else tensor.detach()
-            is_made = not has_strides or source.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-            after = launched.until(home, tensor) if launched is not None and is_made else None
+            # What has gaps is made dense now, behind all that was launched.
+            is_now = has_strides and source.untyped_storage()._cdata != tensor.untyped_storage()._cdata
+            after = None if launched is None or is_now else launched.until(home, tensor)
             num_bytes = sum(part.nbytes for part in storages_of(source))
             with target.selected():
                 self._admit(to, num_bytes)
@@ -94,6 +95,10 @@ class Transfers:
             self._traffic.transferred += num_bytes
             if launched is not None and event is not None:
                 launched.note_sent(home, event)
+            elif event is not None:
+                # Whoever changes it later is not known.
+                with came_from.scheduling():
+                    event.wait()
             with target.selected():
                 return restore(copied, tensor.size(), tensor.stride()) if has_strides else copied
 
@@ -116,10 +121,13 @@ class Launched:
     Args:
         transfers: makes the copies.
         go_over: called in a backward before a gradient goes to a device, by its number: others may have their turns before.
+
+    Attributes:
+        transfers: the same.
     """
 
     def __init__(self, transfers: Transfers, go_over: Callable[[int], None] = lambda to: None) -> None:
-        self._transfers, self._devices, self._go_over = transfers, transfers.devices, go_over
+        self.transfers, self._devices, self._go_over = transfers, transfers.devices, go_over
         # By their identities, tensors that the lane has made, with their versions and the turns in which it has.
         self._made: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._until: dict[int, Event] = {}
@@ -135,16 +143,12 @@ class Launched:
             forget = weakref.ref(tensor, lambda _, key=key: self._made.pop(key, None))  # type: ignore[misc]
             self._made[key] = forget, version_of(tensor), self._turn
 
-    def home(self, tensor: Tensor) -> int | None:
-        """Where a tensor is, as `Transfers.home`."""
-        return self._transfers.home(tensor)
-
     def returned(self, gradient: Tensor, to: int) -> Tensor:
         """A gradient on the device where what it is of came from, in the lane's next turn there if that comes next.
 
         At once, the device would wait for it before it does what others launch there until that turn.
         """
-        home = self._transfers.home(gradient)
+        home = self.transfers.home(gradient)
         if home is None or home == to:
             return gradient
         # Its backward has made it in this turn, if it has come to the device in it at all.
@@ -153,7 +157,7 @@ class Launched:
         self._go_over(to)
         # Where the next node runs.
         with self._devices[to].computing():
-            return self._transfers.copy_from(home, gradient, to, launched=self)
+            return self.transfers.copy_from(home, gradient, to, launched=self)
 
     def until(self, number: int, tensor: Tensor) -> Event | None:
         """Behind what has made a tensor on a device; None for all that was launched there so far."""
@@ -188,16 +192,14 @@ class LaneTransfers:
     """Transfers of one lane: what several layers or operations on a device take is copied there once.
 
     Args:
-        transfers: makes the copies.
-        launched: what the lane has launched.
+        launched: what the lane has launched, and by whom copies are made.
 
     Attributes:
         launched: the same.
     """
 
-    def __init__(self, transfers: Transfers, launched: Launched | None = None) -> None:
-        self._transfers = transfers
-        self.launched = Launched(transfers) if launched is None else launched
+    def __init__(self, launched: Launched) -> None:
+        self.launched, self._transfers = launched, launched.transfers
         self._copies: dict[tuple[int, int], tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
         # By their identities, what the lane's layers were called with that needs gradients.
         self._inputs: dict[int, _Input] = {}
@@ -256,7 +258,7 @@ class LaneTransfers:
 
     def within(self, tensors: Iterable[Tensor], to: int) -> LaneTransfers:
         """The transfers within a layer of the lane: its copies are not for work outside. Those of some tensors are there."""
-        transfers = LaneTransfers(self._transfers, self.launched)
+        transfers = LaneTransfers(self.launched)
         transfers._inputs = self._inputs
         for key in [(id(tensor), to) for tensor in tensors]:
             if key in self._copies:
@@ -321,7 +323,7 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, copied: Tensor, launched: Launched) -> Tensor:
         # Not the lane's copies: they would last as long as the graph.
-        ctx.launched, ctx.home = launched, launched.home(tensor)
+        ctx.launched, ctx.home = launched, launched.transfers.home(tensor)
         # No view: a layer may change it in place.
         return copied.detach()
 

@@ -82,7 +82,7 @@ class MicrobatchRunner:
 
     def _progress(self, lane: AnyLane, microbatch: Microbatch) -> LaneProgress:
         stashes = [LaneStash(residents.stash) for residents in self._placement.residents]
-        transfers = LaneTransfers(self._transfers, Launched(self._transfers, self._runtime.go_over))
+        transfers = LaneTransfers(Launched(self._transfers, self._runtime.go_over))
         glue = OneDevice(transfers, self._transfers) if len(self._devices) > 1 else None
         return LaneProgress(lane, microbatch, stashes, transfers, glue)
 

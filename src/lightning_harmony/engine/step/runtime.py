@@ -17,7 +17,7 @@ from lightning_harmony.engine.layers.surroundings import Surroundings
 from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.memory.residents import HasGraph
 from lightning_harmony.engine.memory.stash import Alias, Stashed, is_small
-from lightning_harmony.engine.memory.transfer import LaneTransfers, Transfers
+from lightning_harmony.engine.memory.transfer import LaneTransfers, Launched, Transfers
 from lightning_harmony.engine.model.host_store import begins_in, lies_in
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, layer_of_caller
 from lightning_harmony.engine.model.pack import Residency, buffer_of
@@ -122,7 +122,7 @@ class Runtime:
         if len(self._devices) == 1:
             return tensor
         number = self._devices.index(residency.device)
-        transfers = LaneTransfers(self._transfers) if progress is None else progress.transfers
+        transfers = LaneTransfers(Launched(self._transfers)) if progress is None else progress.transfers
         if at_once or progress is None or not (tensor.requires_grad and torch.is_grad_enabled()):
             return transfers.moved(tensor, number)
         transfers.copy(tensor, number)
