@@ -71,6 +71,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--clip", type=float, help="gradient_clip_val")
     parser.add_argument("--update-on", default="device", choices=["device", "host"], help="of HarmonyStrategy")
     parser.add_argument("--fused", action="store_true", help="AdamW(fused=True)")
+    parser.add_argument("--cuda-graphs", action="store_true", help="of HarmonyStrategy")
     parser.add_argument("--trace", help="a folder for a recording of the last step")
     parser.add_argument("--checkpointing", action="store_true", help="the model's own gradient checkpointing")
     return parser.parse_args()
@@ -223,6 +224,7 @@ def _harmony(options: argparse.Namespace) -> Any:
         device_memory=options.device_memory,
         num_microbatches=options.microbatches,
         update_on=options.update_on,
+        cuda_graphs=options.cuda_graphs,
         profile_cache=False,
     )
 

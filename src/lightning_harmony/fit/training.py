@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -104,6 +106,10 @@ class Training:
             gc.collect()
             before.restore()
             self.engine.start_over()
+        for why, names in groupby(self.engine.recording_news(), itemgetter(1)):
+            layers = [name for name, _ in names]
+            more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+            self.tree.info(f"Harmony: no CUDA graph is made of layer {layers[0]!r}{more}: {why}. Results are the same.")
         if self._number != number:
             self.tree.info(
                 f"Harmony: a batch runs in {len(sizes)} microbatches, as it does not fit in fewer. "

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_harmony.engine.devices.recording import RecordingChangedError
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.step import Listeners
 from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
@@ -95,7 +96,7 @@ class Interleaving:
             return
         except _PassesOn as unsafe:
             late = passes_on = str(unsafe)
-        except _Unsafe as unsafe:
+        except (_Unsafe, RecordingChangedError) as unsafe:
             late = str(unsafe)
         except BaseException as raised:
             # Where an update has failed, parameters are half updated: to run the step again would hide that.

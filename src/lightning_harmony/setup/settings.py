@@ -51,6 +51,7 @@ class Settings:
     plan: Plan | None
     profile_cache: bool | Path
     offload_dir: Path | None
+    cuda_graphs: bool
 
     @classmethod
     def of(
@@ -70,6 +71,7 @@ class Settings:
         plan: Plan | str | Path | None,
         profile_cache: bool | str | Path,
         offload_dir: str | Path | None,
+        cuda_graphs: bool,
     ) -> Settings:
         """Check the arguments as they are given.
 
@@ -90,8 +92,9 @@ class Settings:
         _one_of("update_on", update_on, ("device", "host"))
         _one_of("loss_reduction", loss_reduction, ("mean", "sum", None))
         _one_of("parallel", parallel, ("pipeline", "data"))
-        if not isinstance(check_loss, bool):
-            raise ValueError(f"HarmonyStrategy(check_loss={check_loss!r}): True or False is needed")
+        for name, switch in (("check_loss", check_loss), ("cuda_graphs", cuda_graphs)):
+            if not isinstance(switch, bool):
+                raise ValueError(f"HarmonyStrategy({name}={switch!r}): True or False is needed")
         if split_batch is not None and not callable(split_batch):
             raise ValueError(
                 f"HarmonyStrategy(split_batch={split_batch!r}): a function is needed, which takes a batch and the samples of "
@@ -122,6 +125,7 @@ class Settings:
             plan=given,
             profile_cache=_folder_or_switch(profile_cache),
             offload_dir=_offload_folder(offload_dir, update_on),
+            cuda_graphs=cuda_graphs,
         )
 
     def capacities_of(self, num_devices: int) -> tuple[int | None, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_harmony.engine.devices.cuda_memory import CudaBudget, bound_reserved_memory, use_expandable_segments
 from lightning_harmony.engine.devices.device import Device, flat_buffer
+from lightning_harmony.engine.devices.recording import CudaRecorder, Recording, Work
 from lightning_harmony.engine.devices.stream import (
     CudaEvent,
     CudaMoment,
@@ -34,9 +35,11 @@ class CudaDevice(Device):
         is_one_of_several: whether lanes go from device to device, so that another one may be current.
     """
 
-    computes_apart = pools_apart = True
+    computes_apart = pools_apart = records = True
     # Of GPTs of 1 and 5 B parameters 1.06 and 0.04 MB, whatever the capacity.
     uncounted_bytes = 2 << 20
+    # cuBLAS and cuBLASLt have 32 MiB each for a stream on Hopper, and the allocator takes pieces of 20 MiB.
+    library_bytes = 104 << 20
 
     def __init__(
         self,
@@ -61,7 +64,8 @@ class CudaDevice(Device):
         self.stash_in = CudaStream(torch_device)
         self.gather = CudaStream(torch_device)
         self._outgoing = CudaStream(torch_device)
-        self._peak_bytes = self._peak_reserved_bytes = 0
+        self._peak_bytes = self._peak_reserved_bytes = self._pool_bytes = 0
+        self._recorder: CudaRecorder | None = None
 
     @classmethod
     def within(cls, torch_device: torch.device, limit_bytes: int | None, *, is_one_of_several: bool) -> CudaDevice:
@@ -120,10 +124,13 @@ class CudaDevice(Device):
         return self.empty(num_bytes, stream)
 
     def allocated_bytes(self) -> int:
-        """What torch's allocator has handed out."""
+        """What torch's allocator has handed out, and what recorded work has for itself."""
+        return self._statistic("allocated_bytes") + self._pool_bytes
+
+    def _statistic(self, name: str) -> int:
         # Asked for at every visit: to flatten all statistics, as memory_allocated does, takes ten times as long.
         statistics = torch.cuda.memory_stats_as_nested_dict(self._index)
-        return int(statistics["allocated_bytes"]["all"]["current"]) if statistics else 0
+        return int(statistics[name]["all"]["current"]) if statistics else 0
 
     def peak_bytes(self) -> int:
         """The most that torch's allocator has handed out."""
@@ -201,6 +208,23 @@ class CudaDevice(Device):
         """Torch makes such a copy on the current stream of the device that it comes from, as a barrier between both."""
         assert isinstance(self.gather, CudaStream)
         return self.gather.selected()
+
+    def recorded(self, work: Work) -> Recording:
+        """Record a CUDA graph. Its memory is its own until the device is closed, and counts as allocated."""
+        recorder = self._recorder = CudaRecorder(self.torch_device) if self._recorder is None else self._recorder
+        before = self._statistic("reserved_bytes")
+        try:
+            return recorder.record(work)
+        finally:
+            self.records = not recorder.has_failed
+            taken = max(self._statistic("reserved_bytes") - before, 0)
+            self._pool_bytes += taken
+            self.recorded_bytes += taken
+
+    def forget_recorded(self) -> None:
+        """Let the graphs' memory go, when their last work has run."""
+        super().forget_recorded()
+        self._recorder, self._pool_bytes = None, 0
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """A registered buffer of exact size: torch's pinned allocator rounds up to powers of two."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_harmony.engine.devices.recording import Recording, RecordingError, Work
 from lightning_harmony.engine.devices.stream import Event, HostEvent, Moment, Stream, wait_for_one
 from lightning_harmony.plan.values.streams import STREAM_OF
 from lightning_harmony.plan.values.task import Errand, Task
@@ -50,6 +51,10 @@ class Device(ABC):
             computes here does not wait for these.
         computes_apart: whether it computes with another processor than the host updates parameters with.
         uncounted_bytes: what is allocated in a step besides all that is counted: for libraries, and by rounding up.
+        records: whether work that computes on it can be recorded.
+        library_bytes: what libraries take besides, where something is recorded.
+        set_aside_bytes: what plans leave of it for what is recorded.
+        recorded_bytes: what is taken of that.
         pools_apart: whether what lasts longer than a turn, weights and sums, has memory of its own.
         lasting_limit_bytes: how much of that there may be before it takes the memory of what passes; None for no limit.
         recorder: keeps when this device works, while somebody wants to know.
@@ -63,6 +68,10 @@ class Device(ABC):
     gather: Stream
     computes_apart: bool = False
     uncounted_bytes: int = 0
+    records: bool = False
+    library_bytes: int = 0
+    set_aside_bytes: int = 0
+    recorded_bytes: int = 0
     pools_apart: bool = False
     lasting_limit_bytes: int | None = None
 
@@ -194,6 +203,18 @@ class Device(ABC):
         """Call compiled code that computes on this device."""
         return function(*args, **kwargs)
 
+    def recorded(self, work: Work) -> Recording:
+        """Record work that computes on this device.
+
+        Raises:
+            RecordingError: if that cannot be; it says why.
+        """
+        raise RecordingError("this device records nothing")
+
+    def forget_recorded(self) -> None:
+        """Nothing that was recorded will be replayed any more: its memory is free."""
+        self.recorded_bytes = 0
+
     def host_buffer(self, num_bytes: int) -> Tensor:
         """A flat uint8 buffer on the host that this device copies from and to at full speed."""
         return flat_buffer(num_bytes, torch.device("cpu"))
@@ -270,6 +291,10 @@ class Device(ABC):
         retired = retired or len(under_way) < len(self._updates)
         self._updates = under_way
         return retired
+
+    def unplanned_bytes(self) -> int:
+        """What plans have to leave of it beside all that they count."""
+        return self.uncounted_bytes + max(self.set_aside_bytes - self.recorded_bytes, 0)
 
     def occupied_bytes(self) -> int:
         """What is allocated now, but for what updates will have used up."""

@@ -318,6 +318,10 @@ class AmbientState:
         """What the calling code finds."""
         return cls()
 
+    def is_as(self, other: AmbientState) -> bool:
+        """Whether code finds the same in both, but for context variables."""
+        return self._process == other._process and self._thread == other._thread
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """The context in which code finds the same again, but for context variables. What it sets does not last."""

@@ -58,7 +58,7 @@ class CallWeights:
     Args:
         layer: what is called.
         runtime: the engine.
-        anchor: makes them part of the graph.
+        anchor: makes them part of the graph; None where they are leaves of one.
         is_compiled: whether the layer's code is compiled.
         with_graph: whether a graph is made of the call.
 
@@ -67,7 +67,13 @@ class CallWeights:
     """
 
     def __init__(
-        self, layer: SwappedLayer, runtime: Runtime, anchor: Tensor, *, is_compiled: bool, with_graph: bool
+        self,
+        layer: SwappedLayer,
+        runtime: Runtime,
+        anchor: Tensor | None = None,
+        *,
+        is_compiled: bool = False,
+        with_graph: bool = True,
     ) -> None:
         self._layer, self._runtime, self._anchor = layer, runtime, anchor
         self._is_compiled, self._with_graph = is_compiled, with_graph
@@ -95,6 +101,14 @@ class CallWeights:
             return self._shown(residency.leaves, residency)
         node: Any = self._end.grad_fn
         return self._shown(self.as_found(self._gradients.parameters, node.saved_tensors, residency), residency)
+
+    def of_leaves(self, weights: Sequence[Tensor], residency: Residency) -> Mapping[nn.Parameter, Tensor]:
+        """The weights for code whose graph begins with them: the trained ones are given, in their order."""
+        return self._shown(self.as_found(self.trained, weights, residency), residency)
+
+    def have_read_wide(self) -> bool:
+        """Whether the code has needed one as the parameter is that is narrow."""
+        return any(use.is_read for use in self._uses)
 
     def _shown(self, weights: Mapping[nn.Parameter, Tensor], residency: Residency) -> Mapping[nn.Parameter, Tensor]:
         """The weights, each as wide as the parameter is: what is shown of narrow ones computes as they are needed."""

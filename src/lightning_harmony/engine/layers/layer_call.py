@@ -20,6 +20,7 @@ from lightning_harmony.engine.layers.narrow import CastWatch
 from lightning_harmony.engine.layers.narrow_weight import really
 from lightning_harmony.engine.layers.owned_results import OwnedResults
 from lightning_harmony.engine.layers.recompute import Recompute
+from lightning_harmony.engine.layers.recorded_call import RecordedCall
 from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.layers.saved_tensors import SavedTensor, Saves
 from lightning_harmony.engine.memory.tensor_class import parameter_like
@@ -67,7 +68,7 @@ class LayerCall(Call):
     def __init__(self, original: OwnForward, runtime: Runtime, anchor: Tensor) -> None:
         self.layer, self._original, self._is_compiled = original
         self.runtime = runtime
-        self._saves = Saves()
+        self._saves, self._anchor = Saves(), anchor
         self._with_graph = torch.is_grad_enabled()
         self._weights = CallWeights(
             self.layer, runtime, anchor, is_compiled=self._is_compiled, with_graph=self._with_graph
@@ -89,12 +90,29 @@ class LayerCall(Call):
                 bring = partial(runtime.brought, residency=residency, at_once=whole or self._is_compiled)
                 args, kwargs = arguments.brought(bring)
                 with runtime.surroundings.running(residency):
-                    result = self._run_in_graph(args, kwargs)
+                    result = self._recorded(args, kwargs) if whole else self._run_in_graph(args, kwargs)
                 runtime.note_made(result)
                 return arguments.with_originals(result)
             finally:
                 arguments.give_back()
                 del self.residency
+
+    def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the layer returns, by what is recorded of it, if that may be."""
+        runtime, layer, residency, arguments = self.runtime, self.layer, self.residency, self._arguments
+        recordings = runtime.recordings() if self._with_graph and not self._is_compiled else None
+        needs_gradients = self._weights.trained or any(tensor.requires_grad for tensor in arguments.tensors)
+        if recordings is None or not needs_gradients:
+            return self._run_in_graph(args, kwargs)
+        recorded = recordings.find(layer, arguments, residency)
+        if recorded is not None:
+            call = RecordedCall(layer, recorded, recordings, runtime, arguments, residency)
+            return call.run(self._anchor, arguments.tensors, residency)
+        random = recordings.begin_call(layer, residency)
+        result = self._run_in_graph(args, kwargs)
+        if random is not None:
+            recordings.end_call(layer, self._original, runtime, arguments, residency, random, result)
+        return result
 
     # ---- forward -------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cache
-from types import EllipsisType, FunctionType, new_class
+from types import EllipsisType, new_class
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_harmony.engine.glue.glue import ANSWERED, one_element
+from lightning_harmony.engine.layers.handed_on import handing_on
 from lightning_harmony.engine.layers.narrow import autocast_dtype
 from lightning_harmony.engine.model.shown_wide import ShownWide, take_mode
 from lightning_harmony.engine.structures.checksum import checksum
@@ -158,9 +159,9 @@ def _run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             if _casts_by_hand(func, use.narrow.dtype, args, kwargs):
                 # Not the weight itself: a cast makes memory of its own.
                 return use.cast().to(use.narrow.dtype, copy=True)
-        if (opened := _opened(func)) is not None:
+        if (handing := handing_on(func)) is not None:
             with nullcontext() if mode is None else mode:
-                return opened(*args, **kwargs)
+                return handing(*args, **kwargs)
 
     def real(shown: Any) -> Any:
         if not isinstance(shown, NarrowWeight):
@@ -291,23 +292,3 @@ def _casts_by_hand(func: Any, dtype: torch.dtype, args: Any, kwargs: Mapping[str
         return len(given) == 1 and given[0] is dtype
     casts = {torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half}
     return func is casts.get(dtype) and len(args) == 1 and not kwargs
-
-
-_ASKING = frozenset(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"))
-
-
-def _opened(func: Any) -> Any:
-    """A function of torch, written in Python, that hands on what it is given; None for any other."""
-    if not isinstance(func, FunctionType):
-        return None
-    asking = _ASKING.intersection(func.__code__.co_names)
-    if not asking or not func.__module__.startswith("torch."):
-        return None
-    names = func.__globals__ | dict.fromkeys(asking, _tell_of_none)
-    opened = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-    opened.__kwdefaults__ = func.__kwdefaults__
-    return opened
-
-
-def _tell_of_none(*operands: Any) -> bool:
-    return False

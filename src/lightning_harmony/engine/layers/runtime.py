@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -17,6 +17,9 @@ from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.plan.values.task import Phase
+
+if TYPE_CHECKING:
+    from lightning_harmony.engine.layers.recordings import Recordings
 
 
 class Runtime(Protocol):
@@ -81,6 +84,12 @@ class Runtime(Protocol):
         Args:
             stash: keeps a tensor for that.
         """
+
+    def recordings(self) -> Recordings | None:
+        """What may be recorded, and run in the place of layers' code; None where neither is."""
+
+    def is_spread(self, layer: SwappedLayer) -> bool:
+        """Whether the gradients of a layer come from several devices."""
 
     def is_last_backward(self) -> bool:
         """Whether no other backward of the current microbatch will follow."""

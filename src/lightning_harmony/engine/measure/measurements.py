@@ -68,7 +68,7 @@ class Measurements:
             update_bytes_per_second=self.update_speeds.fastest.bytes_per_second,
             disk_bytes_per_second=None if self.disk is None else self.disk.bytes_per_second,
             # Between steps, when nothing of a step is there.
-            occupied_bytes=max(device.occupied_bytes() + device.uncounted_bytes for device in self.devices),
+            occupied_bytes=max(device.occupied_bytes() + device.unplanned_bytes() for device in self.devices),
             updates_outlast=self.update_speeds.outlast is not False,
             updates_in_place=self.update_speeds.in_place,
             pools_apart=any(device.pools_apart for device in self.devices),

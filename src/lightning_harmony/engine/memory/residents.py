@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -57,6 +57,7 @@ class Residents:
         sums: of their gradients.
         stash: has tensors on their way out, whose memory can be had by waiting.
         number: of the device in the plan.
+        let_go: lets the memory go of what is recorded of layers on the device; whether there was any.
 
     Attributes:
         agenda: what the plan tells.
@@ -67,7 +68,15 @@ class Residents:
         weight_checks: compare weights from before and after the forward.
     """
 
-    def __init__(self, device: Device, swapper: Swapper, sums: Sums, stash: Stash, number: int = 0) -> None:
+    def __init__(
+        self,
+        device: Device,
+        swapper: Swapper,
+        sums: Sums,
+        stash: Stash,
+        number: int = 0,
+        let_go: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.agenda = Agenda(number)
         self.packs: list[SwappedPack] = []
         self.pinned: frozenset[int] = frozenset()
@@ -78,6 +87,7 @@ class Residents:
         self.sums = sums
         self.stash = stash
         self.weight_checks = WeightChecks(device)
+        self._let_go = let_go
         self._graphs: dict[int, weakref.WeakSet[HasGraph]] = {}
 
     def enter(self, place: Place, work_bytes: int, *, alone: bool) -> None:
@@ -219,7 +229,7 @@ class Residents:
         summing = [pack for pack in self.packs if pack.accumulators and pack is not place.pack]
         for pack in summing:
             self.sums.park(pack)
-        return bool(summing) or self._forget_graphs(place.pack)
+        return bool(summing) or self._forget_graphs(place.pack) or self._let_go()
 
     def _make_room_at_once(self, place: Place) -> bool:
         """Free something that has left, or that nobody needs any more."""

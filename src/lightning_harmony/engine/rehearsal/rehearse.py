@@ -305,6 +305,13 @@ class _Rehearsal:
         self.counter.add(done)
         self.counter.add(recompute)
 
+    def recordings(self) -> None:
+        """Nothing is recorded: the code of each layer is to be seen."""
+
+    def is_spread(self, layer: SwappedLayer) -> bool:
+        """It has one device."""
+        return False
+
     def is_last_backward(self) -> bool:
         """There is one."""
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.glue.glue import Glue
 from lightning_harmony.engine.lanes.lane import LanePool
 from lightning_harmony.engine.layers.intercept import InterceptedForward
+from lightning_harmony.engine.layers.recordings import Recordings
 from lightning_harmony.engine.measure.measurements import Measurements
 from lightning_harmony.engine.measure.profile import Profiler
 from lightning_harmony.engine.measure.report import Traffic
@@ -64,6 +66,7 @@ def assemble(
     records: Records | None = None,
     store: HostStore | None = None,
     recomputing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    records_layers: bool = False,
 ) -> Executor:
     """An executor for a model, whose layers are intercepted from now until it is closed.
 
@@ -82,6 +85,7 @@ def assemble(
         records: what earlier fits have measured; None to measure anew.
         store: one that was closed, where it has all of the model's parameters; None to make one.
         recomputing: gives the context of a layer's own code when it runs again, and has been heard before.
+        records_layers: whether work of layers is recorded, and run in the place of their code.
 
     Raises:
         CapacityError: if a layer's weights and gradients exceed the capacity.
@@ -115,6 +119,11 @@ def assemble(
         on_update=recorder.note_update,
     )
     swapped = SwappedModel(model, swapped_layers, store, updater.postponed, root.torch_device, compute_dtype)
+    recordings = (
+        Recordings(devices, lambda device, size: residents[devices.index(device)].admit(size))
+        if records_layers
+        else None
+    )
     residents = [
         Residents(
             device,
@@ -122,6 +131,7 @@ def assemble(
             Sums(device, pool, traffic, swapped.is_shared),
             Stash(device, pool, traffic),
             number,
+            partial(recordings.let_go, device) if recordings is not None else lambda: False,
         )
         for number, device in enumerate(devices)
     ]
@@ -138,7 +148,17 @@ def assemble(
     lone_calls = LoneCalls(swapped, placement, sums, recorder, record.discard)
     surroundings = DeviceSurroundings(step, transfers, recorder)
     runtime = Runtime(
-        swapped, step, placement, preparation, lone_calls, sums, transfers, observer, surroundings, recomputing
+        swapped,
+        step,
+        placement,
+        preparation,
+        lone_calls,
+        sums,
+        transfers,
+        observer,
+        surroundings,
+        recomputing,
+        recordings,
     )
     glue = Glue(places_of(model, list(in_order)), root.torch_device, runtime, compute_dtype)
     granting = Granting(step, placement, preparation, sums, observer, recorder)

@@ -252,6 +252,8 @@ class Executor:
             residents.agenda.follows_moves = is_alone or not step.is_sequential
             for pack in residents.packs:
                 pack.is_narrow = is_training
+        is_observing = is_measuring or is_watching or self._observer.is_timing
+        self._runtime.begin_recording(is_on=is_training and not (step.is_sequential or is_observing))
         self._runner.begin(microbatches)
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
             self._runner.drive(Phase.FORWARD)
@@ -346,6 +348,7 @@ class Executor:
             is_narrow=observer.has_seen_narrow,
         )
         if observer.is_profiling:
+            self._runtime.set_aside()
             observer.work.occupied_bytes = max(device.allocated_bytes() for device in self.devices)
         self.pool.trim()
         self.has_succeeded = True
@@ -357,7 +360,9 @@ class Executor:
         for residents in self._placement.residents:
             with residents.device.scheduling():
                 residents.end_forward()
-        if not is_training:
+        if is_training:
+            self._runtime.end_forward()
+        else:
             # Nothing else will come. In training, gradients that are handed over have to wait for it.
             self.refuse_changed_weights()
 
@@ -368,6 +373,10 @@ class Executor:
             UnsupportedModelError: naming the pack.
         """
         self._placement.refuse_changed_weights()
+
+    def recording_news(self) -> list[tuple[str, str]]:
+        """The layers whose code runs in each microbatch after all, as has come out since this was last asked for, and why."""
+        return self._runtime.recording_news()
 
     def note_seconds(self, seconds: float) -> None:
         """How long the training step took that has ended."""

@@ -1,0 +1,138 @@
+"""Recordings: work of a device that is launched again as a whole, in the same memory, without the code that launched it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_harmony.engine.devices.stream import CudaStream, current_cuda_stream
+
+# What recorded work makes, None in the place of what it does not.
+Made = list[Tensor | None]
+Work = Callable[[], Sequence[Tensor | None]]
+
+
+class Recording(Protocol):
+    """Recorded work.
+
+    Attributes:
+        made: what the work makes, in memory that each replay writes anew, and that other replays on the device may overwrite.
+    """
+
+    made: Made
+
+    def replay(self) -> None:
+        """Do it again, with what is in the memory that it reads."""
+
+
+class RecordingError(Exception):
+    """Work cannot be recorded; the message says why."""
+
+
+class OtherBitsError(RecordingError):
+    """What was recorded makes other bits than its code. Kernels that add in any order do so, too, now and then."""
+
+
+class RecordingChangedError(Exception):
+    """A step has run what was recorded of code that has come to do something else."""
+
+
+class HostRecording:
+    """Work of the host, done again by running its code.
+
+    Args:
+        work: does it. It is run once at once.
+        apart: the context in which memory is not a device's, as that of a CUDA graph is its own.
+    """
+
+    def __init__(self, work: Work, apart: Callable[[], AbstractContextManager[None]]) -> None:
+        self._work, self._apart = work, apart
+        with apart():
+            self.made: Made = list(work())
+
+    def replay(self) -> None:
+        """Run it, and let its results be where the first ones were."""
+        with self._apart():
+            for place, tensor in zip(self.made, self._work(), strict=True):
+                if place is not None and tensor is not None:
+                    with torch.no_grad():
+                        place.copy_(tensor)
+
+
+class CudaRecorder:
+    """Records CUDA graphs. Those of one GPU share their memory: no two of them run at the same time.
+
+    Args:
+        device: which GPU.
+
+    Attributes:
+        has_failed: whether the driver has given up a recording. What that leaves of its state nobody tells.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.has_failed = False
+        self._device = device
+        self._stream = CudaStream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Work) -> Recording:
+        """Record what work launches on the current stream, without running it.
+
+        Raises:
+            RecordingError: if it launches what a graph cannot hold, or asks for a result.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with self._stream.selected():
+            current_cuda_stream().synchronize()
+            # Other threads launch updates and copies meanwhile, and ask for events.
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            try:
+                made = list(work())
+            except BaseException as error:
+                self._end_failed(graph)
+                if isinstance(error, Exception) and not isinstance(error, RecordingError):
+                    raise RecordingError(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+                raise
+            try:
+                graph.capture_end()
+            except RuntimeError as error:
+                self._end_pool()
+                raise RecordingError(str(error).splitlines()[0]) from error
+        return _CudaRecording(graph, made)
+
+    def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._end_pool()
+
+    def _end_pool(self) -> None:
+        """The driver has given up: torch's allocator is to go on with its own memory instead of the graphs'."""
+        self.has_failed = True
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        with suppress(RuntimeError), torch.no_grad():
+            # The next launch is not to report what has failed.
+            torch.full((1,), 0.0, device=self._device)
+
+
+class _CudaRecording:
+    def __init__(self, graph: torch.cuda.CUDAGraph, made: Sequence[Tensor | None]) -> None:
+        self._graph = graph
+        self.made: Made = [None if tensor is None else _without_owning(tensor) for tensor in made]
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def _without_owning(tensor: Tensor) -> Tensor:
+    """The same memory, which the graphs recorded next may use, too."""
+    storage = tensor.untyped_storage()
+    make: Any = torch._C._construct_storage_from_data_pointer
+    alias = make(storage.data_ptr(), tensor.device, storage.nbytes())
+    there = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return there.set_(alias, tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -1,0 +1,429 @@
+"""A recorded layer: its forward, and its recompute with the backward behind it, as recorded work of its device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_harmony.engine.devices.recording import OtherBitsError, Recording, RecordingError
+from lightning_harmony.engine.lanes.ambient import AmbientState
+from lightning_harmony.engine.lanes.rng import RandomState
+from lightning_harmony.engine.layers.call_arguments import CallArguments
+from lightning_harmony.engine.layers.call_weights import CallWeights
+from lightning_harmony.engine.layers.fixed_memory import FixedMemory, signature
+from lightning_harmony.engine.layers.input_uses import InputUses
+from lightning_harmony.engine.layers.runtime import Runtime
+from lightning_harmony.engine.model.layer import SwappedLayer, own_code_of
+from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.structures.operations import Unseen, detached, run_as_without_mode
+from lightning_harmony.engine.structures.strides import copied, is_dense
+from lightning_harmony.engine.structures.tree import flatten
+
+# Such constants are part of what is recorded.
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+class CallKey(NamedTuple):
+    """What calls have in common that run the same recorded work.
+
+    Attributes:
+        structure: of the arguments.
+        constants: those that are no tensors.
+        tensors: the layouts of the tensors, and whether each needs a gradient.
+    """
+
+    structure: Any
+    constants: list[Any]
+    tensors: list[Any]
+
+    @classmethod
+    def of(cls, arguments: CallArguments, device: torch.device) -> CallKey | None:
+        """That of a call; None if nothing can be recorded for it."""
+        constants = [leaf for leaf in arguments.leaves if not isinstance(leaf, Tensor)]
+        if arguments.have_objects or not all(type(each) in _CONSTANTS for each in constants):
+            return None
+        tensors = []
+        for tensor in arguments.tensors:
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != device:
+                return None
+            tensors.append((tensor.dtype, tensor.size(), tensor.stride(), tensor.requires_grad))
+        # That 1, 1.0 and True are equal would not do.
+        kinds = [(type(each), each) for each in constants]
+        return cls((arguments.structure, arguments.numbers), kinds, tensors)
+
+
+class Gradients(NamedTuple):
+    """What a backward of a layer brings.
+
+    Attributes:
+        uses: of each use of an input, None for one that has none.
+        weights: of each trained parameter.
+    """
+
+    uses: list[Tensor | None]
+    weights: list[Tensor | None]
+
+
+class RecordedLayer:
+    """A layer, recorded for calls of one key.
+
+    Args:
+        layer: which one.
+        own: its own code.
+        runtime: the engine.
+        memory: where what is recorded finds what changes.
+        arguments: of the call that it is recorded at, its tensors on the layer's device.
+        residency: of the layer's pack.
+
+    Attributes:
+        key: of calls that it is for.
+        uses: the numbers of the inputs that are used, in the order in which a backward comes to the uses.
+        trained: the parameters that need gradients.
+        have_gradients: whether each tensor that a call returns has one.
+    """
+
+    def __init__(
+        self,
+        layer: SwappedLayer,
+        own: Callable[..., Any],
+        runtime: Runtime,
+        memory: FixedMemory,
+        key: CallKey,
+        arguments: CallArguments,
+        residency: Residency,
+    ) -> None:
+        self.key, self.uses = key, list[int]()
+        self._layer, self._own, self._runtime, self._memory = layer, own, runtime, memory
+        self._again = arguments.again
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in arguments.leaves]
+        self._needs = [tensor.requires_grad for tensor in arguments.tensors]
+        self.trained = [parameter for parameter in layer.parameters if parameter.requires_grad]
+        self._ambient, self._attributes = AmbientState.capture(), layer.attributes.read()
+        self._device, self._narrow = residency.device, layer.narrow
+        self._signature = signature(layer, residency)
+        # The last one that it fits: what it refers to makes way for others.
+        self._known: Callable[[], Residency | None] = lambda: None
+        self.have_gradients: list[bool] = []
+        self._close: Callable[[Iterator[Any]], Any] = next
+        # Whether each leaf of what it returns is a tensor, and what it is if not.
+        self._results: list[tuple[bool, Any]] = []
+        self._forward: Recording | None = None
+        self._backward: Recording | None = None
+        # Which results have gradients in the recorded backward, and the layouts of these.
+        self._given: list[Any] = []
+
+    # ---- which calls it is for -----------------------------------------------------------------------------------------
+
+    def is_for(self, key: CallKey, residency: Residency) -> bool:
+        """Whether a call of the layer, as all is now, would launch what is recorded."""
+        return (
+            key == self.key
+            and self._fits(residency)
+            and self._ambient.is_as(AmbientState.capture())
+            and self._layer.attributes.read() is self._attributes
+        )
+
+    def _fits(self, residency: Residency) -> bool:
+        """Whether weights are of the types and in the places that it knows."""
+        if residency is not self._known():
+            is_as_known = residency.device is self._device and self._narrow is self._layer.narrow
+            fits = is_as_known and signature(self._layer, residency) == self._signature
+            if not fits:
+                return False
+            self._known = weakref.ref(residency)
+        return not residency.dirty_buffers
+
+    def forget(self) -> None:
+        """Let the recorded work go: backwards that come run the code."""
+        self._forward = self._backward = None
+
+    # ---- forward -------------------------------------------------------------------------------------------------------
+
+    def record_forward(self, residency: Residency, tensors: Sequence[Tensor], result: Any) -> None:
+        """Record the forward, and see that it makes the same bits as the call that has just been.
+
+        Args:
+            residency: of the layer's pack.
+            tensors: the call's.
+            result: what it has returned.
+
+        Raises:
+            RecordingError: if that cannot be; it says why.
+        """
+        expected, self._close = flatten(result)
+        self._results = [(True, None) if isinstance(leaf, Tensor) else (False, leaf) for leaf in expected]
+        self._refuse_results(expected, tensors)
+        if self._signature is None or not self._attributes.are_plain:
+            raise RecordingError("tensors that are no buffers are among what it has")
+        index = _index(residency)
+        random = RandomState.capture(index)
+        self._memory.hold(residency)
+        twin, inputs = self._memory.twin(residency), self._memory.tensors("input", tensors)
+        found: list[int] = []
+        seen = _Foreign(self._memory)
+
+        def work() -> list[Tensor]:
+            given = self._fresh(inputs)
+            uses = InputUses([(n, each) for n, each in enumerate(given) if each.requires_grad])
+            with seen, saved_tensors_hooks(_drop, _nothing), torch.enable_grad():
+                leaves = flatten(self._run(twin, given, uses))[0]
+            found[:] = [use.number for use in uses.in_order]
+            made = [each for each in leaves if isinstance(each, Tensor)]
+            _refuse_own_uses(made, given)
+            return [each.detach() for each in made]
+
+        self._forward = residency.device.recorded(work)
+        self._refuse_draws(random, RandomState.capture(index))
+        if self._layer.attributes.read() is not self._attributes:
+            raise RecordingError("its calls change attributes")
+        self.uses = found
+        random.restore(index)
+        outputs = [each for each in expected if isinstance(each, Tensor)]
+        self.have_gradients = [each.requires_grad for each in outputs]
+        made = self._replayed(self._forward, random, index)
+        if len(made) != len(outputs) or not all(map(_are_same, outputs, made)):
+            raise OtherBitsError("what is recorded returns other bits than its code")
+
+    def _refuse_results(self, results: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        memories = [each.untyped_storage()._cdata for each in tensors]
+        for each in results:
+            if not isinstance(each, Tensor):
+                if type(each) not in _CONSTANTS:
+                    raise RecordingError(f"it returns an object of {type(each).__name__}")
+                continue
+            if type(each) is not Tensor or each.layout is not torch.strided or not is_dense(each):
+                raise RecordingError("it returns a tensor of another kind")
+            if each.untyped_storage()._cdata in memories:
+                raise RecordingError("it returns what it is called with, or two views of one tensor")
+            memories.append(each.untyped_storage()._cdata)
+
+    def _refuse_draws(self, before: RandomState, after: RandomState) -> None:
+        if before.python != after.python or before.numpy != after.numpy or not torch.equal(before.cpu, after.cpu):
+            raise RecordingError("its code draws random numbers on the host")
+
+    def differs(self, residency: Residency, tensors: Sequence[Tensor], before: RandomState, result: Any) -> Tensor:
+        """Whether what is recorded makes other bits than a call that has just been. A flag on the device."""
+        index = _index(residency)
+        now = RandomState.capture(index)
+        before.restore(index)
+        try:
+            made = self.forward(residency, tensors)
+        finally:
+            now.restore(index)
+        outputs = [each for each in flatten(result)[0] if isinstance(each, Tensor)]
+        with Unseen():
+            return torch.stack([_bits_differ(one, other) for one, other in zip(outputs, made, strict=True)]).any()
+
+    def forward(self, residency: Residency, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that a call returns."""
+        assert self._forward is not None
+        self._memory.hold(residency)
+        self._memory.tensors("input", tensors)
+        self._forward.replay()
+        with Unseen():
+            return [copied(each) for each in self._forward.made if each is not None]
+
+    def returned(self, outputs: Sequence[Tensor]) -> Any:
+        """What a call returns, made of its tensors."""
+        tensors = iter(outputs)
+        return self._close(next(tensors) if is_tensor else leaf for is_tensor, leaf in self._results)
+
+    # ---- backward ------------------------------------------------------------------------------------------------------
+
+    @property
+    def lacks_backward(self) -> bool:
+        """Whether no backward is recorded yet."""
+        return self._backward is None
+
+    def backward(
+        self, residency: Residency, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], random: RandomState
+    ) -> Gradients:
+        """Recompute a call and run its backward; recorded, if it is as the one that was.
+
+        Args:
+            residency: of the layer's pack.
+            inputs: the call's.
+            gradients: of what it returned.
+            random: the generators' state, as the call found it.
+        """
+        index = _index(residency)
+        now = RandomState.capture(index)
+        random.restore(index, now)
+        try:
+            given = [None if each is None else (each.dtype, each.size(), each.stride()) for each in gradients]
+            if self._backward is None or given != self._given or not self._fits(residency):
+                return self._differentiate(residency, self._fresh(inputs), gradients)
+            self._memory.hold(residency)
+            self._memory.tensors("input", inputs)
+            self._memory.tensors("gradient", gradients)
+            self._backward.replay()
+            made = self._backward.made
+            with Unseen():
+                uses = [None if each is None else copied(each) for each in made[: len(self.uses)]]
+            return Gradients(uses, made[len(self.uses) :])
+        finally:
+            now.restore(index)
+
+    def record_backward(
+        self,
+        residency: Residency,
+        inputs: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        random: RandomState,
+        found: Gradients,
+    ) -> None:
+        """Record the backward of a call, and see that it makes the same bits as the one that has just been.
+
+        Raises:
+            RecordingError: if that cannot be; it says why.
+        """
+        index = _index(residency)
+        now = RandomState.capture(index)
+        try:
+            self._memory.hold(residency)
+            twin, fixed = self._memory.twin(residency), self._memory.tensors("input", inputs)
+            fixed_gradients = self._memory.tensors("gradient", gradients)
+
+            def work() -> list[Tensor | None]:
+                made = self._differentiate(twin, self._fresh(fixed), fixed_gradients)
+                return [*made.uses, *made.weights]
+
+            random.restore(index)
+            recording = residency.device.recorded(work)
+            made = self._replayed(recording, random, index)
+            if not all(map(_are_same, [*found.uses, *found.weights], made)):
+                raise OtherBitsError("what is recorded has other gradients than its code")
+            self._backward = recording
+            self._given = [None if each is None else (each.dtype, each.size(), each.stride()) for each in gradients]
+        finally:
+            now.restore(index)
+
+    def _differentiate(
+        self, residency: Residency, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> Gradients:
+        """Run the code with a graph, and differentiate it."""
+        weights = [detached(residency.leaves[p]).requires_grad_() for p in self.trained]
+        uses = InputUses([(n, each) for n, each in enumerate(inputs) if each.requires_grad])
+        with torch.enable_grad():
+            outputs = [e for e in flatten(self._run(residency, inputs, uses, weights))[0] if isinstance(e, Tensor)]
+        in_order = uses.in_order
+        if [use.number for use in in_order] != self.uses:
+            raise RecordingError("it uses its inputs in another way when it runs again")
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+        ends = [*(use.tensor for use in in_order), *weights]
+        found: Sequence[Tensor | None] = [None] * len(ends)
+        if pairs and ends:
+            starts, given = zip(*pairs, strict=True)
+            found = torch.autograd.grad(starts, ends, given, allow_unused=True)
+        return Gradients(list(found[: len(in_order)]), list(found[len(in_order) :]))
+
+    # ---- running it ----------------------------------------------------------------------------------------------------
+
+    def _fresh(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """Leaves with the memory of inputs."""
+        found = [detached(each) for each in tensors if each is not None]
+        for tensor, needs in zip(found, self._needs, strict=True):
+            tensor.requires_grad_(needs)
+        return found
+
+    def _run(
+        self, residency: Residency, inputs: Sequence[Tensor], uses: InputUses, weights: Sequence[Tensor] | None = None
+    ) -> Any:
+        """Run the layer's own code as it ran when it was recorded."""
+        layer, bound = self._layer, CallWeights(self._layer, self._runtime)
+        if weights is None:
+            weights = [detached(residency.leaves[p]).requires_grad_() for p in self.trained]
+        args, kwargs = self._again(inputs, self._leaves)
+        attributes = layer.attributes.as_they_were(self._attributes)
+        with self._ambient.entered(), self._runtime.recomputing(), attributes, layer.beside(residency.leaves, {}):
+            found = bound.of_leaves(weights, residency)
+            with layer.bound(found, residency.buffers), own_code_of(layer), uses, torch.enable_grad():
+                result = self._ambient.run(self._own, *args, **kwargs)
+        if bound.have_read_wide():
+            raise RecordingError("it reads weights that are narrow here")
+        return result
+
+    def _replayed(self, recording: Recording, random: RandomState, index: int | None) -> list[Tensor | None]:
+        random.restore(index)
+        recording.replay()
+        return recording.made
+
+
+def _refuse_own_uses(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Refuse code in whose graph inputs themselves are, and no leaves in their places: functions of its own see to that."""
+    own = {id(each) for each in inputs}
+    nodes: list[Any] = [each.grad_fn for each in results]
+    seen: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in own:
+            raise RecordingError("a function of its own uses inputs out of sight of torch")
+        nodes += [each for each, _ in node.next_functions]
+
+
+class _Foreign(TorchDispatchMode):
+    """Refuses tensors that a layer's code has from elsewhere: they may be others, or gone, when it is replayed."""
+
+    def __init__(self, memory: FixedMemory) -> None:
+        super().__init__()
+        self._memory = memory
+        self._made: set[int] = set()
+        self._kept: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _strided(args, kwargs):
+            if tensor.untyped_storage()._cdata not in self._made and not self._memory.has(tensor):
+                # A number from the host is a constant.
+                if tensor.device.type == "cpu" and func is torch.ops.aten.lift_fresh.default:
+                    continue
+                raise RecordingError("it computes with a tensor that is neither an argument nor a buffer")
+        result = run_as_without_mode(func, args, kwargs)
+        for tensor in _strided(result):
+            storage = tensor.untyped_storage()
+            self._made.add(storage._cdata)
+            # No other gets its identity.
+            self._kept.append(storage)
+        return result
+
+
+def _strided(*values: Any) -> Collection[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.layout is torch.strided]
+
+
+def _index(residency: Residency) -> int | None:
+    return residency.device.torch_device.index
+
+
+def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and one.size() == other.size() and not bool(_bits_differ(one, other))
+
+
+def _bits_differ(one: Tensor, other: Tensor) -> Tensor:
+    """Whether any bits differ: that a number is none equals itself here."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    one, other = (torch.view_as_real(each) if each.is_complex() else each for each in (one.detach(), other.detach()))
+    if one.element_size() in kinds:
+        kind = kinds[one.element_size()]
+        one, other = one.view(kind), other.view(kind)
+    return (one != other).any()
+
+
+def _drop(tensor: Tensor) -> None:
+    return None
+
+
+def _nothing(saved: None) -> Tensor:
+    raise RecordingError("its code runs a backward")

@@ -1,0 +1,222 @@
+"""Recordings of layers: which calls run recorded work instead of a layer's code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.devices.device import Device
+from lightning_harmony.engine.devices.recording import OtherBitsError, RecordingChangedError, RecordingError
+from lightning_harmony.engine.lanes.rng import RandomState
+from lightning_harmony.engine.layers.call_arguments import CallArguments
+from lightning_harmony.engine.layers.fixed_memory import FixedMemory
+from lightning_harmony.engine.layers.recorded_layer import CallKey, Gradients, RecordedLayer
+from lightning_harmony.engine.layers.runtime import Runtime
+from lightning_harmony.engine.model.layer import SwappedLayer
+from lightning_harmony.engine.model.pack import Residency
+
+# Two shapes of batches, the last one of an epoch among them.
+_MOST_KEYS = 2
+# A backward whose kernels add in any order differs from itself: it is compared so often.
+_MOST_TRIES = 3
+# Of a device, for what is recorded.
+_LARGEST_SHARE = 0.25
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Recordings:
+    """Records the work of layers, and tells which calls may run it in the place of their code.
+
+    In each step, the first call of a layer runs its code. If something is recorded for it, that is compared: where code
+    has come to do something else since, it makes other bits.
+
+    Args:
+        devices: where layers run.
+        make_room: lets what isn't needed on a device make way there for so many bytes.
+
+    Attributes:
+        is_on: whether calls of the step may run what is recorded.
+        refused: the layers of which nothing is recorded any more, and why.
+    """
+
+    def __init__(self, devices: Sequence[Device], make_room: Callable[[Device, int], None]) -> None:
+        self._memories = {d: FixedMemory(d, partial(make_room, d)) for d in devices if d.records}
+        self._draws_apart = len(devices) > 1
+        self._has_several = len(devices) > 1
+        self._of_layers: dict[tuple[SwappedLayer, Device], list[RecordedLayer]] = {}
+        self._num_bytes: Mapping[SwappedLayer, int] = {}
+        self._num_tries: Counter[SwappedLayer] = Counter()
+        self._seen: set[tuple[SwappedLayer, Device]] = set()
+        self._differ: list[tuple[SwappedLayer, Tensor]] = []
+        self._num_told = 0
+        self.is_on = False
+        self.refused: dict[SwappedLayer, str] = {}
+
+    def set_aside(self, num_bytes: Mapping[SwappedLayer, int]) -> None:
+        """Have plans leave room for what is recorded. Layers share it; half of them, those that take most, may be too large.
+
+        Args:
+            num_bytes: what each layer takes for its weights and its work.
+        """
+        self._num_bytes = num_bytes
+        # Those that are alike differ by a little.
+        needed = sorted(num_bytes.values())[len(num_bytes) // 2] * 5 // 4 if num_bytes else 0
+        for device in self._memories:
+            limit = None if device.capacity_bytes is None else int(device.capacity_bytes * _LARGEST_SHARE)
+            wanted = needed + device.library_bytes
+            device.set_aside_bytes = wanted if limit is None or wanted <= limit else 0
+
+    def begin_step(self, *, is_on: bool) -> None:
+        """A step begins.
+
+        Args:
+            is_on: whether microbatches take turns in it, and nothing is measured.
+        """
+        self.is_on = is_on and bool(self._memories)
+        self._seen.clear()
+        self._differ = []
+
+    def find(self, layer: SwappedLayer, arguments: CallArguments, residency: Residency) -> RecordedLayer | None:
+        """What runs in the place of the layer's code; None for that."""
+        if (layer, residency.device) not in self._seen:
+            return None
+        key = CallKey.of(arguments, residency.device.torch_device)
+        return None if key is None else self._recorded(layer, key, residency)
+
+    def _recorded(self, layer: SwappedLayer, key: CallKey, residency: Residency) -> RecordedLayer | None:
+        known = self._of_layers.get((layer, residency.device), ())
+        return next((each for each in known if each.is_for(key, residency)), None)
+
+    def begin_call(self, layer: SwappedLayer, residency: Residency) -> RandomState | None:
+        """The layer's code is about to run: the generators' state, if the call will be recorded or compared."""
+        if (layer, residency.device) in self._seen or layer in self.refused:
+            return None
+        return RandomState.capture(residency.device.torch_device.index)
+
+    def end_call(
+        self,
+        layer: SwappedLayer,
+        own: Callable[..., object],
+        runtime: Runtime,
+        arguments: CallArguments,
+        residency: Residency,
+        random: RandomState,
+        result: object,
+    ) -> None:
+        """The layer's code has run, for the first time in the step: record it, or compare it with what is recorded."""
+        place = layer, residency.device
+        self._seen.add(place)
+        key = CallKey.of(arguments, residency.device.torch_device)
+        recorded = None if key is None else self._recorded(layer, key, residency)
+        if recorded is not None:
+            self._differ.append((layer, recorded.differs(residency, arguments.tensors, random, result)))
+            return
+        memory = self._memories.get(residency.device)
+        if key is None or memory is None or layer in self.refused or not residency.device.records:
+            return
+        index = residency.device.torch_device.index
+        now = RandomState.capture(index)
+        try:
+            self._refuse(layer, residency, random, now)
+            recorded = RecordedLayer(layer, own, runtime, memory, key, arguments, residency)
+            random.restore(index)
+            recorded.record_forward(residency, arguments.tensors, result)
+        except (RecordingError, torch.OutOfMemoryError) as error:
+            self._note(layer, error)
+        else:
+            self._of_layers.setdefault(place, []).append(recorded)
+        finally:
+            now.restore(index)
+
+    def note_backward(
+        self,
+        layer: SwappedLayer,
+        recorded: RecordedLayer,
+        residency: Residency,
+        inputs: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        random: RandomState,
+        found: Gradients,
+    ) -> None:
+        """A backward of a recorded call has run: record it, if it is not."""
+        if not recorded.lacks_backward or layer in self.refused or not residency.device.records:
+            return
+        try:
+            recorded.record_backward(residency, inputs, gradients, random, found)
+        except (RecordingError, torch.OutOfMemoryError) as error:
+            self._note(layer, error)
+
+    def _note(self, layer: SwappedLayer, error: Exception) -> None:
+        """A recording has failed."""
+        self._num_tries[layer] += 1
+        if not isinstance(error, OtherBitsError) or self._num_tries[layer] == _MOST_TRIES:
+            self._give_up(layer, error)
+
+    def _refuse(self, layer: SwappedLayer, residency: Residency, before: RandomState, after: RandomState) -> None:
+        """Refuse layers whose calls do more than to compute what they return."""
+        module = layer.module
+        if module is None or len(self._of_layers.get((layer, residency.device), ())) == _MOST_KEYS:
+            raise RecordingError("it is called in many ways")
+        if self._num_bytes.get(layer, 0) + residency.device.library_bytes > residency.device.set_aside_bytes:
+            raise RecordingError("it takes more memory than most, or than a quarter of the device")
+        if layer.companions.parameters or layer.composed or layer.gathered or layer.is_parametrized:
+            raise RecordingError("its weights are made of others")
+        if layer.changes_inputs is not False or layer.changed_buffers.intersection(layer.buffers):
+            raise RecordingError("it changes inputs or buffers")
+        if layer.unversioned_buffers or layer.has_unknown_buffers():
+            raise RecordingError("it may change buffers")
+        if any(vars(each).get(hooks) for each in _below(module) for hooks in _HOOKS):
+            raise RecordingError("modules of it have hooks")
+        if any(parameter._backward_hooks for parameter in layer.parameters):
+            raise RecordingError("parameters of it have hooks")
+        has_drawn = before.cuda is not None and after.cuda is not None and not torch.equal(before.cuda, after.cuda)
+        if self._has_several and has_drawn:
+            raise RecordingError("it draws random numbers, which several devices have in common")
+
+    def _give_up(self, layer: SwappedLayer, error: Exception) -> None:
+        self._of_layers = {place: known for place, known in self._of_layers.items() if place[0] is not layer}
+        self.refused[layer] = str(error).splitlines()[0]
+
+    def news(self) -> list[tuple[str, str]]:
+        """What has been refused since this was last asked for: layers, and why."""
+        told, self._num_told = self._num_told, len(self.refused)
+        return [(layer.name, why) for layer, why in list(self.refused.items())[told:]]
+
+    def let_go(self, device: Device) -> bool:
+        """Let the memory go of all that is recorded on a device: there is too little of it. Whether there was any."""
+        memory = self._memories.pop(device, None)
+        if memory is None:
+            return False
+        for (_, place), known in self._of_layers.items():
+            if place is device:
+                for each in known:
+                    each.forget()
+        self._of_layers = {place: known for place, known in self._of_layers.items() if place[1] is not device}
+        memory.clear()
+        device.set_aside_bytes = 0
+        device.forget_recorded()
+        return True
+
+    def end_forward(self) -> None:
+        """All forwards of the step have been launched: see whether layers still do what is recorded.
+
+        Raises:
+            RecordingChangedError: if one does not. Nothing is recorded of it any more.
+        """
+        differ, self._differ = self._differ, []
+        changed = [layer for layer, differs in differ if differs]
+        for layer in changed:
+            self._give_up(layer, RecordingError("its code has come to return something else"))
+        if changed:
+            raise RecordingChangedError(
+                f"layer {changed[0].name!r} returns something else than what was recorded of it: its code depends on more "
+                "than its arguments, parameters, buffers and attributes"
+            )
+
+
+def _below(module: nn.Module) -> list[nn.Module]:
+    return [each for each in module.modules() if each is not module]

@@ -1,0 +1,319 @@
+"""What is recorded of layers, and run in the place of their code, has the same bits as that."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.devices.recording import HostRecording
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.layers.input_uses import InputUses
+from lightning_harmony.engine.layers.recorded_call import RecordedCall
+from lightning_harmony.engine.layers.recordings import Recordings
+from support import chains
+from support.chains import BATCH, MICROBATCHES, WIDTH, Block, Chain, build, samples
+from support.same_training import Net, Training, compare, root, train_harmony, train_plain
+from support.sampling import in_turns
+
+STEPS = 7
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+
+
+class Record:
+    """What was recorded in a training.
+
+    Attributes:
+        replayed: the names of layers in the place of whose code recorded work has run.
+        refused: why nothing is recorded of a layer.
+    """
+
+    def __init__(self) -> None:
+        self.replayed: list[str] = []
+        self.refused: dict[str, str] = {}
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Record:
+    """Virtual devices record, whatever fits is swapped, and each backward recomputes."""
+    found, run, give_up = Record(), RecordedCall.run, Recordings._give_up
+
+    def noted(call: RecordedCall, *args: Any) -> Any:
+        found.replayed.append(call._layer.name)
+        return run(call, *args)
+
+    def refused(recordings: Recordings, layer: Any, error: Exception) -> None:
+        give_up(recordings, layer, error)
+        found.refused[layer.name] = recordings.refused[layer]
+
+    monkeypatch.setattr(RecordedCall, "run", noted)
+    monkeypatch.setattr(Recordings, "_give_up", refused)
+    monkeypatch.setattr(VirtualDevice, "records", True)
+    monkeypatch.setattr("lightning_harmony.strategy.fits", lambda *args: False)
+    monkeypatch.setattr(
+        "lightning_harmony.engine.step.pack_preparation.PackPreparation.keeps_graphs_in", lambda *args: False
+    )
+    return found
+
+
+def train(module: Net, devices: int = 1, memory: str = "1MiB", **options: Any) -> Training:
+    strategy = HarmonyStrategy(
+        device_memory=memory if root().type == "cpu" else "1GiB",
+        num_microbatches=MICROBATCHES,
+        cuda_graphs=True,
+        profile_cache=False,
+    )
+    options = {"with_gradients": False, "devices": devices, **options}
+    return train_harmony(module, samples(STEPS), strategy, BATCH, **options)
+
+
+def assert_same(kind: Callable[[], Chain], devices: int = 1, **options: Any) -> Training:
+    plain = train_plain(build(kind), samples(STEPS), MICROBATCHES, BATCH, **options)
+    assert all(map(torch.isfinite, plain.losses))
+    found = train(build(kind), devices, **options)
+    compare(plain, found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices"),
+    in_turns(
+        [
+            Chain,
+            chains.UsedBetweenLayers,
+            chains.UsedOnceMoreLater,
+            chains.UsedByALaterLayer,
+            chains.Transposed,
+            chains.Checkpointed,
+            chains.Hooked,
+            chains.UsedBefore,
+        ],
+        [(1,), (2,)],
+    ),
+)
+def test_recorded_layers_have_the_bits_of_their_code(kind: type[Chain], devices: int, record: Record) -> None:
+    assert_same(kind, devices)
+    assert record.replayed, record.refused
+
+
+def test_gradients_of_uses_behind_a_layer_come_before_those_of_the_layer(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single gradient for all uses within a layer has the layer's own sum, to which the rest is added."""
+    assert_same(chains.UsedBetweenLayers)
+    assert record.replayed
+    # Without leaves of their own for uses, nothing is recorded of layers whose inputs have gradients.
+    monkeypatch.setattr(
+        InputUses, "__torch_function__", lambda self, func, types, args=(), kw=None: func(*args, **(kw or {}))
+    )
+    record.replayed.clear()
+    assert_same(chains.UsedBetweenLayers)
+    assert set(record.replayed) == {"net.blocks.0"}
+    assert "out of sight of torch" in record.refused["net.blocks.1"]
+
+
+class Noisy(Block):
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x, *others), 0.2, training=self.training)
+
+
+class ByChance(Block):
+    """As layers do that are left out now and then."""
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return super().forward(x) if random.random() < 0.7 else 0.5 * x + self.one(x)
+
+
+class WithAHook(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.one.register_forward_hook(lambda *args: None)
+
+
+class OfAClosure(Block):
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return super().forward(x) * _elsewhere[0].to(x.device)
+
+
+_elsewhere = [torch.full((WIDTH,), 1.1)]
+
+
+class OnTheHost(Block):
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return super().forward(x) if float(x.detach().sum()) > 0 else super().forward(-x)
+
+
+class WithAFunction(Block):
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return super().forward(x) + chains.InAFunction.Own.apply(x)
+
+
+class WithBatchNorm(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+
+class OfTuples(Block):
+    def forward(self, x: Any, *others: Tensor) -> Any:
+        if isinstance(x, tuple):
+            return super().forward(x[0]), x[1] + x[0].detach().mean(), None
+        return super().forward(x), x.mean(), None
+
+
+class ThroughTuples(Chain):
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            found = block(x)
+            x = found[0] + found[1]
+        return x
+
+
+def chain_of(block: type[Block], base: type[Chain] = Chain) -> Callable[[], Chain]:
+    class Made(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(block() for _ in range(5))
+
+    return Made
+
+
+@pytest.mark.parametrize(
+    ("block", "why"),
+    [
+        (ByChance, "random numbers on the host"),
+        (WithAHook, "have hooks"),
+        (OfAClosure, "neither an argument nor a buffer"),
+        (WithAFunction, "out of sight of torch"),
+        (WithBatchNorm, "changes inputs or buffers"),
+    ],
+)
+def test_code_that_does_more_than_compute_runs_in_each_microbatch(
+    block: type[Block], why: str, record: Record, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_same(chain_of(block))
+    # Gradients of what comes from outside are not asked for, and come in no order.
+    assert set(record.replayed) <= ({"net.blocks.0"} if block is WithAFunction else set())
+    assert why in record.refused["net.blocks.1"]
+    assert f" more: {record.refused['net.blocks.1']}. Results are the same." in caplog.text
+
+
+@pytest.mark.gpu
+def test_code_that_asks_for_a_result_runs_in_each_microbatch(record: Record) -> None:
+    """A capture that fails left torch's allocator with the memory of graphs."""
+    if root().type == "cpu":
+        pytest.skip("the host records whatever it runs")
+    assert_same(chain_of(OnTheHost))
+    assert not record.replayed
+    assert "captur" in record.refused["net.blocks.1"]
+
+
+def test_layers_that_return_tuples_are_recorded(record: Record) -> None:
+    assert_same(chain_of(OfTuples, ThroughTuples))
+    assert record.replayed, record.refused
+
+
+def test_dropout_has_the_masks_of_its_microbatch(record: Record) -> None:
+    """On the host nothing tells what a layer draws from the generator there apart from what others draw."""
+    assert_same(chain_of(Noisy))
+    assert bool(record.replayed) == (root().type == "cuda")
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_narrow_weights_are_recorded(precision: Any, record: Record) -> None:
+    assert_same(Chain, precision=precision)
+    assert record.replayed, record.refused
+
+
+_strength = [1.0]
+
+
+class ByAGlobal(Block):
+    """As with what a schedule sets elsewhere."""
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return super().forward(x) * _strength[0]
+
+
+class Scheduled(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ByAGlobal() for _ in range(5))
+
+
+class Schedule:
+    """A callback that changes a number that nobody watches."""
+
+    def __new__(cls) -> Any:
+        import lightning.pytorch as pl
+
+        class Made(pl.Callback):
+            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+                _strength[0] = 1.0 if trainer.global_step < 4 else 0.5
+
+        return Made()
+
+
+def test_code_that_has_come_to_do_something_else_is_found_before_anything_is_updated(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay = HostRecording.replay
+
+    def as_recorded(recording: HostRecording) -> None:
+        now, _strength[0] = _strength[0], 1.0
+        replay(recording)
+        _strength[0] = now
+
+    if root().type == "cpu":
+        # A CUDA graph has the numbers that it was recorded with.
+        monkeypatch.setattr(HostRecording, "replay", as_recorded)
+    plain = train_plain(build(Scheduled), samples(STEPS), MICROBATCHES, BATCH, more_callbacks=[Schedule()])
+    found = train(build(Scheduled), more_callbacks=[Schedule()])
+    _strength[0] = 1.0
+    # The step in which it was found has run once more, by the code.
+    compare(plain, found)
+    assert record.replayed
+    assert "return something else" in record.refused["net.blocks.0"]
+
+
+def test_another_shape_of_batches_is_recorded_apart(record: Record) -> None:
+    data = torch.utils.data.ConcatDataset(
+        [samples(4), torch.utils.data.TensorDataset(torch.randn(BATCH * 4, 5, WIDTH)[:, :, :])]
+    )
+    plain = train_plain(build(Chain), data, MICROBATCHES, BATCH)
+    strategy = HarmonyStrategy(device_memory="1MiB", num_microbatches=MICROBATCHES, cuda_graphs=True)
+    compare(plain, train_harmony(build(Chain), data, strategy, BATCH, with_gradients=False))
+    assert record.replayed
+
+
+@pytest.mark.parametrize("place", ["find", "note_backward"])
+def test_recordings_make_way_in_the_middle_of_a_step(
+    place: str, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called, num_calls = getattr(Recordings, place), 0
+
+    def let_go_first(recordings: Recordings, *args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 40:
+            assert all(recordings.let_go(device) for device in list(recordings._memories))
+        return called(recordings, *args)
+
+    monkeypatch.setattr(Recordings, place, let_go_first)
+    assert_same(Chain)
+    assert num_calls >= 40
+    assert record.replayed
+
+
+def test_without_a_device_that_records_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_harmony.strategy.fits", lambda *args: False)
+    assert_same(Chain)
