@@ -61,15 +61,15 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     return found
 
 
-def train(module: Net, devices: int = 1, memory: str = "1MiB", **options: Any) -> Training:
+def train(module: Net, devices: int = 1, data: Any = None, **options: Any) -> Training:
     strategy = HarmonyStrategy(
-        device_memory=memory if root().type == "cpu" else "1GiB",
+        device_memory="1MiB" if root().type == "cpu" else "1GiB",
         num_microbatches=MICROBATCHES,
         cuda_graphs=True,
         profile_cache=False,
     )
     options = {"with_gradients": False, "devices": devices, **options}
-    return train_harmony(module, samples(STEPS), strategy, BATCH, **options)
+    return train_harmony(module, data or samples(STEPS), strategy, BATCH, **options)
 
 
 def assert_same(kind: Callable[[], Chain], devices: int = 1, **options: Any) -> Training:
@@ -203,8 +203,8 @@ def test_code_that_does_more_than_compute_runs_in_each_microbatch(
     assert_same(chain_of(block))
     # Gradients of what comes from outside are not asked for, and come in no order.
     assert set(record.replayed) <= ({"net.blocks.0"} if block is WithAFunction else set())
-    assert why in record.refused["net.blocks.1"]
-    assert f" more: {record.refused['net.blocks.1']}. Results are the same." in caplog.text
+    assert any(why in reason for reason in record.refused.values())
+    assert all(f": {reason}. Results are the same." in caplog.text for reason in record.refused.values())
 
 
 @pytest.mark.gpu
@@ -214,7 +214,7 @@ def test_code_that_asks_for_a_result_runs_in_each_microbatch(record: Record) -> 
         pytest.skip("the host records whatever it runs")
     assert_same(chain_of(OnTheHost))
     assert not record.replayed
-    assert "captur" in record.refused["net.blocks.1"]
+    assert "captur" in record.refused["net.blocks.0"]
 
 
 def test_layers_that_return_tuples_are_recorded(record: Record) -> None:
@@ -286,12 +286,10 @@ def test_code_that_has_come_to_do_something_else_is_found_before_anything_is_upd
 
 
 def test_another_shape_of_batches_is_recorded_apart(record: Record) -> None:
-    data = torch.utils.data.ConcatDataset(
-        [samples(4), torch.utils.data.TensorDataset(torch.randn(BATCH * 4, 5, WIDTH)[:, :, :])]
-    )
+    longer = torch.randn(BATCH * 3, 7, WIDTH, generator=torch.Generator().manual_seed(2))
+    data = torch.utils.data.ConcatDataset([samples(4), torch.utils.data.TensorDataset(longer)])
     plain = train_plain(build(Chain), data, MICROBATCHES, BATCH)
-    strategy = HarmonyStrategy(device_memory="1MiB", num_microbatches=MICROBATCHES, cuda_graphs=True)
-    compare(plain, train_harmony(build(Chain), data, strategy, BATCH, with_gradients=False))
+    compare(plain, train(build(Chain), data=data))
     assert record.replayed
 
 

@@ -25,11 +25,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from host_time import HostTime
 from models import MODELS, Subject
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 GIB = 2**30
+# The turns of an earlier one are timed, and the plan is made anew after it.
+FIRST_STEADY_STEP = 6
 HOLD_GPUS = """
 import sys, torch
 held = []
@@ -72,6 +75,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--update-on", default="device", choices=["device", "host"], help="of HarmonyStrategy")
     parser.add_argument("--fused", action="store_true", help="AdamW(fused=True)")
     parser.add_argument("--cuda-graphs", action="store_true", help="of HarmonyStrategy")
+    parser.add_argument("--host-time", action="store_true", help="where the host's time goes, from the sixth step on")
     parser.add_argument("--trace", help="a folder for a recording of the last step")
     parser.add_argument("--checkpointing", action="store_true", help="the model's own gradient checkpointing")
     return parser.parse_args()
@@ -133,7 +137,8 @@ class Module(pl.LightningModule):
 class Measure(pl.Callback):
     """Times steps, and looks at the driver's figure of free memory after each."""
 
-    def __init__(self, free_before: list[int]) -> None:
+    def __init__(self, free_before: list[int], host_time: HostTime | None = None) -> None:
+        self.host_time = host_time
         self.times: list[float] = []
         self.losses: list[Tensor] = []
         self.taken = [0] * len(free_before)
@@ -141,6 +146,8 @@ class Measure(pl.Callback):
         self._start = time.perf_counter()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if self.host_time is not None and batch_idx == FIRST_STEADY_STEP:
+            self.host_time.clear()
         recorder = getattr(trainer.strategy, "recorder", None)
         if recorder is not None and batch_idx >= trainer.num_training_batches - 2:
             recorder.measures_busy = True
@@ -178,7 +185,8 @@ def main() -> None:
     try:
         free_before = _free_bytes()[: len(gpus)] if gpus else []
         subject = MODELS[options.model]
-        module, measure = Module(subject, options), Measure(free_before)
+        host_time = HostTime() if options.host_time else None
+        module, measure = Module(subject, options), Measure(free_before, host_time)
         split = 1 if is_harmony else options.microbatches or 1
         trainer = pl.Trainer(
             strategy=_harmony(options) if is_harmony else "auto",
@@ -260,6 +268,8 @@ def _row(options: argparse.Namespace, trainer: Any, measure: Measure, start: flo
         "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
         "losses": [round(float(loss), 4) for loss in measure.losses[:4]],
     }
+    if measure.host_time is not None and len(steps) > FIRST_STEADY_STEP:
+        row["host_time"] = measure.host_time.row(len(steps) + 1 - FIRST_STEADY_STEP)
     report = getattr(trainer.strategy, "step_report", None)
     if report is not None:
         row |= {

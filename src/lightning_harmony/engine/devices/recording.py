@@ -78,6 +78,7 @@ class CudaRecorder:
         self._device = device
         self._stream = CudaStream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
+        self._first: torch.cuda.CUDAGraph | None = None
 
     def record(self, work: Work) -> Recording:
         """Record what work launches on the current stream, without running it.
@@ -85,30 +86,34 @@ class CudaRecorder:
         Raises:
             RecordingError: if it launches what a graph cannot hold, or asks for a result.
         """
+        if self._first is None:
+            # Memory ends with the last graph that has it, and torch lets no other begin there again.
+            self._first, _ = self._captured(lambda: [torch.zeros(1, device=self._device)])
+        return _CudaRecording(*self._captured(work))
+
+    def _captured(self, work: Work) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor | None]]:
         graph = torch.cuda.CUDAGraph()
         with self._stream.selected():
             current_cuda_stream().synchronize()
-            # Other threads launch updates and copies meanwhile, and ask for events.
-            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
-                made = list(work())
-            except BaseException as error:
-                self._end_failed(graph)
-                if isinstance(error, Exception) and not isinstance(error, RecordingError):
-                    raise RecordingError(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+                # Other threads launch updates and copies meanwhile, and ask for events.
+                graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+                try:
+                    made = work()
+                finally:
+                    self._end(graph)
+            except RecordingError:
                 raise
-            try:
-                graph.capture_end()
-            except RuntimeError as error:
-                self._end_pool()
-                raise RecordingError(str(error).splitlines()[0]) from error
-        return _CudaRecording(graph, made)
+            except Exception as error:
+                raise RecordingError(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+        return graph, made
 
-    def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
             graph.capture_end()
         except RuntimeError:
             self._end_pool()
+            raise
 
     def _end_pool(self) -> None:
         """The driver has given up: torch's allocator is to go on with its own memory instead of the graphs'."""

@@ -191,8 +191,9 @@ class Recordings:
         memory = self._memories.pop(device, None)
         if memory is None:
             return False
-        for (_, place), known in self._of_layers.items():
+        for (layer, place), known in self._of_layers.items():
             if place is device:
+                self.refused[layer] = "its memory was needed otherwise"
                 for each in known:
                     each.forget()
         self._of_layers = {place: known for place, known in self._of_layers.items() if place[1] is not device}

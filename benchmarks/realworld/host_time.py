@@ -1,0 +1,151 @@
+"""Where the host's time goes in a step: seconds of each part of the engine, of layers' own code, and of waiting.
+
+One lane runs at a time, so the parts of all lanes together are the time in which work is launched. What a part calls of
+another one counts there alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+_ENGINE = "lightning_harmony.engine"
+# Waiting for the other lanes is their time.
+WAITING = "waits for its turn"
+# By what they are called, the modules and functions that a part begins with.
+PARTS: dict[str, list[tuple[str, str]]] = {
+    "layers' own code": [(f"{_ENGINE}.layers.layer_call", "LayerCall._run")],
+    "calls of layers": [
+        (f"{_ENGINE}.layers.layer_call", "LayerCall.run"),
+        (f"{_ENGINE}.layers.layer_call", "LayerCall.open"),
+        (f"{_ENGINE}.layers.call_weights", "WeightGradients.take"),
+    ],
+    "replayed graphs": [
+        (f"{_ENGINE}.devices.recording", "_CudaRecording.replay"),
+        (f"{_ENGINE}.devices.recording", "HostRecording.replay"),
+    ],
+    "calls of recorded layers": [
+        (f"{_ENGINE}.layers.recorded_call", "RecordedCall.__init__"),
+        (f"{_ENGINE}.layers.recorded_call", "RecordedCall.run"),
+        (f"{_ENGINE}.layers.recorded_call", "RecordedCall.backward"),
+    ],
+    "recording": [
+        (f"{_ENGINE}.layers.recordings", "Recordings.end_call"),
+        (f"{_ENGINE}.layers.recordings", "Recordings.note_backward"),
+    ],
+    "lets recordings go": [(f"{_ENGINE}.layers.recordings", "Recordings.let_go")],
+    "waits for room": [
+        (f"{_ENGINE}.memory.residents", "Residents._await_room"),
+        (f"{_ENGINE}.memory.residents", "Residents._await_update_there"),
+    ],
+    "waits for updates": [(f"{_ENGINE}.memory.swap", "Swapper.await_update")],
+    "visits": [
+        (f"{_ENGINE}.step.pack_preparation", "PackPreparation.visit"),
+        (f"{_ENGINE}.step.pack_preparation", "PackPreparation.enter"),
+    ],
+    "stash": [
+        (f"{_ENGINE}.step.runtime", "Runtime.stash"),
+        (f"{_ENGINE}.memory.kept_tensor", "KeptTensor.load"),
+    ],
+    "transfers": [
+        (f"{_ENGINE}.step.runtime", "Runtime.brought"),
+        (f"{_ENGINE}.step.runtime", "Runtime.go_over"),
+    ],
+    "sums": [(f"{_ENGINE}.step.gradient_sums", "GradientSums.add")],
+    "handing over to updates": [(f"{_ENGINE}.step.gradient_sums", "GradientSums.deliver_final")],
+    "whose turn is next": [(f"{_ENGINE}.step.granting", "Granting.next")],
+    "what lanes have of their own": [
+        ("lightning_harmony.microbatches.lane_attributes", "LaneAttributes.switch"),
+        ("lightning_harmony.microbatches.stale_reads", "StaleReads.enter"),
+        ("lightning_harmony.microbatches.stale_reads", "StaleReads.leave"),
+    ],
+    "the step between layers": [("lightning_harmony.fit.user_steps", "TrainingStep.__call__")],
+    "autograd": [(f"{_ENGINE}.step.microbatch_runner", "MicrobatchRunner._run_backward")],
+    "before and after turns": [("lightning_harmony.microbatches.interleaving", "Interleaving.run")],
+    WAITING: [
+        (f"{_ENGINE}.lanes.lane", "LanePool.hand_on"),
+        (f"{_ENGINE}.lanes.lane", "LanePool.drive"),
+    ],
+}
+
+
+class HostTime:
+    """Takes the time of these parts from when it is made."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self._threads = threading.local()
+        for part, functions in PARTS.items():
+            for module, name in functions:
+                self._wrap(part, module, name)
+
+    def clear(self) -> None:
+        """Count from now on."""
+        self.seconds.clear()
+        self.calls.clear()
+
+    def row(self, num_steps: int) -> dict[str, list[float]]:
+        """By part, the seconds of a step, and how often it begins in one, the largest first."""
+        parts = [part for part, _ in self.seconds.most_common() if part != WAITING]
+        return {p: [round(self.seconds[p] / num_steps, 4), round(self.calls[p] / num_steps, 1)] for p in parts}
+
+    def _wrap(self, part: str, module: str, name: str) -> None:
+        owner, attribute = name.split(".")
+        kind = getattr(import_module(module), owner)
+        function: Callable[..., Any] = getattr(kind, attribute)
+        threads, seconds, calls = self._threads, self.seconds, self.calls
+
+        def change(to: str) -> None:
+            """From now on, the calling thread is in another part."""
+            now = time.perf_counter()
+            if (before := getattr(threads, "part", "")) != "":
+                seconds[before] += now - threads.since
+            threads.part, threads.since = to, now
+
+        if hasattr(function, "__wrapped__") and part == "visits" and attribute == "visit":
+            # What happens within the context is not the visit's.
+            made = function
+
+            class Visit:
+                def __init__(self, context: Any) -> None:
+                    self._context = context
+
+                def __enter__(self) -> Any:
+                    return within(self._context.__enter__)
+
+                def __exit__(self, *error: Any) -> Any:
+                    return within(self._context.__exit__, *error)
+
+            def within(call: Callable[..., Any], *args: Any) -> Any:
+                before = getattr(threads, "part", "")
+                change(part)
+                try:
+                    return call(*args)
+                finally:
+                    change(before)
+
+            @wraps(made)
+            def visit(*args: Any, **kwargs: Any) -> Any:
+                calls[part] += 1
+                return Visit(made(*args, **kwargs))
+
+            setattr(kind, attribute, visit)
+            return
+
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            calls[part] += 1
+            before = getattr(threads, "part", "")
+            change(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                change(before)
+
+        setattr(kind, attribute, timed)
