@@ -84,8 +84,8 @@ class RecordedCall:
             with runtime.surroundings.running(residency):
                 found = self._differentiated(residency, gradients)
             weights = found.weights
-            if runtime.is_spread(layer):
-                # They are summed beside what computes, which the next replay belongs to.
+            if runtime.is_spread(layer) or any(parameter._backward_hooks for parameter in recorded.trained):
+                # The next replay writes there: who adds them up beside what computes, or keeps one, has a copy.
                 weights = [None if each is None else copied(each) for each in weights]
             pairs = zip(recorded.trained, weights, strict=True)
             runtime.accumulate(layer, self._use, [(p, g) for p, g in pairs if g is not None and p in summed])

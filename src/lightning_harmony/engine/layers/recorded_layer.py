@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +27,8 @@ from lightning_harmony.engine.structures.operations import Unseen, detached, run
 from lightning_harmony.engine.structures.strides import copied, is_dense
 from lightning_harmony.engine.structures.tree import flatten
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_ALL = [vars(torch_modules)[f"_global{hooks}"] for hooks in _HOOKS]
 # Such constants are part of what is recorded.
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -108,6 +111,7 @@ class RecordedLayer:
         self._ambient, self._attributes = AmbientState.capture(), layer.attributes.read()
         self._device, self._narrow = residency.device, layer.narrow
         self._signature = signature(layer, residency)
+        self._hooks = hooks_within(layer.module)
         # The last one that it fits: what it refers to makes way for others.
         self._known: Callable[[], Residency | None] = lambda: None
         self.have_gradients: list[bool] = []
@@ -128,6 +132,7 @@ class RecordedLayer:
             and self._fits(residency)
             and self._ambient.is_as(AmbientState.capture())
             and self._layer.attributes.read() is self._attributes
+            and not any(self._hooks)
         )
 
     def _fits(self, residency: Residency) -> bool:
@@ -354,6 +359,12 @@ class RecordedLayer:
         random.restore(index)
         recording.replay()
         return recording.made
+
+
+def hooks_within(module: nn.Module | None) -> list[Any]:
+    """Where modules below one keep hooks around their forwards and backwards, and where torch keeps those of all modules."""
+    below = [each for each in module.modules() if each is not module] if module is not None else []
+    return [vars(each)[hooks] for each in below for hooks in _HOOKS if hooks in vars(each)] + _HOOKS_OF_ALL
 
 
 def _refuse_own_uses(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:

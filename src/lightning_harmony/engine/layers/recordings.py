@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.recording import OtherBitsError, RecordingChangedError, RecordingError
 from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.fixed_memory import FixedMemory
-from lightning_harmony.engine.layers.recorded_layer import CallKey, Gradients, RecordedLayer
+from lightning_harmony.engine.layers.recorded_layer import CallKey, Gradients, RecordedLayer, hooks_within
 from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
@@ -25,7 +25,6 @@ _MOST_KEYS = 2
 _MOST_TRIES = 3
 # Of a device, for what is recorded.
 _LARGEST_SHARE = 0.25
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Recordings:
@@ -169,10 +168,8 @@ class Recordings:
             raise RecordingError("it changes inputs or buffers")
         if layer.unversioned_buffers or layer.has_unknown_buffers():
             raise RecordingError("it may change buffers")
-        if any(vars(each).get(hooks) for each in _below(module) for hooks in _HOOKS):
+        if any(hooks_within(module)):
             raise RecordingError("modules of it have hooks")
-        if any(parameter._backward_hooks for parameter in layer.parameters):
-            raise RecordingError("parameters of it have hooks")
         has_drawn = before.cuda is not None and after.cuda is not None and not torch.equal(before.cuda, after.cuda)
         if self._has_several and has_drawn:
             raise RecordingError("it draws random numbers, which several devices have in common")
@@ -217,7 +214,3 @@ class Recordings:
                 f"layer {changed[0].name!r} returns something else than what was recorded of it: its code depends on more "
                 "than its arguments, parameters, buffers and attributes"
             )
-
-
-def _below(module: nn.Module) -> list[nn.Module]:
-    return [each for each in module.modules() if each is not module]
