@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_harmony.microbatches.reads import Uses, Watched, version_of
 from support import nets
 from support.same_training import Net, assert_same_training, room, root
 from support.sampling import in_turns
@@ -367,3 +368,14 @@ def test_what_hooks_keep_is_each_microbatchs_own(hook: Any) -> None:
 @pytest.mark.parametrize("hook", HOOKS, ids=named)
 def test_what_hooks_keep_does_not_keep_microbatches_from_taking_turns(hook: Any, caplog: Any) -> None:
     assert takes_turns(Hooked(hook), caplog) == (True, [])
+
+
+def test_to_look_at_the_version_of_what_is_watched_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a list of losses that a module keeps, each was asked in Python at both ends of each turn: a millisecond for sixty."""
+    asked: list[Any] = []
+    monkeypatch.setattr(Watched, "__torch_function__", classmethod(lambda cls, func, *args: asked.append(func)))
+    uses, tensor = Uses(asked.append), torch.zeros(3)
+    uses.watch(tensor, "found")
+    assert version_of(tensor) == 0
+    assert not asked
+    uses.close()

@@ -244,6 +244,25 @@ def in_words(held: Held, name: Any) -> str:
     return f"{name!r} in {held.name!r}"
 
 
+class _Within:
+    """The places in a module or an object, which are looked at again and again in a step.
+
+    Args:
+        places: each with what was in it when the step began.
+    """
+
+    def __init__(self, places: Iterable[tuple[Held, Any]] = ()) -> None:
+        self.places = list(places)
+        self._together: Together | None = None
+
+    def changed(self) -> list[tuple[Held, Any]]:
+        """Those that have changed since they were looked at last; at first, since the step began."""
+        if self._together is None:
+            self._together = Together([held for held, _ in self.places])
+            return [(held, base) for held, base in self.places if not held.is_as(base)]
+        return [self.places[number] for number in self._together.look()]
+
+
 class LaneAttributes:
     """Lets microbatches that take turns change the same modules, as if each ran alone after the one before.
 
@@ -270,7 +289,7 @@ class LaneAttributes:
         self._spaces: dict[int, _Space] = {}
         self._watched: list[_Space] = []
         # By the attributes of a module, or of an object: the places in it, with what was in them.
-        self._places_in: dict[int, list[tuple[Held, Any]]] = {}
+        self._places_in: dict[int, _Within] = {}
         self._current: int | None = None
         self._ran: set[int] = set()
         self._seen_late: list[str] = []
@@ -279,12 +298,12 @@ class LaneAttributes:
         """A step begins; one that did not come to its end is over. Returns what it finds."""
         self.finish()
         self._begun, self._places_in = self._places.look(), {}
-        of_module: list[tuple[Held, Any]] = []
+        of_module = _Within()
         for held, base in self._begun:
             if held.kind is Kind.MODULE:
-                of_module = []
-            of_module.append((held, base))
-            self._places_in[id(held.content)] = of_module if held.kind is Kind.MODULE else [(held, base)]
+                of_module = _Within()
+            of_module.places.append((held, base))
+            self._places_in[id(held.content)] = of_module if held.kind is Kind.MODULE else _Within([(held, base)])
             if held.name in self._known.places:
                 self._watched.append(self._space(held, base))
         return self._begun
@@ -312,14 +331,15 @@ class LaneAttributes:
         """Note what is changed in some objects, which may be put back before the step ends."""
         # Several functions of one module may wait.
         for key in {id(getattr(each, "__dict__", None)) for each in objects}:
-            for held, base in self._places_in.get(key, ()):
-                if not held.is_as(base):
-                    space = self._space(held, base)
-                    self._seen_late += _named(space, space.foreign(is_watched=space.name in self._known.places))
+            within = self._places_in.get(key)
+            for held, base in () if within is None else within.changed():
+                space = self._space(held, base)
+                self._seen_late += _named(space, space.foreign(is_watched=space.name in self._known.places))
 
     def set_by_layer(self, attributes: dict[str, Any], names: set[str]) -> None:
         """The own code of a layer has set these of a module's attributes: one microbatch after the other comes there."""
-        for held, _ in self._places_in.get(id(attributes), ()):
+        within = self._places_in.get(id(attributes))
+        for held, _ in () if within is None else within.places:
             if held.content is attributes:
                 self._of_layers[held.name] |= names
 

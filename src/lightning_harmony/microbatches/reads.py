@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.structures.tree import tensors_of
 from lightning_harmony.microbatches.variables import MISSING, StandIn
@@ -29,6 +30,10 @@ _ATTRIBUTES_WITH_DATA = frozenset(("data", "T", "mT", "H", "mH", "real", "imag")
 
 def version_of(tensor: Tensor) -> int | None:
     """How often a tensor was changed in place; None where that is not counted."""
+    if type(tensor) is Tensor or type(tensor) is Watched:
+        # That is no use of it. To be asked in Python whether it is takes a hundred times as long, in each turn.
+        with DisableTorchFunction():
+            return None if tensor.is_inference() else tensor._version
     return None if tensor.is_inference() else tensor._version
 
 

@@ -50,7 +50,8 @@ class RecordedCall:
     ) -> None:
         self._layer, self._recorded, self._recordings, self._runtime = layer, recorded, recordings, runtime
         self.have_gradients = recorded.have_gradients
-        self._random = RandomState.capture(residency.device.torch_device.index)
+        index = residency.device.torch_device.index
+        self._random = RandomState.capture(index) if recorded.draws else None
         self._use = runtime.expect_backward(layer) if recorded.trained else 0
         self._is_announced = bool(recorded.trained)
         kept = [runtime.at_layer(tensor, residency) for tensor in arguments.tensors]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -84,12 +85,14 @@ class RecordedLayer:
         memory: where what is recorded finds what changes.
         arguments: of the call that it is recorded at, its tensors on the layer's device.
         residency: of the layer's pack.
+        draws: whether that call has drawn random numbers.
 
     Attributes:
         key: of calls that it is for.
         uses: the numbers of the inputs that are used, in the order in which a backward comes to the uses.
         trained: the parameters that need gradients.
         have_gradients: whether each tensor that a call returns has one.
+        draws: whether it draws random numbers.
     """
 
     def __init__(
@@ -101,8 +104,10 @@ class RecordedLayer:
         key: CallKey,
         arguments: CallArguments,
         residency: Residency,
+        *,
+        draws: bool,
     ) -> None:
-        self.key, self.uses = key, list[int]()
+        self.key, self.uses, self.draws = key, list[int](), draws
         self._layer, self._own, self._runtime, self._memory = layer, own, runtime, memory
         self._again = arguments.again
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in arguments.leaves]
@@ -118,6 +123,7 @@ class RecordedLayer:
         self._close: Callable[[Iterator[Any]], Any] = next
         # Whether each leaf of what it returns is a tensor, and what it is if not.
         self._results: list[tuple[bool, Any]] = []
+        self._inputs: list[Tensor] = []
         self._forward: Recording | None = None
         self._backward: Recording | None = None
         # Which results have gradients in the recorded backward, and the layouts of these.
@@ -148,6 +154,7 @@ class RecordedLayer:
     def forget(self) -> None:
         """Let the recorded work go: backwards that come run the code."""
         self._forward = self._backward = None
+        self._inputs = []
 
     # ---- forward -------------------------------------------------------------------------------------------------------
 
@@ -172,12 +179,12 @@ class RecordedLayer:
         self._memory.hold(residency)
         twin, inputs = self._memory.twin(residency), self._memory.tensors("input", tensors)
         found: list[int] = []
-        seen = _Foreign(self._memory)
+        watch: list[AbstractContextManager[Any]] = [_Foreign(self._memory)]
 
         def work() -> list[Tensor]:
             given = self._fresh(inputs)
             uses = InputUses([(n, each) for n, each in enumerate(given) if each.requires_grad])
-            with seen, saved_tensors_hooks(_drop, _nothing), torch.enable_grad():
+            with watch.pop() if watch else nullcontext(), saved_tensors_hooks(_drop, _nothing), torch.enable_grad():
                 leaves = flatten(self._run(twin, given, uses))[0]
             found[:] = [use.number for use in uses.in_order]
             made = [each for each in leaves if isinstance(each, Tensor)]
@@ -188,11 +195,12 @@ class RecordedLayer:
         self._refuse_draws(random, RandomState.capture(index))
         if self._layer.attributes.read() is not self._attributes:
             raise RecordingError("its calls change attributes")
-        self.uses = found
-        random.restore(index)
+        self.uses, self._inputs = found, [each for each in inputs if each is not None]
         outputs = [each for each in expected if isinstance(each, Tensor)]
         self.have_gradients = [each.requires_grad for each in outputs]
-        made = self._replayed(self._forward, random, index)
+        random.restore(index)
+        self._forward.replay()
+        made = self._forward.made
         if len(made) != len(outputs) or not all(map(_are_same, outputs, made)):
             raise OtherBitsError("what is recorded returns other bits than its code")
 
@@ -229,11 +237,19 @@ class RecordedLayer:
     def forward(self, residency: Residency, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that a call returns."""
         assert self._forward is not None
-        self._memory.hold(residency)
-        self._memory.tensors("input", tensors)
+        self._give(residency, tensors)
         self._forward.replay()
+        with torch.no_grad():
+            return [each.clone() for each in self._forward.made if each is not None]
+
+    def _give(self, residency: Residency, tensors: Sequence[Tensor]) -> None:
+        """Have a pack and the inputs of a call in fixed memory."""
+        self._memory.hold(residency)
         with Unseen():
-            return [copied(each) for each in self._forward.made if each is not None]
+            if all(map(is_dense, self._inputs)):
+                torch._foreach_copy_(self._inputs, list(tensors))
+            else:
+                self._memory.tensors("input", tensors)
 
     def returned(self, outputs: Sequence[Tensor]) -> Any:
         """What a call returns, made of its tensors."""
@@ -248,7 +264,11 @@ class RecordedLayer:
         return self._backward is None
 
     def backward(
-        self, residency: Residency, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], random: RandomState
+        self,
+        residency: Residency,
+        inputs: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        random: RandomState | None,
     ) -> Gradients:
         """Recompute a call and run its backward; recorded, if it is as the one that was.
 
@@ -256,32 +276,26 @@ class RecordedLayer:
             residency: of the layer's pack.
             inputs: the call's.
             gradients: of what it returned.
-            random: the generators' state, as the call found it.
+            random: the generators' state, as the call found it; None if it draws nothing.
         """
-        index = _index(residency)
-        now = RandomState.capture(index)
-        random.restore(index, now)
-        try:
+        with _drawing(random, residency):
             given = [None if each is None else (each.dtype, each.size(), each.stride()) for each in gradients]
             if self._backward is None or given != self._given or not self._fits(residency):
                 return self._differentiate(residency, self._fresh(inputs), gradients)
-            self._memory.hold(residency)
-            self._memory.tensors("input", inputs)
+            self._give(residency, inputs)
             self._memory.tensors("gradient", gradients)
             self._backward.replay()
             made = self._backward.made
-            with Unseen():
+            with torch.no_grad():
                 uses = [None if each is None else copied(each) for each in made[: len(self.uses)]]
             return Gradients(uses, made[len(self.uses) :])
-        finally:
-            now.restore(index)
 
     def record_backward(
         self,
         residency: Residency,
         inputs: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
-        random: RandomState,
+        random: RandomState | None,
         found: Gradients,
     ) -> None:
         """Record the backward of a call, and see that it makes the same bits as the one that has just been.
@@ -289,9 +303,7 @@ class RecordedLayer:
         Raises:
             RecordingError: if that cannot be; it says why.
         """
-        index = _index(residency)
-        now = RandomState.capture(index)
-        try:
+        with _drawing(random, residency):
             self._memory.hold(residency)
             twin, fixed = self._memory.twin(residency), self._memory.tensors("input", inputs)
             fixed_gradients = self._memory.tensors("gradient", gradients)
@@ -300,15 +312,15 @@ class RecordedLayer:
                 made = self._differentiate(twin, self._fresh(fixed), fixed_gradients)
                 return [*made.uses, *made.weights]
 
-            random.restore(index)
             recording = residency.device.recorded(work)
-            made = self._replayed(recording, random, index)
+            if random is not None:
+                random.restore(_index(residency))
+            recording.replay()
+            made = recording.made
             if not all(map(_are_same, [*found.uses, *found.weights], made)):
                 raise OtherBitsError("what is recorded has other gradients than its code")
             self._backward = recording
             self._given = [None if each is None else (each.dtype, each.size(), each.stride()) for each in gradients]
-        finally:
-            now.restore(index)
 
     def _differentiate(
         self, residency: Residency, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -355,10 +367,20 @@ class RecordedLayer:
             raise RecordingError("it reads weights that are narrow here")
         return result
 
-    def _replayed(self, recording: Recording, random: RandomState, index: int | None) -> list[Tensor | None]:
-        random.restore(index)
-        recording.replay()
-        return recording.made
+
+@contextmanager
+def _drawing(random: RandomState | None, residency: Residency) -> Iterator[None]:
+    """The context of a call that runs again, with the random numbers that it has drawn, if it has."""
+    if random is None:
+        yield
+        return
+    index = _index(residency)
+    now = RandomState.capture(index)
+    random.restore(index, now)
+    try:
+        yield
+    finally:
+        now.restore(index)
 
 
 def hooks_within(module: nn.Module | None) -> list[Any]:
@@ -388,8 +410,8 @@ class _Foreign(TorchDispatchMode):
     def __init__(self, memory: FixedMemory) -> None:
         super().__init__()
         self._memory = memory
+        # Who is foreign was there before: none of these gets its identity.
         self._made: set[int] = set()
-        self._kept: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -400,11 +422,7 @@ class _Foreign(TorchDispatchMode):
                     continue
                 raise RecordingError("it computes with a tensor that is neither an argument nor a buffer")
         result = run_as_without_mode(func, args, kwargs)
-        for tensor in _strided(result):
-            storage = tensor.untyped_storage()
-            self._made.add(storage._cdata)
-            # No other gets its identity.
-            self._kept.append(storage)
+        self._made.update(tensor.untyped_storage()._cdata for tensor in _strided(result))
         return result
 
 

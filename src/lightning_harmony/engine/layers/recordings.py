@@ -121,7 +121,8 @@ class Recordings:
         now = RandomState.capture(index)
         try:
             self._refuse(layer, residency, random, now)
-            recorded = RecordedLayer(layer, own, runtime, memory, key, arguments, residency)
+            draws = _has_drawn(random, now)
+            recorded = RecordedLayer(layer, own, runtime, memory, key, arguments, residency, draws=draws)
             random.restore(index)
             recorded.record_forward(residency, arguments.tensors, result)
         except (RecordingError, torch.OutOfMemoryError) as error:
@@ -138,7 +139,7 @@ class Recordings:
         residency: Residency,
         inputs: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
-        random: RandomState,
+        random: RandomState | None,
         found: Gradients,
     ) -> None:
         """A backward of a recorded call has run: record it, if it is not."""
@@ -170,8 +171,7 @@ class Recordings:
             raise RecordingError("it may change buffers")
         if any(hooks_within(module)):
             raise RecordingError("modules of it have hooks")
-        has_drawn = before.cuda is not None and after.cuda is not None and not torch.equal(before.cuda, after.cuda)
-        if self._has_several and has_drawn:
+        if self._has_several and _has_drawn(before, after):
             raise RecordingError("it draws random numbers, which several devices have in common")
 
     def _give_up(self, layer: SwappedLayer, error: Exception) -> None:
@@ -214,3 +214,8 @@ class Recordings:
                 f"layer {changed[0].name!r} returns something else than what was recorded of it: its code depends on more "
                 "than its arguments, parameters, buffers and attributes"
             )
+
+
+def _has_drawn(before: RandomState, after: RandomState) -> bool:
+    """Whether random numbers were drawn on the GPU."""
+    return before.cuda is not None and after.cuda is not None and not torch.equal(before.cuda, after.cuda)
