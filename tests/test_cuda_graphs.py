@@ -309,6 +309,18 @@ def test_narrow_weights_are_recorded(precision: Any, record: Record) -> None:
     assert record.replayed, record.refused
 
 
+class TwoCasts(Block):
+    """Autocast casts one weight twice, whose gradients are summed as wide as the weight."""
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self.one(torch.tanh(self.one(x))) * torch.sigmoid(self.one(x * 0.7)) + 0.5 * x
+
+
+def test_casts_of_a_weight_are_not_kept(record: Record) -> None:
+    assert_same(chain_of(TwoCasts), precision="bf16-mixed")
+    assert record.replayed, record.refused
+
+
 _strength = [1.0]
 
 

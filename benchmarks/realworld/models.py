@@ -130,6 +130,15 @@ MODELS = {
     "llama3b": _llama(
         hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, num_key_value_heads=8
     ),
+    # Kernels are short: the host bounds a step.
+    "little": _llama(
+        hidden_size=768,
+        intermediate_size=2112,
+        num_hidden_layers=20,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=1000,
+    ),
     "tiny": _llama(
         hidden_size=64,
         intermediate_size=128,

@@ -222,7 +222,9 @@ class CudaDevice(Device):
             self.recorded_bytes += taken
 
     def forget_recorded(self) -> None:
-        """Let the graphs' memory go, when their last work has run."""
+        """Let the graphs' memory go when their last work has run."""
+        # The allocator, which takes memory from the driver's hands, would wait for the stream that recorded, and not for this.
+        self._compute.synchronize()
         super().forget_recorded()
         self._recorder, self._pool_bytes = None, 0
 

@@ -212,7 +212,7 @@ class Device(ABC):
         raise RecordingError("this device records nothing")
 
     def forget_recorded(self) -> None:
-        """Nothing that was recorded will be replayed any more: its memory is free."""
+        """Nothing that was recorded will be replayed any more: its memory is free. To be told before the recordings go."""
         self.recorded_bytes = 0
 
     def host_buffer(self, num_bytes: int) -> Tensor:

@@ -359,13 +359,25 @@ class RecordedLayer:
             weights = [detached(residency.leaves[p]).requires_grad_() for p in self.trained]
         args, kwargs = self._again(inputs, self._leaves)
         attributes = layer.attributes.as_they_were(self._attributes)
-        with self._ambient.entered(), self._runtime.recomputing(), attributes, layer.beside(residency.leaves, {}):
+        beside = layer.beside(residency.leaves, {})
+        with self._ambient.entered(), self._runtime.recomputing(), attributes, beside, _casting_anew():
             found = bound.of_leaves(weights, residency)
             with layer.bound(found, residency.buffers), own_code_of(layer), uses, torch.enable_grad():
                 result = self._ambient.run(self._own, *args, **kwargs)
         if bound.have_read_wide():
             raise RecordingError("it reads weights that are narrow here")
         return result
+
+
+@contextmanager
+def _casting_anew() -> Iterator[None]:
+    """The context in which autocast keeps no casts of weights. It does of leaves, which stand for taps of graphs here."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager

@@ -188,6 +188,7 @@ class Recordings:
         memory = self._memories.pop(device, None)
         if memory is None:
             return False
+        device.forget_recorded()
         for (layer, place), known in self._of_layers.items():
             if place is device:
                 self.refused[layer] = "its memory was needed otherwise"
@@ -196,7 +197,6 @@ class Recordings:
         self._of_layers = {place: known for place, known in self._of_layers.items() if place[1] is not device}
         memory.clear()
         device.set_aside_bytes = 0
-        device.forget_recorded()
         return True
 
     def end_forward(self) -> None:
