@@ -6,11 +6,12 @@ another one counts there alone.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
@@ -99,53 +100,42 @@ class HostTime:
         owner, attribute = name.split(".")
         kind = getattr(import_module(module), owner)
         function: Callable[..., Any] = getattr(kind, attribute)
-        threads, seconds, calls = self._threads, self.seconds, self.calls
-
-        def change(to: str) -> None:
-            """From now on, the calling thread is in another part."""
-            now = time.perf_counter()
-            if (before := getattr(threads, "part", "")) != "":
-                seconds[before] += now - threads.since
-            threads.part, threads.since = to, now
-
-        if hasattr(function, "__wrapped__") and part == "visits" and attribute == "visit":
-            # What happens within the context is not the visit's.
-            made = function
-
-            class Visit:
-                def __init__(self, context: Any) -> None:
-                    self._context = context
-
-                def __enter__(self) -> Any:
-                    return within(self._context.__enter__)
-
-                def __exit__(self, *error: Any) -> Any:
-                    return within(self._context.__exit__, *error)
-
-            def within(call: Callable[..., Any], *args: Any) -> Any:
-                before = getattr(threads, "part", "")
-                change(part)
-                try:
-                    return call(*args)
-                finally:
-                    change(before)
-
-            @wraps(made)
-            def visit(*args: Any, **kwargs: Any) -> Any:
-                calls[part] += 1
-                return Visit(made(*args, **kwargs))
-
-            setattr(kind, attribute, visit)
-            return
+        is_context = inspect.isgeneratorfunction(inspect.unwrap(function))
 
         @wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            calls[part] += 1
-            before = getattr(threads, "part", "")
-            change(part)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                change(before)
+            self.calls[part] += 1
+            if is_context:
+                # What happens within the context is not its own.
+                return _Context(function(*args, **kwargs), partial(self._within, part))
+            return self._within(part, function, *args, **kwargs)
 
         setattr(kind, attribute, timed)
+
+    def _within(self, part: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = getattr(self._threads, "part", "")
+        self._change(part)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._change(before)
+
+    def _change(self, to: str) -> None:
+        """From now on, the calling thread is in another part."""
+        now, threads = time.perf_counter(), self._threads
+        if (before := getattr(threads, "part", "")) != "":
+            self.seconds[before] += now - threads.since
+        threads.part, threads.since = to, now
+
+
+class _Context:
+    """A context whose beginning and end are run by something else."""
+
+    def __init__(self, context: Any, run: Callable[..., Any]) -> None:
+        self._context, self._run = context, run
+
+    def __enter__(self) -> Any:
+        return self._run(self._context.__enter__)
+
+    def __exit__(self, *error: object) -> Any:
+        return self._run(self._context.__exit__, *error)

@@ -182,7 +182,7 @@ class Swapped:
                 records=self._records(layers, devices),
                 store=store,
                 recomputing=partial(unheard, self._trainer),
-                records_layers=settings.cuda_graphs and any(device.records for device in devices),
+                records_layers=settings.cuda_graphs,
             )
 
     def _records(self, layers: list[Layer], devices: Sequence[Device]) -> ProfileCache | None:

@@ -106,7 +106,7 @@ class Training:
             gc.collect()
             before.restore()
             self.engine.start_over()
-        for why, names in groupby(self.engine.recording_news(), itemgetter(1)):
+        for why, names in groupby(self.engine.recordings.news(), itemgetter(1)):
             layers = [name for name, _ in names]
             more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
             self.tree.info(f"Harmony: no CUDA graph is made of layer {layers[0]!r}{more}: {why}. Results are the same.")

@@ -120,9 +120,6 @@ class CudaRecorder:
         self.has_failed = True
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-        with suppress(RuntimeError), torch.no_grad():
-            # The next launch is not to report what has failed.
-            torch.full((1,), 0.0, device=self._device)
 
 
 class _CudaRecording:

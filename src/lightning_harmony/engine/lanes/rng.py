@@ -6,7 +6,8 @@ import ctypes
 import hashlib
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -49,6 +50,20 @@ class RandomState(NamedTuple):
         _set_python_state(self.python)
         if self.numpy is not None:
             self.numpy.restore(now and now.numpy)
+
+    @contextmanager
+    def entered(self, cuda_device: int | None) -> Iterator[None]:
+        """The context in which the generators are in this state; behind it they are where they were.
+
+        Args:
+            cuda_device: the index of the GPU whose generator is one of them.
+        """
+        now = RandomState.capture(cuda_device)
+        self.restore(cuda_device, now)
+        try:
+            yield
+        finally:
+            now.restore(cuda_device)
 
 
 class RandomStreams:

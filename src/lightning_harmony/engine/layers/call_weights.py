@@ -326,6 +326,15 @@ def _refuse_gradient(layer: SwappedLayer, gradient: Tensor) -> None:
     )
 
 
+def second_backward(layer: SwappedLayer) -> UnsupportedModelError:
+    """What is raised where a backward comes to a call that has had its last one."""
+    return UnsupportedModelError(
+        f"a second backward comes to one call of layer {layer.name!r}: losses of two microbatches come of it, "
+        "as of a tensor that one of them left where the other found it, in a closure or an object; use "
+        "num_microbatches=1"
+    )
+
+
 def double_backward(layer: SwappedLayer) -> UnsupportedModelError:
     """What is raised where a backward is to be differentiated."""
     return UnsupportedModelError(

@@ -15,14 +15,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 
 from lightning_harmony.engine.layers.call_arguments import CallArguments
-from lightning_harmony.engine.layers.call_weights import Call, CallWeights, SavedWeight, double_backward
+from lightning_harmony.engine.layers.call_weights import (
+    Call,
+    CallWeights,
+    SavedWeight,
+    double_backward,
+    second_backward,
+)
 from lightning_harmony.engine.layers.narrow import CastWatch
 from lightning_harmony.engine.layers.narrow_weight import really
 from lightning_harmony.engine.layers.owned_results import OwnedResults
 from lightning_harmony.engine.layers.recompute import Recompute
 from lightning_harmony.engine.layers.recorded_call import RecordedCall
 from lightning_harmony.engine.layers.runtime import Runtime
-from lightning_harmony.engine.layers.saved_tensors import SavedTensor, Saves
+from lightning_harmony.engine.layers.saved_tensors import SavedTensor, Saves, drop
 from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.layer import (
     DataAssignedError,
@@ -106,8 +112,7 @@ class LayerCall(Call):
             return self._run_in_graph(args, kwargs)
         recorded = recordings.find(layer, arguments, residency)
         if recorded is not None:
-            call = RecordedCall(layer, recorded, recordings, runtime, arguments, residency)
-            return call.run(self._anchor, arguments.tensors, residency)
+            return RecordedCall(layer, recorded, recordings, runtime).run(self._anchor, arguments.tensors, residency)
         random = recordings.begin_call(layer, residency)
         result = self._run_in_graph(args, kwargs)
         if random is not None:
@@ -249,7 +254,7 @@ class LayerCall(Call):
         dtype, leaves = watch.dtype, self.residency.leaves
         again: list[Any] = []
         try:
-            with saved_tensors_hooks(_drop, _unpack):
+            with saved_tensors_hooks(drop, _unpack):
                 casts = watch.narrow() - self.layer.companions.parameters
                 if not casts:
                     return
@@ -327,11 +332,7 @@ class LayerCall(Call):
 
     def _refill(self) -> None:
         if self._is_over:
-            raise UnsupportedModelError(
-                f"a second backward comes to one call of layer {self.layer.name!r}: losses of two microbatches come of it, "
-                "as of a tensor that one of them left where the other found it, in a closure or an object; use "
-                "num_microbatches=1"
-            )
+            raise second_backward(self.layer)
         running = self.runtime.surroundings.running(self.residency)
         with running, self.runtime.measuring_graph(self.layer), torch.enable_grad():
             if not self._saves.fill(lambda: self._recompute.run(self.residency, self._run)):
@@ -348,7 +349,3 @@ _unpack: Callable[[Any], Tensor] = methodcaller("load")
 
 def _same(one: Any, other: Any) -> bool:
     return not isinstance(one, Tensor) or (one.dtype == other.dtype and torch.equal(one, other))
-
-
-def _drop(tensor: Tensor) -> None:
-    return None

@@ -66,7 +66,7 @@ class Recompute:
         """
         if is_certain:
             self._elsewhere = self._runtime.note_call(self._runtime.stash)
-            self._random, self._ambient = RandomState.capture(_cuda_device(residency)), AmbientState.capture()
+            self._random, self._ambient = RandomState.capture(residency.cuda_index), AmbientState.capture()
         self._unchanged = _Unchanged(self._arguments.tensors)
         self._buffers = CallBuffers(self._layer, residency, copies=with_graph)
 
@@ -130,23 +130,14 @@ class Recompute:
             leaves = [leaf.load() if isinstance(leaf, StashedObject) else leaf for leaf in self._objects]
         args, kwargs = self._arguments.again(inputs, leaves)
         del inputs, leaves
-        device = _cuda_device(residency)
-        now = RandomState.capture(device)
-        self._random.restore(device, now)
-        try:
+        with self._random.entered(residency.cuda_index):
             attributes = self._layer.attributes.as_they_were(self.attributes)
             with self._ambient.entered(), self._runtime.recomputing(), self._elsewhere(), attributes:
                 return self._ambient.run(own, *args, **kwargs)
-        finally:
-            now.restore(device)
 
     def forget_inputs(self) -> None:
         """It runs no more."""
         self._inputs, self._objects = [], []
-
-
-def _cuda_device(residency: Residency) -> int | None:
-    return residency.device.torch_device.index
 
 
 class _Unchanged:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from lightning_harmony.engine.devices.recording import RecordingError
 from lightning_harmony.engine.lanes.rng import RandomState
-from lightning_harmony.engine.layers.call_arguments import CallArguments
-from lightning_harmony.engine.layers.call_weights import double_backward
-from lightning_harmony.engine.layers.recorded_layer import Gradients, RecordedLayer
+from lightning_harmony.engine.layers.call_weights import double_backward, second_backward
+from lightning_harmony.engine.layers.recorded_layer import Backward, Gradients, RecordedLayer
 from lightning_harmony.engine.layers.recordings import Recordings
 from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
@@ -32,30 +31,15 @@ class RecordedCall:
         recorded: what runs in its place.
         recordings: keep that.
         runtime: the engine.
-        arguments: of the call.
-        residency: of the layer's pack.
 
     Attributes:
         have_gradients: whether each tensor that it returns has one.
     """
 
-    def __init__(
-        self,
-        layer: SwappedLayer,
-        recorded: RecordedLayer,
-        recordings: Recordings,
-        runtime: Runtime,
-        arguments: CallArguments,
-        residency: Residency,
-    ) -> None:
+    def __init__(self, layer: SwappedLayer, recorded: RecordedLayer, recordings: Recordings, runtime: Runtime) -> None:
         self._layer, self._recorded, self._recordings, self._runtime = layer, recorded, recordings, runtime
         self.have_gradients = recorded.have_gradients
-        index = residency.device.torch_device.index
-        self._random = RandomState.capture(index) if recorded.draws else None
-        self._use = runtime.expect_backward(layer) if recorded.trained else 0
-        self._is_announced = bool(recorded.trained)
-        kept = [runtime.at_layer(tensor, residency) for tensor in arguments.tensors]
-        self._inputs: list[KeptTensor] | None = [KeptTensor(runtime.stash(tensor), tensor) for tensor in kept]
+        self._inputs: list[KeptTensor] | None = None
 
     def run(self, anchor: Tensor, tensors: Sequence[Tensor], residency: Residency) -> Any:
         """What the call returns.
@@ -65,8 +49,14 @@ class RecordedCall:
             tensors: that it is called with.
             residency: of the layer's pack.
         """
-        recorded = self._recorded
+        recorded, runtime = self._recorded, self._runtime
+        self._random = RandomState.capture(residency.cuda_index) if recorded.draws else None
+        # First: to keep inputs may take room, for which what is recorded would go.
         outputs = recorded.forward(residency, [tensor.detach() for tensor in tensors])
+        self._is_announced = bool(recorded.trained)
+        self._use = runtime.expect_backward(self._layer) if self._is_announced else 0
+        kept = [runtime.at_layer(tensor, residency) for tensor in tensors]
+        self._inputs = [KeptTensor(runtime.stash(tensor), tensor) for tensor in kept]
         used = [tensors[number] for number in recorded.uses]
         return recorded.returned(_Node.apply(anchor, self, outputs, *used))
 
@@ -99,20 +89,16 @@ class RecordedCall:
     def _differentiated(self, residency: Residency, gradients: Sequence[Tensor | None]) -> Gradients:
         layer = self._layer
         if self._inputs is None:
-            raise UnsupportedModelError(
-                f"a second backward comes to one call of layer {layer.name!r}: losses of two microbatches come of it, "
-                "as of a tensor that one of them left where the other found it, in a closure or an object; use "
-                "num_microbatches=1"
-            )
-        inputs = [each.load() for each in self._inputs]
+            raise second_backward(layer)
+        coming = Backward(residency, [each.load() for each in self._inputs], gradients, self._random)
         try:
-            found = self._recorded.backward(residency, inputs, gradients, self._random)
+            found = self._recorded.backward(coming)
         except RecordingError as error:
             raise UnsupportedModelError(
                 f"layer {layer.name!r} does something else when it runs again than when it was recorded ({error}): use "
                 "HarmonyStrategy(cuda_graphs=False)"
             ) from error
-        self._recordings.note_backward(layer, self._recorded, residency, inputs, gradients, self._random, found)
+        self._recordings.note_backward(layer, self._recorded, coming, found)
         return found
 
 

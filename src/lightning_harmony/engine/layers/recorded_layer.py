@@ -22,6 +22,7 @@ from lightning_harmony.engine.layers.call_weights import CallWeights
 from lightning_harmony.engine.layers.fixed_memory import FixedMemory, signature
 from lightning_harmony.engine.layers.input_uses import InputUses
 from lightning_harmony.engine.layers.runtime import Runtime
+from lightning_harmony.engine.layers.saved_tensors import drop
 from lightning_harmony.engine.model.layer import SwappedLayer, own_code_of
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import Unseen, detached, run_as_without_mode
@@ -61,6 +62,30 @@ class CallKey(NamedTuple):
         # That 1, 1.0 and True are equal would not do.
         kinds = [(type(each), each) for each in constants]
         return cls((arguments.structure, arguments.numbers), kinds, tensors)
+
+
+class Backward(NamedTuple):
+    """A backward that comes to a call.
+
+    Attributes:
+        residency: of the layer's pack.
+        inputs: the call's.
+        gradients: of what it returned.
+        random: the generators' state, as the call found it; None if it draws nothing.
+    """
+
+    residency: Residency
+    inputs: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
+    random: RandomState | None
+
+    def layouts(self) -> list[Any]:
+        """Of the gradients, which tell backwards apart that launch something else."""
+        return [None if each is None else (each.dtype, each.size(), each.stride()) for each in self.gradients]
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """The context of code that draws what the call has drawn."""
+        return nullcontext() if self.random is None else self.random.entered(self.residency.cuda_index)
 
 
 class Gradients(NamedTuple):
@@ -124,6 +149,7 @@ class RecordedLayer:
         # Whether each leaf of what it returns is a tensor, and what it is if not.
         self._results: list[tuple[bool, Any]] = []
         self._inputs: list[Tensor] = []
+        self._are_dense = True
         self._forward: Recording | None = None
         self._backward: Recording | None = None
         # Which results have gradients in the recorded backward, and the layouts of these.
@@ -174,7 +200,7 @@ class RecordedLayer:
         self._refuse_results(expected, tensors)
         if self._signature is None or not self._attributes.are_plain:
             raise RecordingError("tensors that are no buffers are among what it has")
-        index = _index(residency)
+        index = residency.cuda_index
         random = RandomState.capture(index)
         self._memory.hold(residency)
         twin, inputs = self._memory.twin(residency), self._memory.tensors("input", tensors)
@@ -184,7 +210,7 @@ class RecordedLayer:
         def work() -> list[Tensor]:
             given = self._fresh(inputs)
             uses = InputUses([(n, each) for n, each in enumerate(given) if each.requires_grad])
-            with watch.pop() if watch else nullcontext(), saved_tensors_hooks(_drop, _nothing), torch.enable_grad():
+            with watch.pop() if watch else nullcontext(), saved_tensors_hooks(drop, _nothing), torch.enable_grad():
                 leaves = flatten(self._run(twin, given, uses))[0]
             found[:] = [use.number for use in uses.in_order]
             made = [each for each in leaves if isinstance(each, Tensor)]
@@ -196,6 +222,7 @@ class RecordedLayer:
         if self._layer.attributes.read() is not self._attributes:
             raise RecordingError("its calls change attributes")
         self.uses, self._inputs = found, [each for each in inputs if each is not None]
+        self._are_dense = all(map(is_dense, self._inputs))
         outputs = [each for each in expected if isinstance(each, Tensor)]
         self.have_gradients = [each.requires_grad for each in outputs]
         random.restore(index)
@@ -223,30 +250,26 @@ class RecordedLayer:
 
     def differs(self, residency: Residency, tensors: Sequence[Tensor], before: RandomState, result: Any) -> Tensor:
         """Whether what is recorded makes other bits than a call that has just been. A flag on the device."""
-        index = _index(residency)
-        now = RandomState.capture(index)
-        before.restore(index)
-        try:
+        with before.entered(residency.cuda_index):
             made = self.forward(residency, tensors)
-        finally:
-            now.restore(index)
         outputs = [each for each in flatten(result)[0] if isinstance(each, Tensor)]
         with Unseen():
             return torch.stack([_bits_differ(one, other) for one, other in zip(outputs, made, strict=True)]).any()
 
     def forward(self, residency: Residency, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that a call returns."""
-        assert self._forward is not None
+        recording = self._forward
+        assert recording is not None
         self._give(residency, tensors)
-        self._forward.replay()
+        recording.replay()
         with torch.no_grad():
-            return [each.clone() for each in self._forward.made if each is not None]
+            return [each.clone() for each in recording.made if each is not None]
 
     def _give(self, residency: Residency, tensors: Sequence[Tensor]) -> None:
         """Have a pack and the inputs of a call in fixed memory."""
         self._memory.hold(residency)
         with Unseen():
-            if all(map(is_dense, self._inputs)):
+            if self._are_dense:
                 torch._foreach_copy_(self._inputs, list(tensors))
             else:
                 self._memory.tensors("input", tensors)
@@ -263,64 +286,43 @@ class RecordedLayer:
         """Whether no backward is recorded yet."""
         return self._backward is None
 
-    def backward(
-        self,
-        residency: Residency,
-        inputs: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        random: RandomState | None,
-    ) -> Gradients:
-        """Recompute a call and run its backward; recorded, if it is as the one that was.
-
-        Args:
-            residency: of the layer's pack.
-            inputs: the call's.
-            gradients: of what it returned.
-            random: the generators' state, as the call found it; None if it draws nothing.
-        """
-        with _drawing(random, residency):
-            given = [None if each is None else (each.dtype, each.size(), each.stride()) for each in gradients]
-            if self._backward is None or given != self._given or not self._fits(residency):
+    def backward(self, coming: Backward) -> Gradients:
+        """Recompute a call and run its backward; recorded, if it is as the one that was."""
+        residency, inputs, gradients, _ = coming
+        with coming.drawing():
+            recording = self._backward
+            if recording is None or coming.layouts() != self._given or not self._fits(residency):
                 return self._differentiate(residency, self._fresh(inputs), gradients)
             self._give(residency, inputs)
             self._memory.tensors("gradient", gradients)
-            self._backward.replay()
-            made = self._backward.made
+            recording.replay()
             with torch.no_grad():
-                uses = [None if each is None else copied(each) for each in made[: len(self.uses)]]
-            return Gradients(uses, made[len(self.uses) :])
+                uses = [None if each is None else copied(each) for each in recording.made[: len(self.uses)]]
+            return Gradients(uses, recording.made[len(self.uses) :])
 
-    def record_backward(
-        self,
-        residency: Residency,
-        inputs: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        random: RandomState | None,
-        found: Gradients,
-    ) -> None:
+    def record_backward(self, coming: Backward, found: Gradients) -> None:
         """Record the backward of a call, and see that it makes the same bits as the one that has just been.
 
         Raises:
             RecordingError: if that cannot be; it says why.
         """
-        with _drawing(random, residency):
+        residency = coming.residency
+        with coming.drawing():
             self._memory.hold(residency)
-            twin, fixed = self._memory.twin(residency), self._memory.tensors("input", inputs)
-            fixed_gradients = self._memory.tensors("gradient", gradients)
+            twin, fixed = self._memory.twin(residency), self._memory.tensors("input", coming.inputs)
+            fixed_gradients = self._memory.tensors("gradient", coming.gradients)
 
             def work() -> list[Tensor | None]:
                 made = self._differentiate(twin, self._fresh(fixed), fixed_gradients)
                 return [*made.uses, *made.weights]
 
             recording = residency.device.recorded(work)
-            if random is not None:
-                random.restore(_index(residency))
+            if coming.random is not None:
+                coming.random.restore(residency.cuda_index)
             recording.replay()
-            made = recording.made
-            if not all(map(_are_same, [*found.uses, *found.weights], made)):
+            if not all(map(_are_same, [*found.uses, *found.weights], recording.made)):
                 raise OtherBitsError("what is recorded has other gradients than its code")
-            self._backward = recording
-            self._given = [None if each is None else (each.dtype, each.size(), each.stride()) for each in gradients]
+            self._backward, self._given = recording, coming.layouts()
 
     def _differentiate(
         self, residency: Residency, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -380,21 +382,6 @@ def _casting_anew() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-@contextmanager
-def _drawing(random: RandomState | None, residency: Residency) -> Iterator[None]:
-    """The context of a call that runs again, with the random numbers that it has drawn, if it has."""
-    if random is None:
-        yield
-        return
-    index = _index(residency)
-    now = RandomState.capture(index)
-    random.restore(index, now)
-    try:
-        yield
-    finally:
-        now.restore(index)
-
-
 def hooks_within(module: nn.Module | None) -> list[Any]:
     """Where modules below one keep hooks around their forwards and backwards, and where torch keeps those of all modules."""
     below = [each for each in module.modules() if each is not module] if module is not None else []
@@ -442,10 +429,6 @@ def _strided(*values: Any) -> Collection[Tensor]:
     return [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.layout is torch.strided]
 
 
-def _index(residency: Residency) -> int | None:
-    return residency.device.torch_device.index
-
-
 def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
@@ -460,10 +443,6 @@ def _bits_differ(one: Tensor, other: Tensor) -> Tensor:
         kind = kinds[one.element_size()]
         one, other = one.view(kind), other.view(kind)
     return (one != other).any()
-
-
-def _drop(tensor: Tensor) -> None:
-    return None
 
 
 def _nothing(saved: None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -14,7 +14,7 @@ from lightning_harmony.engine.devices.recording import OtherBitsError, Recording
 from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.fixed_memory import FixedMemory
-from lightning_harmony.engine.layers.recorded_layer import CallKey, Gradients, RecordedLayer, hooks_within
+from lightning_harmony.engine.layers.recorded_layer import Backward, CallKey, Gradients, RecordedLayer, hooks_within
 from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
@@ -47,7 +47,7 @@ class Recordings:
         self._draws_apart = len(devices) > 1
         self._has_several = len(devices) > 1
         self._of_layers: dict[tuple[SwappedLayer, Device], list[RecordedLayer]] = {}
-        self._num_bytes: Mapping[SwappedLayer, int] = {}
+        self._num_bytes: dict[SwappedLayer, int] = {}
         self._num_tries: Counter[SwappedLayer] = Counter()
         self._seen: set[tuple[SwappedLayer, Device]] = set()
         self._differ: list[tuple[SwappedLayer, Tensor]] = []
@@ -55,13 +55,20 @@ class Recordings:
         self.is_on = False
         self.refused: dict[SwappedLayer, str] = {}
 
-    def set_aside(self, num_bytes: Mapping[SwappedLayer, int]) -> None:
+    def set_aside(self, layers: Iterable[SwappedLayer], work_bytes: Callable[[SwappedLayer], int]) -> None:
         """Have plans leave room for what is recorded. Layers share it; half of them, those that take most, may be too large.
 
         Args:
-            num_bytes: what each layer takes for its weights and its work.
+            layers: all that are called.
+            work_bytes: what each allocates in its backward.
         """
-        self._num_bytes = num_bytes
+        # Weights in fixed places, and gradients of them to compare; work in memory that is that of recordings alone.
+        num_bytes = self._num_bytes = {
+            layer: 2 * sum(p.numel() * layer.narrow.get(p, p.dtype).itemsize for p in layer.parameters)
+            + work_bytes(layer) * 3 // 2
+            for layer in layers
+            if layer.module is not None
+        }
         # Those that are alike differ by a little.
         needed = sorted(num_bytes.values())[len(num_bytes) // 2] * 5 // 4 if num_bytes else 0
         for device in self._memories:
@@ -94,7 +101,7 @@ class Recordings:
         """The layer's code is about to run: the generators' state, if the call will be recorded or compared."""
         if (layer, residency.device) in self._seen or layer in self.refused:
             return None
-        return RandomState.capture(residency.device.torch_device.index)
+        return RandomState.capture(residency.cuda_index)
 
     def end_call(
         self,
@@ -117,36 +124,24 @@ class Recordings:
         memory = self._memories.get(residency.device)
         if key is None or memory is None or layer in self.refused or not residency.device.records:
             return
-        index = residency.device.torch_device.index
-        now = RandomState.capture(index)
+        now = RandomState.capture(residency.cuda_index)
         try:
             self._refuse(layer, residency, random, now)
             draws = _has_drawn(random, now)
             recorded = RecordedLayer(layer, own, runtime, memory, key, arguments, residency, draws=draws)
-            random.restore(index)
-            recorded.record_forward(residency, arguments.tensors, result)
+            with random.entered(residency.cuda_index):
+                recorded.record_forward(residency, arguments.tensors, result)
         except (RecordingError, torch.OutOfMemoryError) as error:
             self._note(layer, error)
         else:
             self._of_layers.setdefault(place, []).append(recorded)
-        finally:
-            now.restore(index)
 
-    def note_backward(
-        self,
-        layer: SwappedLayer,
-        recorded: RecordedLayer,
-        residency: Residency,
-        inputs: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        random: RandomState | None,
-        found: Gradients,
-    ) -> None:
+    def note_backward(self, layer: SwappedLayer, recorded: RecordedLayer, coming: Backward, found: Gradients) -> None:
         """A backward of a recorded call has run: record it, if it is not."""
-        if not recorded.lacks_backward or layer in self.refused or not residency.device.records:
+        if not recorded.lacks_backward or layer in self.refused or not coming.residency.device.records:
             return
         try:
-            recorded.record_backward(residency, inputs, gradients, random, found)
+            recorded.record_backward(coming, found)
         except (RecordingError, torch.OutOfMemoryError) as error:
             self._note(layer, error)
 

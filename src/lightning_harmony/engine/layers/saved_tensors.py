@@ -137,6 +137,11 @@ class _Filling:
             raise Filled
 
 
+def drop(tensor: Tensor) -> None:
+    """Keep nothing of a tensor that is saved, where no backward will come."""
+    return
+
+
 def _refuse(saved: None) -> Tensor:
     raise UnsupportedModelError(
         "a backward comes to what a layer has computed when it ran again for another backward, whose gradients it would count "

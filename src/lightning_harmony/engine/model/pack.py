@@ -162,6 +162,11 @@ class Residency:
     beside: list[Event] = field(default_factory=list)
     dirty_buffers: set[BufferKey] = field(default_factory=set)
 
+    @property
+    def cuda_index(self) -> int | None:
+        """Which GPU it is on; None for a device of another kind."""
+        return self.device.torch_device.index
+
     def parameter_at(self, tensor: Tensor) -> nn.Parameter | None:
         """The parameter in whose memory a strided tensor begins; None if it does in none's, or in one composed of others."""
         within = self._ranges.get(tensor.untyped_storage()._cdata)

@@ -119,11 +119,8 @@ def assemble(
         on_update=recorder.note_update,
     )
     swapped = SwappedModel(model, swapped_layers, store, updater.postponed, root.torch_device, compute_dtype)
-    recordings = (
-        Recordings(devices, lambda device, size: residents[devices.index(device)].admit(size))
-        if records_layers
-        else None
-    )
+    recording = devices if records_layers else ()
+    recordings = Recordings(recording, lambda device, size: residents[devices.index(device)].admit(size))
     residents = [
         Residents(
             device,
@@ -131,7 +128,7 @@ def assemble(
             Sums(device, pool, traffic, swapped.is_shared),
             Stash(device, pool, traffic),
             number,
-            partial(recordings.let_go, device) if recordings is not None else lambda: False,
+            partial(recordings.let_go, device),
         )
         for number, device in enumerate(devices)
     ]
@@ -181,4 +178,5 @@ def assemble(
         runtime,
         glue,
         runner,
+        recordings,
     )

@@ -18,6 +18,7 @@ from lightning_harmony.engine.glue.glue import Glue
 from lightning_harmony.engine.glue.host_operands import BringsHostOperands
 from lightning_harmony.engine.lanes.rng import RandomStreams
 from lightning_harmony.engine.layers.intercept import InterceptedForward
+from lightning_harmony.engine.layers.recordings import Recordings
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.engine.memory.placement import Placement
@@ -62,6 +63,7 @@ class Executor:
         runtime: serves layers and glue.
         glue: the code between layers.
         runner: runs microbatches.
+        recordings: of the work of layers.
 
     Attributes:
         has_succeeded: whether a step has come to its end: the first one changes nothing before.
@@ -86,12 +88,14 @@ class Executor:
         runtime: Runtime,
         glue: Glue,
         runner: MicrobatchRunner,
+        recordings: Recordings,
     ) -> None:
         self.devices, self.store, self.pool, self.traffic = devices, store, pool, traffic
         self.recorder, self.updater = recorder, updater
         self._model, self._intercepted = model, intercepted
         self._step, self._placement, self._observer = step, placement, observer
         self._planner, self._sums, self._runtime, self._glue, self._runner = planner, sums, runtime, glue, runner
+        self.recordings = recordings
         self._cuda_devices = [d.torch_device.index for d in devices if isinstance(d.torch_device.index, int)]
         self.has_succeeded = False
         self._num_elements, self._evaluated_elements = 0, -1
@@ -253,7 +257,7 @@ class Executor:
             for pack in residents.packs:
                 pack.is_narrow = is_training
         is_observing = is_measuring or is_watching or self._observer.is_timing
-        self._runtime.begin_recording(is_on=is_training and not (step.is_sequential or is_observing))
+        self.recordings.begin_step(is_on=is_training and not (step.is_sequential or is_observing))
         self._runner.begin(microbatches)
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
             self._runner.drive(Phase.FORWARD)
@@ -348,7 +352,7 @@ class Executor:
             is_narrow=observer.has_seen_narrow,
         )
         if observer.is_profiling:
-            self._runtime.set_aside()
+            self.recordings.set_aside(self._model.layers, lambda layer: observer.work.bytes([layer], Phase.BACKWARD))
             observer.work.occupied_bytes = max(device.allocated_bytes() for device in self.devices)
         self.pool.trim()
         self.has_succeeded = True
@@ -361,7 +365,7 @@ class Executor:
             with residents.device.scheduling():
                 residents.end_forward()
         if is_training:
-            self._runtime.end_forward()
+            self.recordings.end_forward()
         else:
             # Nothing else will come. In training, gradients that are handed over have to wait for it.
             self.refuse_changed_weights()
@@ -373,10 +377,6 @@ class Executor:
             UnsupportedModelError: naming the pack.
         """
         self._placement.refuse_changed_weights()
-
-    def recording_news(self) -> list[tuple[str, str]]:
-        """The layers whose code runs in each microbatch after all, as has come out since this was last asked for, and why."""
-        return self._runtime.recording_news()
 
     def note_seconds(self, seconds: float) -> None:
         """How long the training step took that has ended."""

@@ -49,7 +49,7 @@ class Runtime:
         observer: of what is not known yet.
         surroundings: of layers' own code.
         recomputing: gives the context of a layer's own code when it runs again, and has been heard before.
-        recordings: of the work of layers; None where none is made.
+        recordings: of the work of layers.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Runtime:
         observer: Observer,
         surroundings: Surroundings,
         recomputing: Callable[[], AbstractContextManager[None]],
-        recordings: Recordings | None = None,
+        recordings: Recordings,
     ) -> None:
         self._model, self._step, self._placement = model, step, placement
         self._preparation = preparation
@@ -320,37 +320,10 @@ class Runtime:
     def recordings(self) -> Recordings | None:
         """What may be recorded, and run in the place of layers' code; None where neither is."""
         progress, recordings = self._step.current(), self._recordings
-        if recordings is None or not recordings.is_on or progress is None or progress.differentiating:
+        if not recordings.is_on or progress is None or progress.differentiating:
             return None
         # There, the graph of the code is kept, and nothing runs again.
         return None if self._preparation.keeps_graphs_in(progress.task) else recordings
-
-    def set_aside(self) -> None:
-        """The work of layers is known: have plans leave room for what is recorded of it."""
-        if self._recordings is not None:
-            # Weights in fixed places, and gradients of them to compare; work in memory that is that of recordings alone.
-            work, layers = self._observer.work, [each for each in self._model.layers if each.module is not None]
-            self._recordings.set_aside(
-                {each: 2 * _weight_bytes(each) + work.bytes([each], Phase.BACKWARD) * 3 // 2 for each in layers}
-            )
-
-    def recording_news(self) -> list[tuple[str, str]]:
-        """The layers of which nothing is recorded, as has come out since this was last asked for, and why."""
-        return [] if self._recordings is None else self._recordings.news()
-
-    def begin_recording(self, *, is_on: bool) -> None:
-        """A step begins; whether calls of layers may be recorded in it."""
-        if self._recordings is not None:
-            self._recordings.begin_step(is_on=is_on)
-
-    def end_forward(self) -> None:
-        """All forwards of a training step have been launched.
-
-        Raises:
-            RecordingChangedError: if a layer has come to do something else than what was recorded of it.
-        """
-        if self._recordings is not None:
-            self._recordings.end_forward()
 
     def is_spread(self, layer: SwappedLayer) -> bool:
         """Whether the gradients of a layer come from several devices."""
@@ -381,8 +354,3 @@ class Runtime:
             self._lone_calls.flush_after_this_backward()
         if gradients:
             self._sums.add(layer, use, gradients)
-
-
-def _weight_bytes(layer: SwappedLayer) -> int:
-    """What a layer's weights take on a device."""
-    return sum(p.numel() * layer.narrow.get(p, p.dtype).itemsize for p in layer.parameters)
