@@ -25,6 +25,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from gpu_time import GpuTime
 from host_time import HostTime
 from models import MODELS, Subject
 from torch import Tensor
@@ -76,6 +77,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--fused", action="store_true", help="AdamW(fused=True)")
     parser.add_argument("--cuda-graphs", action="store_true", help="of HarmonyStrategy")
     parser.add_argument("--host-time", action="store_true", help="where the host's time goes, from the sixth step on")
+    parser.add_argument(
+        "--gpu-time", help="a file.json.gz for all operations of the last step but two; tells waits by cause"
+    )
     parser.add_argument("--trace", help="a folder for a recording of the last step")
     parser.add_argument("--checkpointing", action="store_true", help="the model's own gradient checkpointing")
     return parser.parse_args()
@@ -137,8 +141,10 @@ class Module(pl.LightningModule):
 class Measure(pl.Callback):
     """Times steps, and looks at the driver's figure of free memory after each."""
 
-    def __init__(self, free_before: list[int], host_time: HostTime | None = None) -> None:
-        self.host_time = host_time
+    def __init__(
+        self, free_before: list[int], host_time: HostTime | None = None, gpu_time: GpuTime | None = None
+    ) -> None:
+        self.host_time, self.gpu_time = host_time, gpu_time
         self.times: list[float] = []
         self.losses: list[Tensor] = []
         self.taken = [0] * len(free_before)
@@ -148,11 +154,15 @@ class Measure(pl.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if self.host_time is not None and batch_idx == FIRST_STEADY_STEP:
             self.host_time.clear()
+        if self.gpu_time is not None and batch_idx == trainer.num_training_batches - 3:
+            self.gpu_time.start()
         recorder = getattr(trainer.strategy, "recorder", None)
         if recorder is not None and batch_idx >= trainer.num_training_batches - 2:
             recorder.measures_busy = True
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.gpu_time is not None and batch_idx == trainer.num_training_batches - 3:
+            self.gpu_time.stop()
         self.losses.append(outputs["loss"].detach())
         self.times.append(time.perf_counter())
         for gpu, before in enumerate(self._free_before):
@@ -186,7 +196,8 @@ def main() -> None:
         free_before = _free_bytes()[: len(gpus)] if gpus else []
         subject = MODELS[options.model]
         host_time = HostTime() if options.host_time else None
-        module, measure = Module(subject, options), Measure(free_before, host_time)
+        gpu_time = GpuTime(options.gpu_time) if options.gpu_time else None
+        module, measure = Module(subject, options), Measure(free_before, host_time, gpu_time)
         split = 1 if is_harmony else options.microbatches or 1
         trainer = pl.Trainer(
             strategy=_harmony(options) if is_harmony else "auto",
@@ -270,6 +281,8 @@ def _row(options: argparse.Namespace, trainer: Any, measure: Measure, start: flo
     }
     if measure.host_time is not None and len(steps) > FIRST_STEADY_STEP:
         row["host_time"] = measure.host_time.row(len(steps) + 1 - FIRST_STEADY_STEP)
+    if measure.gpu_time is not None:
+        row["gpu_time"] = measure.gpu_time.row()
     report = getattr(trainer.strategy, "step_report", None)
     if report is not None:
         row |= {

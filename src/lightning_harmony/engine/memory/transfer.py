@@ -143,13 +143,13 @@ class Launched:
             forget = weakref.ref(tensor, lambda _, key=key: self._made.pop(key, None))  # type: ignore[misc]
             self._made[key] = forget, version_of(tensor), self._turn
 
-    def returned(self, gradient: Tensor, to: int) -> Tensor:
+    def returned(self, gradient: Tensor, to: int | None) -> Tensor:
         """A gradient on the device where what it is of came from, in the lane's next turn there if that comes next.
 
         At once, the device would wait for it before it does what others launch there until that turn.
         """
         home = self.transfers.home(gradient)
-        if home is None or home == to:
+        if home is None or to is None or home == to:
             return gradient
         # Its backward has made it in this turn, if it has come to the device in it at all.
         if home in self._in_turn:
@@ -157,7 +157,7 @@ class Launched:
         self._go_over(to)
         # Where the next node runs.
         with self._devices[to].computing():
-            return self.transfers.copy_from(home, gradient, to, launched=self)
+            return _moved(gradient, self.transfers.copy_from(home, gradient, to, launched=self), self)
 
     def until(self, number: int, tensor: Tensor) -> Event | None:
         """Behind what has made a tensor on a device; None for all that was launched there so far."""
@@ -315,18 +315,62 @@ def _moved(tensor: Tensor, copied: Tensor, launched: Launched) -> Tensor:
             "a jagged tensor that needs gradients goes from one GPU to another, where torch's autograd knows no order for its "
             "gradient: use Trainer(devices=1), or pad it between layers"
         )
-    moved: Tensor = _Moved.apply(tensor, copied, launched)
+    crossing = _Crossing(launched, launched.transfers.home(tensor))
+    moved: Tensor = _There.apply(_Here.apply(tensor, crossing), copied, crossing)
     return moved
 
 
-class _Moved(torch.autograd.Function):
+class _Crossing:
+    """What two nodes know of each other: one where a tensor comes from, and one where its copy is.
+
+    For autograd each node has one stream, and what uses a gradient waits for all that was launched on the stream of the node
+    that returns it. One node would be of the copy's device: there, other microbatches have launched their work meanwhile.
+    Between these two goes a number on the host, for which nothing waits.
+
+    Args:
+        launched: by the lane. Not the lane's copies: they would last as long as the graph.
+        home: the number of the device that the tensor comes from, if that is one.
+    """
+
+    def __init__(self, launched: Launched, home: int | None) -> None:
+        self._launched, self._home = launched, home
+        self._gradient: Tensor | None = None
+
+    def keep(self, gradient: Tensor) -> None:
+        """The gradient of the copy has come."""
+        self._gradient = gradient
+
+    def returned(self) -> Tensor:
+        """That gradient where the tensor comes from."""
+        gradient, self._gradient = self._gradient, None
+        assert gradient is not None
+        return self._launched.returned(gradient, self._home)
+
+
+def _number() -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return torch.zeros((), device="cpu")
+
+
+class _Here(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, copied: Tensor, launched: Launched) -> Tensor:
-        # Not the lane's copies: they would last as long as the graph.
-        ctx.launched, ctx.home = launched, launched.transfers.home(tensor)
+    def forward(ctx: Any, tensor: Tensor, crossing: _Crossing) -> Tensor:
+        ctx.crossing = crossing
+        return _number()
+
+    @staticmethod
+    def backward(ctx: Any, number: Tensor) -> tuple[Tensor, None]:
+        return ctx.crossing.returned(), None
+
+
+class _There(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, copied: Tensor, crossing: _Crossing) -> Tensor:
+        ctx.crossing = crossing
         # No view: a layer may change it in place.
         return copied.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _moved(gradient, ctx.launched.returned(gradient, ctx.home), ctx.launched), None, None
+        ctx.crossing.keep(gradient)
+        return _number(), None, None
