@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.devices.recording import HostRecording
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.layers.input_uses import InputUses
+from lightning_harmony.engine.layers.layer_call import LayerCall
 from lightning_harmony.engine.layers.recorded_call import RecordedCall
 from lightning_harmony.engine.layers.recordings import Recordings
 from support import chains
@@ -331,28 +334,25 @@ class ByAGlobal(Block):
         return super().forward(x) * _strength[0]
 
 
-class Scheduled(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(ByAGlobal() for _ in range(5))
+class DetachedByAGlobal(Block):
+    """What it returns stays as it was."""
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return super().forward(x) + (0.1 * x if _strength[0] == 1.0 else 0.1 * x.detach())
 
 
-class Schedule:
-    """A callback that changes a number that nobody watches."""
+class Schedule(pl.Callback):
+    """Changes a number that nobody watches."""
 
-    def __new__(cls) -> Any:
-        import lightning.pytorch as pl
-
-        class Made(pl.Callback):
-            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-                _strength[0] = 1.0 if trainer.global_step < 3 else 0.5
-
-        return Made()
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        _strength[0] = 1.0 if trainer.global_step < 3 else 0.5
 
 
+@pytest.mark.parametrize("block", [ByAGlobal, DetachedByAGlobal])
 def test_code_that_has_come_to_do_something_else_is_found_before_anything_is_updated(
-    record: Record, monkeypatch: pytest.MonkeyPatch
+    block: type[Block], record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kind = chain_of(block)
     replay = HostRecording.replay
 
     def as_recorded(recording: HostRecording) -> None:
@@ -363,13 +363,72 @@ def test_code_that_has_come_to_do_something_else_is_found_before_anything_is_upd
     if root().type == "cpu":
         # A CUDA graph has the numbers that it was recorded with.
         monkeypatch.setattr(HostRecording, "replay", as_recorded)
-    plain = train_plain(build(Scheduled), samples(STEPS), MICROBATCHES, BATCH, more_callbacks=[Schedule()])
-    found = train(build(Scheduled), more_callbacks=[Schedule()])
+    plain = train_plain(build(kind), samples(STEPS), MICROBATCHES, BATCH, more_callbacks=[Schedule()])
+    found = train(build(kind), more_callbacks=[Schedule()])
     _strength[0] = 1.0
     # The step in which it was found has run once more, by the code.
     compare(plain, found)
     assert record.replayed
-    assert "return something else" in record.refused["net.blocks.0"]
+    assert "return something else" in record.refused["net.blocks.1"]
+
+
+_modules: list[pl.LightningModule] = []
+
+
+class Logging(Block):
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        found = super().forward(x)
+        _modules[0].log("inner", found.detach().mean(), on_step=False, on_epoch=True, batch_size=len(x))
+        return found
+
+
+class Logged(pl.Callback):
+    """What a layer of the module has logged."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        _modules[:] = [pl_module]
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.value = trainer.callback_metrics["inner"]
+        _modules.clear()
+
+
+def test_layers_that_log_do_so_in_each_microbatch(record: Record) -> None:
+    """What runs in their place logs nothing: an epoch's mean was that of each step's first microbatch."""
+    logged = [Logged(), Logged(), Logged()]
+    train_plain(build(chain_of(Logging)), samples(STEPS), MICROBATCHES, BATCH, more_callbacks=logged[:1])
+    train(build(chain_of(Logging)), cuda_graphs=False, more_callbacks=logged[1:2])
+    train(build(chain_of(Logging)), more_callbacks=logged[2:])
+    torch.testing.assert_close(logged[1].value, logged[0].value)
+    assert torch.equal(logged[2].value, logged[1].value)
+    assert not record.replayed
+    assert "logs 'inner'" in record.refused["net.blocks.0"]
+
+
+def test_code_runs_once_in_a_step_to_be_compared(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward by the code took the host longer than all that it launched beside."""
+    ran: list[str] = []
+    for owner, name in ((LayerCall, "_run_in_graph"), (Recordings, "compare")):
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name), ran))
+    steps: list[Counter[str]] = []
+
+    class Counting(pl.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            steps.append(Counter(ran))
+            ran.clear()
+
+    train(build(Chain), more_callbacks=[Counting()])
+    assert record.replayed, record.refused
+    # In the last one, turns of the code are timed.
+    assert steps[-2] == {"compare": len(Chain().blocks)}
+
+
+def noting(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        names.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return noted
 
 
 def test_another_shape_of_batches_is_recorded_apart(record: Record) -> None:

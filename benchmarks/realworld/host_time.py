@@ -39,6 +39,7 @@ PARTS: dict[str, list[tuple[str, str]]] = {
         (f"{_ENGINE}.layers.recordings", "Recordings.end_call"),
         (f"{_ENGINE}.layers.recordings", "Recordings.note_backward"),
     ],
+    "comparing recordings with code": [(f"{_ENGINE}.layers.recordings", "Recordings.compare")],
     "lets recordings go": [(f"{_ENGINE}.layers.recordings", "Recordings.let_go")],
     "waits for room": [
         (f"{_ENGINE}.memory.residents", "Residents._await_room"),

@@ -24,8 +24,10 @@ _Merge = Callable[[list[Tensor], list[Any]], Tensor]
 
 
 @contextmanager
-def unheard(trainer: Any) -> Iterator[None]:
+def unheard(trainer: Any) -> Iterator[Sequence[str]]:
     """The context in which a layer's code runs again: what it logs has been logged, by whatever way it came to `log`.
+
+    Yields the names of what it logs.
 
     All ways end at Lightning's result collection, which hears nothing of this thread. On their way they find the name of the
     hook that ran when the code ran first: another one would begin the values of an epoch anew.
@@ -34,21 +36,24 @@ def unheard(trainer: Any) -> Iterator[None]:
         trainer: of the module.
     """
     results, module = compat.logged_results(trainer), trainer.lightning_module
+    logged: list[str] = []
     if results is None:
-        yield
+        yield logged
         return
     heard, own, thread = results.log, vars(results).get("log"), threading.get_ident()
 
-    def log(*args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() != thread:
-            heard(*args, **kwargs)
+    def log(fx: str, name: str, *args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() == thread:
+            logged.append(name)
+        else:
+            heard(fx, name, *args, **kwargs)
 
     hook = compat.running_hook(module)
     results.log = log
     if hook in (None, "backward"):
         compat.set_running_hook(module, "training_step")
     try:
-        yield
+        yield logged
     finally:
         compat.set_running_hook(module, hook)
         if own is None:

@@ -50,9 +50,13 @@ class RecordedCall:
             residency: of the layer's pack.
         """
         recorded, runtime = self._recorded, self._runtime
-        self._random = RandomState.capture(residency.cuda_index) if recorded.draws else None
+        inputs, is_compared = [tensor.detach() for tensor in tensors], self._recordings.has_compared(recorded)
+        random = None if is_compared and not recorded.draws else RandomState.capture(residency.cuda_index)
+        self._random = random if recorded.draws else None
         # First: to keep inputs may take room, for which what is recorded would go.
-        outputs = recorded.forward(residency, [tensor.detach() for tensor in tensors])
+        outputs = recorded.forward(residency, inputs)
+        if random is not None and not is_compared:
+            self._recordings.compare(self._layer, recorded, residency, inputs, random, outputs)
         self._is_announced = bool(recorded.trained)
         self._use = runtime.expect_backward(self._layer) if self._is_announced else 0
         kept = [runtime.at_layer(tensor, residency) for tensor in tensors]

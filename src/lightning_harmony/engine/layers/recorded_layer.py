@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules import module as torch_modules
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_harmony.engine.devices.recording import OtherBitsError, Recording, RecordingError
 from lightning_harmony.engine.lanes.ambient import AmbientState
@@ -21,16 +18,15 @@ from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.call_weights import CallWeights
 from lightning_harmony.engine.layers.fixed_memory import FixedMemory, signature
 from lightning_harmony.engine.layers.input_uses import InputUses
+from lightning_harmony.engine.layers.recordable import Foreign, graph_of, has_drawn, hooks_within, refuse_draws
 from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.layers.saved_tensors import drop
 from lightning_harmony.engine.model.layer import SwappedLayer, own_code_of
 from lightning_harmony.engine.model.pack import Residency
-from lightning_harmony.engine.structures.operations import Unseen, detached, run_as_without_mode
+from lightning_harmony.engine.structures.operations import Unseen, detached
 from lightning_harmony.engine.structures.strides import copied, is_dense
 from lightning_harmony.engine.structures.tree import flatten
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS_OF_ALL = [vars(torch_modules)[f"_global{hooks}"] for hooks in _HOOKS]
 # Such constants are part of what is recorded.
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -145,6 +141,8 @@ class RecordedLayer:
         # The last one that it fits: what it refers to makes way for others.
         self._known: Callable[[], Residency | None] = lambda: None
         self.have_gradients: list[bool] = []
+        # The graph that its code makes.
+        self._graph: list[Any] = []
         self._close: Callable[[Iterator[Any]], Any] = next
         # Whether each leaf of what it returns is a tensor, and what it is if not.
         self._results: list[tuple[bool, Any]] = []
@@ -196,7 +194,7 @@ class RecordedLayer:
             RecordingError: if that cannot be; it says why.
         """
         expected, self._close = flatten(result)
-        self._results = [(True, None) if isinstance(leaf, Tensor) else (False, leaf) for leaf in expected]
+        self._results = _kinds_of(expected)
         self._refuse_results(expected, tensors)
         if self._signature is None or not self._attributes.are_plain:
             raise RecordingError("tensors that are no buffers are among what it has")
@@ -205,22 +203,16 @@ class RecordedLayer:
         self._memory.hold(residency)
         twin, inputs = self._memory.twin(residency), self._memory.tensors("input", tensors)
         found: list[int] = []
-        watch: list[AbstractContextManager[Any]] = [_Foreign(self._memory)]
+        watch: list[AbstractContextManager[Any]] = [Foreign(self._memory)]
 
         def work() -> list[Tensor]:
             given = self._fresh(inputs)
-            uses = InputUses([(n, each) for n, each in enumerate(given) if each.requires_grad])
-            with watch.pop() if watch else nullcontext(), saved_tensors_hooks(drop, _nothing), torch.enable_grad():
-                leaves = flatten(self._run(twin, given, uses))[0]
-            found[:] = [use.number for use in uses.in_order]
-            made = [each for each in leaves if isinstance(each, Tensor)]
-            _refuse_own_uses(made, given)
-            return [each.detach() for each in made]
+            with watch.pop() if watch else nullcontext():
+                leaves, self._graph, found[:] = self._run_forward(twin, given)
+            return [each.detach() for each in leaves if isinstance(each, Tensor)]
 
         self._forward = residency.device.recorded(work)
-        self._refuse_draws(random, RandomState.capture(index))
-        if self._layer.attributes.read() is not self._attributes:
-            raise RecordingError("its calls change attributes")
+        refuse_draws(random, RandomState.capture(index))
         self.uses, self._inputs = found, [each for each in inputs if each is not None]
         self._are_dense = all(map(is_dense, self._inputs))
         outputs = [each for each in expected if isinstance(each, Tensor)]
@@ -244,17 +236,43 @@ class RecordedLayer:
                 raise RecordingError("it returns what it is called with, or two views of one tensor")
             memories.append(each.untyped_storage()._cdata)
 
-    def _refuse_draws(self, before: RandomState, after: RandomState) -> None:
-        if before.python != after.python or before.numpy != after.numpy or not torch.equal(before.cpu, after.cpu):
-            raise RecordingError("its code draws random numbers on the host")
+    def differs(
+        self, residency: Residency, tensors: Sequence[Tensor], before: RandomState, made: Sequence[Tensor]
+    ) -> Tensor:
+        """Run the code of a call whose tensors are made, and see whether it does something else. A flag on the device.
 
-    def differs(self, residency: Residency, tensors: Sequence[Tensor], before: RandomState, result: Any) -> Tensor:
-        """Whether what is recorded makes other bits than a call that has just been. A flag on the device."""
-        with before.entered(residency.cuda_index):
-            made = self.forward(residency, tensors)
-        outputs = [each for each in flatten(result)[0] if isinstance(each, Tensor)]
+        Args:
+            residency: of the layer's pack.
+            tensors: the call's.
+            before: the generators' state, as the call found it.
+            made: the tensors that it returns.
+        """
+        index = residency.cuda_index
+        try:
+            with before.entered(index):
+                leaves, graph, uses = self._run_forward(residency, self._fresh(tensors))
+                after = RandomState.capture(index)
+            refuse_draws(before, after)
+        except RecordingError:
+            return torch.ones((), dtype=torch.bool)
+        outputs = [each for each in leaves if isinstance(each, Tensor)]
+        is_as_known = _kinds_of(leaves) == self._results and graph == self._graph and uses == self.uses
+        if not is_as_known or has_drawn(before, after) != self.draws or not all(map(_are_alike, outputs, made)):
+            return torch.ones((), dtype=torch.bool)
         with Unseen():
             return torch.stack([_bits_differ(one, other) for one, other in zip(outputs, made, strict=True)]).any()
+
+    def _run_forward(self, residency: Residency, given: Sequence[Tensor]) -> tuple[list[Any], list[Any], list[int]]:
+        """Run the code, and keep nothing of its graph: what it returns, what that graph is, and the inputs that it uses.
+
+        Raises:
+            RecordingError: if functions of its own use inputs.
+        """
+        uses = InputUses([(n, each) for n, each in enumerate(given) if each.requires_grad])
+        with saved_tensors_hooks(drop, _nothing), torch.enable_grad():
+            leaves = flatten(self._run(residency, given, uses))[0]
+        graph = graph_of([each for each in leaves if isinstance(each, Tensor)], given)
+        return leaves, graph, [use.number for use in uses.in_order]
 
     def forward(self, residency: Residency, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that a call returns."""
@@ -362,10 +380,15 @@ class RecordedLayer:
         args, kwargs = self._again(inputs, self._leaves)
         attributes = layer.attributes.as_they_were(self._attributes)
         beside = layer.beside(residency.leaves, {})
-        with self._ambient.entered(), self._runtime.recomputing(), attributes, beside, _casting_anew():
+        with self._ambient.entered(), self._runtime.recomputing() as logged, attributes, beside, _casting_anew():
             found = bound.of_leaves(weights, residency)
             with layer.bound(found, residency.buffers), own_code_of(layer), uses, torch.enable_grad():
                 result = self._ambient.run(self._own, *args, **kwargs)
+            has_set = layer.attributes.read() is not self._attributes
+        if logged:
+            raise RecordingError(f"its code logs {logged[0]!r}")
+        if has_set:
+            raise RecordingError("its calls change attributes")
         if bound.have_read_wide():
             raise RecordingError("it reads weights that are narrow here")
         return result
@@ -382,57 +405,19 @@ def _casting_anew() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def hooks_within(module: nn.Module | None) -> list[Any]:
-    """Where modules below one keep hooks around their forwards and backwards, and where torch keeps those of all modules."""
-    below = [each for each in module.modules() if each is not module] if module is not None else []
-    return [vars(each)[hooks] for each in below for hooks in _HOOKS if hooks in vars(each)] + _HOOKS_OF_ALL
-
-
-def _refuse_own_uses(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Refuse code in whose graph inputs themselves are, and no leaves in their places: functions of its own see to that."""
-    own = {id(each) for each in inputs}
-    nodes: list[Any] = [each.grad_fn for each in results]
-    seen: set[Any] = {None}
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if id(getattr(node, "variable", None)) in own:
-            raise RecordingError("a function of its own uses inputs out of sight of torch")
-        nodes += [each for each, _ in node.next_functions]
-
-
-class _Foreign(TorchDispatchMode):
-    """Refuses tensors that a layer's code has from elsewhere: they may be others, or gone, when it is replayed."""
-
-    def __init__(self, memory: FixedMemory) -> None:
-        super().__init__()
-        self._memory = memory
-        # Who is foreign was there before: none of these gets its identity.
-        self._made: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for tensor in _strided(args, kwargs):
-            if tensor.untyped_storage()._cdata not in self._made and not self._memory.has(tensor):
-                # A number from the host is a constant.
-                if tensor.device.type == "cpu" and func is torch.ops.aten.lift_fresh.default:
-                    continue
-                raise RecordingError("it computes with a tensor that is neither an argument nor a buffer")
-        result = run_as_without_mode(func, args, kwargs)
-        self._made.update(tensor.untyped_storage()._cdata for tensor in _strided(result))
-        return result
-
-
-def _strided(*values: Any) -> Collection[Tensor]:
-    return [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.layout is torch.strided]
+def _kinds_of(results: Sequence[Any]) -> list[tuple[bool, Any]]:
+    """Of what a call returns: whether each is a tensor, and what it is if not."""
+    return [(True, None) if isinstance(each, Tensor) else (False, each) for each in results]
 
 
 def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    return one.dtype == other.dtype and one.size() == other.size() and not bool(_bits_differ(one, other))
+    return _are_alike(one, other) and not bool(_bits_differ(one, other))
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.size() == other.size()
 
 
 def _bits_differ(one: Tensor, other: Tensor) -> Tensor:

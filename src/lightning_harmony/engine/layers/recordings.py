@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.recording import OtherBitsError, RecordingChangedError, RecordingError
+from lightning_harmony.engine.devices.stream import Event, Happened
 from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.layers.call_arguments import CallArguments
 from lightning_harmony.engine.layers.fixed_memory import FixedMemory
-from lightning_harmony.engine.layers.recorded_layer import Backward, CallKey, Gradients, RecordedLayer, hooks_within
+from lightning_harmony.engine.layers.recordable import has_drawn, hooks_within
+from lightning_harmony.engine.layers.recorded_layer import Backward, CallKey, Gradients, RecordedLayer
 from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
@@ -27,11 +30,25 @@ _MOST_TRIES = 3
 _LARGEST_SHARE = 0.25
 
 
+class _Compared(NamedTuple):
+    """A comparison of recorded work with code.
+
+    Attributes:
+        layer: whose they are.
+        differs: a flag on the host.
+        when: it is known.
+    """
+
+    layer: SwappedLayer
+    differs: Tensor
+    when: Event
+
+
 class Recordings:
     """Records the work of layers, and tells which calls may run it in the place of their code.
 
-    In each step, the first call of a layer runs its code. If something is recorded for it, that is compared: where code
-    has come to do something else since, it makes other bits.
+    In each step, the code runs once more for the first call that something recorded stands for, and is compared with it:
+    where code has come to do something else since, it makes other bits or another graph.
 
     Args:
         devices: where layers run.
@@ -50,7 +67,7 @@ class Recordings:
         self._num_bytes: dict[SwappedLayer, int] = {}
         self._num_tries: Counter[SwappedLayer] = Counter()
         self._seen: set[tuple[SwappedLayer, Device]] = set()
-        self._differ: list[tuple[SwappedLayer, Tensor]] = []
+        self._compared: dict[RecordedLayer, _Compared] = {}
         self._num_told = 0
         self.is_on = False
         self.refused: dict[SwappedLayer, str] = {}
@@ -84,21 +101,42 @@ class Recordings:
         """
         self.is_on = is_on and bool(self._memories)
         self._seen.clear()
-        self._differ = []
+        self._compared = {}
 
     def find(self, layer: SwappedLayer, arguments: CallArguments, residency: Residency) -> RecordedLayer | None:
         """What runs in the place of the layer's code; None for that."""
-        if (layer, residency.device) not in self._seen:
-            return None
-        key = CallKey.of(arguments, residency.device.torch_device)
-        return None if key is None else self._recorded(layer, key, residency)
+        known = self._of_layers.get((layer, residency.device))
+        key = CallKey.of(arguments, residency.device.torch_device) if known else None
+        return None if known is None or key is None else next((r for r in known if r.is_for(key, residency)), None)
 
-    def _recorded(self, layer: SwappedLayer, key: CallKey, residency: Residency) -> RecordedLayer | None:
-        known = self._of_layers.get((layer, residency.device), ())
-        return next((each for each in known if each.is_for(key, residency)), None)
+    def has_compared(self, recorded: RecordedLayer) -> bool:
+        """Whether what is recorded has been compared with the layer's code in this step."""
+        return recorded in self._compared
+
+    def compare(
+        self,
+        layer: SwappedLayer,
+        recorded: RecordedLayer,
+        residency: Residency,
+        tensors: Sequence[Tensor],
+        random: RandomState,
+        made: Sequence[Tensor],
+    ) -> None:
+        """Compare a call that has run what is recorded with the layer's code.
+
+        Args:
+            layer: the layer.
+            recorded: what has run.
+            residency: of the layer's pack.
+            tensors: the call's.
+            random: the generators' state, as the call found it.
+            made: the tensors that it returns.
+        """
+        differs = recorded.differs(residency, tensors, random, made).to("cpu", non_blocking=True)
+        self._compared[recorded] = _Compared(layer, differs, residency.device.record())
 
     def begin_call(self, layer: SwappedLayer, residency: Residency) -> RandomState | None:
-        """The layer's code is about to run: the generators' state, if the call will be recorded or compared."""
+        """The layer's code is about to run: the generators' state, if the call will be recorded."""
         if (layer, residency.device) in self._seen or layer in self.refused:
             return None
         return RandomState.capture(residency.cuda_index)
@@ -113,21 +151,17 @@ class Recordings:
         random: RandomState,
         result: object,
     ) -> None:
-        """The layer's code has run, for the first time in the step: record it, or compare it with what is recorded."""
+        """The layer's code has run, for the first time in the step: record it."""
         place = layer, residency.device
         self._seen.add(place)
         key = CallKey.of(arguments, residency.device.torch_device)
-        recorded = None if key is None else self._recorded(layer, key, residency)
-        if recorded is not None:
-            self._differ.append((layer, recorded.differs(residency, arguments.tensors, random, result)))
-            return
         memory = self._memories.get(residency.device)
         if key is None or memory is None or layer in self.refused or not residency.device.records:
             return
         now = RandomState.capture(residency.cuda_index)
         try:
             self._refuse(layer, residency, random, now)
-            draws = _has_drawn(random, now)
+            draws = has_drawn(random, now)
             recorded = RecordedLayer(layer, own, runtime, memory, key, arguments, residency, draws=draws)
             with random.entered(residency.cuda_index):
                 recorded.record_forward(residency, arguments.tensors, result)
@@ -135,6 +169,7 @@ class Recordings:
             self._note(layer, error)
         else:
             self._of_layers.setdefault(place, []).append(recorded)
+            self._compared[recorded] = _Compared(layer, torch.zeros((), dtype=torch.bool), Happened())
 
     def note_backward(self, layer: SwappedLayer, recorded: RecordedLayer, coming: Backward, found: Gradients) -> None:
         """A backward of a recorded call has run: record it, if it is not."""
@@ -166,7 +201,7 @@ class Recordings:
             raise RecordingError("it may change buffers")
         if any(hooks_within(module)):
             raise RecordingError("modules of it have hooks")
-        if self._has_several and _has_drawn(before, after):
+        if self._has_several and has_drawn(before, after):
             raise RecordingError("it draws random numbers, which several devices have in common")
 
     def _give_up(self, layer: SwappedLayer, error: Exception) -> None:
@@ -200,8 +235,12 @@ class Recordings:
         Raises:
             RecordingChangedError: if one does not. Nothing is recorded of it any more.
         """
-        differ, self._differ = self._differ, []
-        changed = [layer for layer, differs in differ if differs]
+        changed: list[SwappedLayer] = []
+        for layer, differs, when in self._compared.values():
+            # Not for what has been launched since.
+            when.synchronize()
+            if differs:
+                changed.append(layer)
         for layer in changed:
             self._give_up(layer, RecordingError("its code has come to return something else"))
         if changed:
@@ -209,8 +248,3 @@ class Recordings:
                 f"layer {changed[0].name!r} returns something else than what was recorded of it: its code depends on more "
                 "than its arguments, parameters, buffers and attributes"
             )
-
-
-def _has_drawn(before: RandomState, after: RandomState) -> bool:
-    """Whether random numbers were drawn on the GPU."""
-    return before.cuda is not None and after.cuda is not None and not torch.equal(before.cuda, after.cuda)

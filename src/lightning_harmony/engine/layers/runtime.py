@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,8 +75,8 @@ class Runtime(Protocol):
     def measuring_graph(self, layer: SwappedLayer) -> AbstractContextManager[None]:
         """The context in which a layer's inputs are loaded and its saved tensors are made again."""
 
-    def recomputing(self) -> AbstractContextManager[None]:
-        """The context of a layer's own code when it runs again."""
+    def recomputing(self) -> AbstractContextManager[Sequence[str]]:
+        """The context of a layer's own code when it runs again; with the names of what it logs."""
 
     def note_call(self, stash: Callable[[Tensor], Stashed]) -> Callable[[], AbstractContextManager[None]]:
         """A layer's own code is about to run; what gives one more context in which it runs again.

@@ -280,9 +280,9 @@ class _Rehearsal:
         """It finds what it finds."""
         return nullcontext
 
-    def recomputing(self) -> AbstractContextManager[None]:
+    def recomputing(self) -> AbstractContextManager[Sequence[str]]:
         """Nobody hears it."""
-        return nullcontext()
+        return nullcontext(())
 
     def show_changed_buffers(self, layer: SwappedLayer, residency: Residency, keys: Collection[BufferKey]) -> None:
         """Nobody reads them: nothing has values."""

@@ -65,7 +65,7 @@ def assemble(
     progress: Callable[[int], None] = lambda done: None,
     records: Records | None = None,
     store: HostStore | None = None,
-    recomputing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    recomputing: Callable[[], AbstractContextManager[Sequence[str]]] = lambda: nullcontext(()),
     records_layers: bool = False,
 ) -> Executor:
     """An executor for a model, whose layers are intercepted from now until it is closed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -63,7 +63,7 @@ class Runtime:
         transfers: Transfers,
         observer: Observer,
         surroundings: Surroundings,
-        recomputing: Callable[[], AbstractContextManager[None]],
+        recomputing: Callable[[], AbstractContextManager[Sequence[str]]],
         recordings: Recordings,
     ) -> None:
         self._model, self._step, self._placement = model, step, placement
