@@ -86,6 +86,9 @@ class _Found:
                 self._others[name].append(function)
 
     def _read(self, function: FunctionType) -> None:
+        # Code that names attributes of a file may set its variables, which tell of no file.
+        named = map(function.__globals__.get, _names(function.__code__))
+        self.files |= {each.__name__: None for each in named if isinstance(each, ModuleType) and _is_own(each.__name__)}
         new = _names(function.__code__) - self._names
         self._names |= new
         for name in new & self._others.keys():

@@ -125,7 +125,7 @@ class Held:
         self.newest = newest = content.copied() if isinstance(content, Variables) else copied_content(content)
         if self.kind is not Kind.HOOKS and make_seekable(content, newest):
             self.newest = content.copied() if isinstance(content, Variables) else copied_content(content)
-        others = [(name, each) for name, value in self.items() for each in _in_one(value)]
+        others = [(name, each) for name, value in self.items() for each in in_one(value)]
         self.marked = [(name, value) for name, value in others if mark_of(value) is not None]
         self.has_tensors = any(_holds_tensors(value) for _, value in self.items())
 
@@ -145,12 +145,12 @@ class Held:
             self.marked = []
 
 
-def _in_one(value: Any) -> Iterator[Any]:
+def in_one(value: Any) -> Iterator[Any]:
     """What may be changed in place of a value: itself, what is in a tuple, or the iterator whose method it is."""
     kind = type(value)
     if kind is tuple:
         for each in value:
-            yield from _in_one(each)
+            yield from in_one(each)
     elif kind is MethodType and type(value.__self__) is Seekable:
         yield value.__self__
     elif kind not in _UNMARKED:

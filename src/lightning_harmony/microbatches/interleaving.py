@@ -163,13 +163,14 @@ class Interleaving:
             (watch if engine.is_sequential else reads).note_compiled(given)
 
         # Larger microbatches than ever before run one after the other.
-        watch = Watch(self._model, self._places)
+        watch = self._new_watch()
 
         def set_by_layer(attributes: dict[str, Any], names: set[str]) -> None:
             self._attributes.set_by_layer(attributes, names)
             watch.set_by_layer(attributes, names)
 
-        engine.notify(Listeners(switch, set_by_layer, watch, note_compiled, self._elsewhere.begin()))
+        on_call = watch.checking(self._elsewhere.begin())
+        engine.notify(Listeners(switch, set_by_layer, watch, note_compiled, on_call))
         with logs, closing(watch), closing(reads):
             forward(True)
             if not engine.is_sequential:
@@ -200,6 +201,10 @@ class Interleaving:
             self._end_forward()
             self._conclude(watch, len(sizes))
 
+    def _new_watch(self) -> Watch:
+        others = [("what the trainer or a callback keeps", vars(self._trainer))]
+        return Watch(self._model, self._places, self._buffers_between_layers, others)
+
     def _buffers_between_layers(self, places: Sequence[Held]) -> Iterator[tuple[Held, list[str]]]:
         """The buffers that no layer has, which the code between layers may change."""
         of_layers = {(id(owner), name) for owner, name in self._engine.buffers_of_layers()}
@@ -219,13 +224,13 @@ class Interleaving:
                 self._ends.switch(microbatch)
 
         # Once there is a hazard, nothing that is seen would let them take turns again.
-        watch = Watch(self._model, self._places) if self.hazard is None else None
+        watch = self._new_watch() if self.hazard is None else None
         before = Versions(self._model) if watch is not None else None
         on_call = self._elsewhere.begin()
         self._engine.notify(
             Listeners(switch, on_call=on_call)
             if watch is None
-            else Listeners(switch, watch.set_by_layer, watch, watch.note_compiled, on_call)
+            else Listeners(switch, watch.set_by_layer, watch, watch.note_compiled, watch.checking(on_call))
         )
         with logs, nullcontext() if watch is None else closing(watch):
             forward(False)

@@ -93,7 +93,7 @@ class Walk:
             return False
         if kind is tuple:
             return any(map(self.may_lead, value))
-        return issubclass(kind, (*_CONTAINERS, *FUNCTIONS, type)) or _is_looked_into(value)
+        return issubclass(kind, (*_CONTAINERS, *FUNCTIONS, type)) or is_looked_into(value)
 
     def _all(self) -> Iterator[Held]:
         classes: dict[type, None] = {}
@@ -152,7 +152,7 @@ class Walk:
                 yield from _shared(self._function(name, value, depth, nested + 1))
         elif issubclass(kind, type):
             yield from self._class(value, nested)
-        elif depth < DEEPEST and _is_looked_into(value):
+        elif depth < DEEPEST and is_looked_into(value):
             self._seen[id(value)] = value
             yield from self._attributes_of(name, name, value, depth + 1, nested)
             yield from self._class(kind, nested)
@@ -359,7 +359,7 @@ def _is_users_global(value: Any, files: Container[str]) -> bool:
     return defined_in in files
 
 
-def _is_looked_into(value: Any) -> bool:
+def is_looked_into(value: Any) -> bool:
     """Whether an object may keep something of a step."""
     kind = type(value)
     if issubclass(kind, Metric | torch.optim.Optimizer | torch.utils.data.Dataset | torch.utils.data.DataLoader):

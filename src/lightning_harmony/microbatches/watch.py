@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -15,13 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.lanes.ambient import OF_PROCESS
+from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.microbatches.carried_state import CarriedState, Found, are_same
+from lightning_harmony.microbatches.fingerprints import Fingerprints
 from lightning_harmony.microbatches.held_state import (
     ALL,
     Held,
     Kind,
     changed_between,
+    in_one,
     is_held,
     mark_of,
     state_of_generator,
@@ -34,13 +38,15 @@ from lightning_harmony.microbatches.lane_attributes import (
     is_switched,
 )
 from lightning_harmony.microbatches.places import Contents, Places, Together
-from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED
+from lightning_harmony.microbatches.read_metrics import ReadMetrics
+from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED, context_now
 from lightning_harmony.microbatches.variables import MISSING
 
 # Of a step, watching takes at most this share, beside one microbatch at whose calls everything is looked at.
 _SHARE = 0.01
 
 
+_OnCall = Callable[[Callable[[Tensor], Stashed]], Callable[[], AbstractContextManager[None]]]
 _OWN_PACKAGE = __name__.partition(".")[0]
 
 
@@ -79,21 +85,35 @@ class Watch:
     """Compares what Python and the process hold when a microbatch begins with what they hold when it calls a layer.
 
     The first microbatch may make what all others find, and is looked at when it ends alone.
+
+    Args:
+        model: whose step it is.
+        places: all that microbatches may change.
+        buffers: gives, of some places, the buffers that no layer has, with their names.
+        others: what only a step that runs one after the other may change, in words.
     """
 
-    def __init__(self, model: nn.Module, places: Places) -> None:
-        self._places = places
+    def __init__(
+        self,
+        model: nn.Module,
+        places: Places,
+        buffers: Callable[[Sequence[Held]], Iterable[tuple[Held, list[str]]]],
+        others: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        self._model, self._places, self._buffers, self._others = model, places, buffers, others
         self.seen = _Seen()
         self._begun = Contents(Together(()))
         self._marks: list[tuple[Held, Any, Any, Any]] = []
         self._settings: list[Any] = []
         self._registered: list[Any] = []
+        self._context: dict[int, int] = {}
         self._drawn: dict[int, Any] = {}
         # What the microbatch before has changed before its backward.
         self._left: list[tuple[Held, Any, Any]] = []
         self._microbatch = -1
         self._calls = 0
-        self._carried = CarriedState(model)
+        self._carried, self._metrics = CarriedState(model), ReadMetrics(model)
+        self._silent = Fingerprints(())
         self._of_layers: dict[int, set[str]] = defaultdict(set)
         self._began = time.perf_counter()
         self._spent = 0.0
@@ -109,7 +129,12 @@ class Watch:
             self._lengths: dict[int, int] = {}
             self._settings = [setting.get() for setting in NOT_SWITCHED]
             self._registered = [kind.get() for kind in OF_PROCESS]
+            self._context = context_now()
             self._drawn = {}
+            self._silent.refuse_changed_again()
+            if microbatch <= 1:
+                self._silent = Fingerprints(self._all_values(), self._model.named_parameters(), self._others)
+            self._metrics.begin()
             self._carried.begin(list(self._begun))
             for held, name, left in self._left:
                 now = held.look()
@@ -138,6 +163,29 @@ class Watch:
             for setting, before in zip(NOT_SWITCHED, self._settings, strict=True):
                 if setting.get() != before:
                     self._note_hazard(f"{setting.name} is set", layer)
+            metric = self._metrics.at_call()
+            if metric is not None:
+                self._note_hazard(metric, layer)
+
+    def _all_values(self) -> Iterator[tuple[Held, Iterable[tuple[Any, Any]]]]:
+        """What is in all places, and in the buffers that no layer has."""
+        for held in self._begun.places:
+            yield held, ((name, each) for name, value in held.items() for each in in_one(value))
+        for held, names in self._buffers(self._begun.places):
+            yield held, ((name, held.content[name]) for name in names)
+
+    def checking(self, on_call: _OnCall) -> _OnCall:
+        """Look at what the code of layers changes when it runs again, of what nothing else tells.
+
+        Args:
+            on_call: gives what makes the context of code that runs again.
+        """
+
+        def called(keep: Callable[[Tensor], Stashed]) -> Callable[[], AbstractContextManager[None]]:
+            context = on_call(keep)
+            return partial(self._silent.checking, context) if 0 <= self._microbatch <= 1 else context
+
+        return called
 
     def note_compiled(self, given: Sequence[Tensor]) -> None:
         """It calls a compiled layer with tensors."""
@@ -166,6 +214,13 @@ class Watch:
             for kind, before in set_before:
                 if self._microbatch > 0 and kind.get() != before:
                     self._note(f"{kind.name} is set for good", "the end of a microbatch")
+            if self._microbatch > 0 and context_now() != self._context:
+                self._note("a context variable is set for good", "the end of a microbatch")
+            silent, metric = self._silent.changed() if self._microbatch == 1 else None, self._metrics.end()
+            if silent is not None:
+                self._note(f"{silent} is changed", "the end of a microbatch")
+            if metric is not None and self._microbatch > 0:
+                self._note(metric, "the end of a microbatch")
             at_calls: dict[str, list[Any]] = defaultdict(list)
             for place, name in self.seen.at_calls:
                 at_calls[place].append(name)
@@ -276,6 +331,7 @@ class Watch:
 
     def conclude(self, known: KnownChanges, num_microbatches: int) -> str | None:
         """The step has ended: note what it changes; what speaks against taking turns, if anything does."""
+        self._silent.refuse_changed_again()
         seen = self.seen
         for (place, name), layer in seen.at_calls.items():
             held = seen.changed.get((place, name))

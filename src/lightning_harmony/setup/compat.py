@@ -105,6 +105,12 @@ def logged_step(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
+def computed_value(metric: Any) -> object:
+    """What a metric of torchmetrics has computed of its states, as long as they are not updated; else None."""
+    value: object = metric._computed
+    return value
+
+
 def running_hook(module: Any) -> str | None:
     """The name of the hook of a LightningModule that runs, under which `self.log` keeps values."""
     name: str | None = module._current_fx_name

@@ -1,0 +1,257 @@
+"""Fingerprints: they tell that something has changed where nothing else does.
+
+Torch counts no changes of a tensor that are made through `data`, through a view of NumPy's, in inference mode or by kernels
+that keep running statistics. Objects of torch's and NumPy's, and those of C, keep state out of sight. To look at all that
+takes time: it is done for two microbatches of a step that is watched.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.model.attributes import LONGEST
+from lightning_harmony.engine.structures.checksum import checksum
+from lightning_harmony.engine.structures.containers import have_same_content
+from lightning_harmony.engine.structures.nested import is_ndarray
+from lightning_harmony.engine.structures.tree import is_parameter
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.microbatches.held_state import FUNCTIONS, Held, mark_of
+from lightning_harmony.microbatches.reads import Watched, version_of
+from lightning_harmony.microbatches.variables import attributes_of, slots_of
+from lightning_harmony.microbatches.walk import is_looked_into
+
+# Larger tensors and arrays are data, and so are objects that lead to more than so many others.
+LARGEST_BYTES, MOST_OBJECTS = 256 << 20, 20_000
+# What these keep is no user's: a Trainer leads to everything.
+_OF_TRAINING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_harmony")
+
+
+class _Print:
+    """A fingerprint.
+
+    Args:
+        in_words: what it is of.
+        value: that. A tensor is not kept.
+
+    Attributes:
+        in_words: the same.
+    """
+
+    def __init__(self, in_words: str, value: Any) -> None:
+        self.in_words, self._kind = in_words, type(value)
+        self._value: Callable[[], Any] = weakref.ref(value) if isinstance(value, Tensor) else lambda: value
+        self._state = _state_of(value)
+
+    def anew(self) -> _Print | None:
+        """That of now; None if what it is of is gone."""
+        value = self._value()
+        return None if value is None else _Print(self.in_words, value)
+
+    def has_changed(self) -> bool:
+        """Whether it is another one now, and nothing else would tell."""
+        value = self._value()
+        now = self._state if value is None else _state_of(value)
+        if not issubclass(self._kind, Tensor):
+            return bool(now != self._state)
+        (version, bits), (version_then, bits_then) = now, self._state
+        return bool(version == version_then and bits != bits_then)
+
+
+class Fingerprints:
+    """Of what is in places, as far as nothing else tells that it is changed.
+
+    Args:
+        places: each with what is in it, with names or numbers.
+        parameters: whose attributes are looked at, too, with their names.
+        others: what else is, in words.
+    """
+
+    def __init__(
+        self,
+        places: Iterable[tuple[Held, Iterable[tuple[Any, Any]]]],
+        parameters: Iterable[tuple[str, nn.Parameter]] = (),
+        others: Iterable[tuple[str, Any]] = (),
+    ) -> None:
+        self._attributes = [(name, parameter, dict(vars(parameter))) for name, parameter in parameters]
+        found = {id(value): (held, value) for held, items in places for _, value in items if is_silent(value)}
+        self._all = [_Print(_in_words(held, value), value) for held, value in found.values()]
+        self._all += [_Print(name, value) for name, value in others]
+        self._changed_again: str | None = None
+
+    def changed(self) -> str | None:
+        """Something that has changed, in words."""
+        for name, parameter, before in self._attributes:
+            if not have_same_content(vars(parameter), before):
+                return f"an attribute of parameter {name!r}"
+        return next((each.in_words for each in self._all if each.has_changed()), None)
+
+    @contextmanager
+    def checking(self, context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """The context of a layer's code that runs again: sees whether it changes something of this, which nothing takes back.
+
+        Args:
+            context: makes the one around which this is.
+
+        Raises:
+            UnsupportedModelError: if a layer's code that ran before has done so. What this one raises may never be heard of.
+        """
+        self.refuse_changed_again()
+        now = [anew for each in self._all if (anew := each.anew()) is not None]
+        try:
+            with context():
+                yield
+        finally:
+            # Code that has come far enough ends with an exception.
+            self._changed_again = next((each.in_words for each in now if each.has_changed()), None)
+
+    def refuse_changed_again(self) -> None:
+        """Refuse layers whose code has changed something of this when it ran again.
+
+        Raises:
+            UnsupportedModelError: if one has.
+        """
+        if self._changed_again is not None:
+            raise UnsupportedModelError(
+                f"{self._changed_again} is changed by a layer's code, which runs again in the backward, and nothing tells of "
+                "it: pass what comes of it to the layer as an argument, or change a tensor by operations that torch counts, "
+                "and not through `data`"
+            )
+
+
+def _in_words(held: Held, value: Any) -> str:
+    kind = "tensor" if isinstance(value, Tensor) else type(value).__name__
+    return f"a {kind} held by {held.name!r}"
+
+
+def is_silent(value: Any) -> bool:
+    """Whether nothing else may tell that something is changed in place."""
+    kind = type(value)
+    if issubclass(kind, Tensor):
+        is_plain = kind in (Tensor, Watched) and not is_parameter(value) and value.layout is torch.strided
+        return is_plain and 0 < value.numel() * value.element_size() <= LARGEST_BYTES and value.device.type != "meta"
+    if kind in _KEEP_NOTHING or issubclass(kind, (nn.Module, type, *FUNCTIONS)):
+        return False
+    if kind.__module__.partition(".")[0] in _OF_TRAINING or mark_of(value) is not None:
+        return False
+    if is_ndarray(value):
+        return bool(value.nbytes <= LARGEST_BYTES)
+    # What has attributes is looked into, if its class is not a library's.
+    return not is_looked_into(value) or (attributes_of(value) is None and not _slots_of(kind)) or _shows_memory(value)
+
+
+def _shows_memory(value: Any) -> bool:
+    try:
+        return memoryview(value).nbytes > 0
+    except TypeError:
+        return False
+
+
+def _slots_of(kind: Any) -> Any:
+    return slots_of(kind)
+
+
+_CONTAINERS = (list, dict, set, frozenset, tuple, deque)
+_KEEP_NOTHING = frozenset(
+    (
+        *(*_CONTAINERS, bool, int, float, complex, str, bytes, type(None)),
+        *(*weakref.ProxyTypes, weakref.ref, torch.Size, torch.dtype, torch.device),
+    )
+)
+
+
+def _state_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return version_of(value), _bits_of(value)
+    if is_ndarray(value) and not value.dtype.hasobject:
+        return zlib.crc32(value.tobytes())
+    for read in (_position, _memory, _written):
+        try:
+            return read(value)
+        except Exception:
+            # It does not tell that of itself.
+            continue
+    return None
+
+
+def _bits_of(tensor: Tensor) -> Any:
+    """What tells whether a tensor's bits have changed."""
+    with torch.no_grad():
+        if tensor.device.type != "cpu":
+            return checksum(tensor).tolist()
+        # A sum would be allocated where the device's memory is counted.
+        words = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        return zlib.crc32(words.numpy().data)
+
+
+def _position(value: Any) -> int:
+    """How far a file is."""
+    if type(value).__module__ not in ("_io", "io"):
+        raise TypeError
+    return int(value.tell())
+
+
+def _memory(value: Any) -> int:
+    """What is in the memory that an object shows, as those of ctypes do."""
+    return zlib.crc32(memoryview(value).tobytes())
+
+
+def _written(value: Any) -> bytes:
+    """What an object leads to."""
+    with io.BytesIO() as written:
+        _Pickler(written, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        return written.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes what an object leads to, and runs none of the user's code for that."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_objects = 0
+
+    def persistent_id(self, value: Any) -> Any:
+        """Tensors, functions and the like stand for themselves."""
+        self._num_objects += 1
+        if self._num_objects > MOST_OBJECTS:
+            raise _TooMuchError
+        kind = type(value)
+        if issubclass(kind, Tensor):
+            return id(value), version_of(value)
+        if kind in _CONTAINERS and len(value) > LONGEST:
+            return id(value), len(value)
+        is_fixed = issubclass(kind, (nn.Module, type, *FUNCTIONS))
+        return id(value) if is_fixed or kind.__module__.partition(".")[0] in _OF_TRAINING else None
+
+    def reducer_override(self, value: Any) -> Any:
+        """An object is its attributes, and what it holds as a container."""
+        attributes = getattr(value, "__dict__", None)
+        if type(attributes) is not dict:
+            try:
+                value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            except Exception:
+                return _standing_for, (id(value),)
+            return NotImplemented
+        items: Sequence[Any] = ()
+        if isinstance(value, dict):
+            items = list(dict.items(value))
+        elif isinstance(value, list | deque | set | tuple):
+            items = list(value)
+        return _standing_for, (id(value), items), attributes
+
+
+class _TooMuchError(Exception):
+    """An object leads to too many others."""
+
+
+def _standing_for(*state: Any) -> None:
+    """Named where an object was written: nobody reads it."""
