@@ -97,7 +97,9 @@ def num_default_devices(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 # What a test takes tells of the machine and what else runs on it. Examples are the same in every run, so that what fails is
 # what was changed; `pytest --hypothesis-profile=others` looks at others.
 hypothesis.settings.register_profile("others", deadline=None)
-hypothesis.settings.register_profile("any-machine", deadline=None, derandomize=True)
+hypothesis.settings.register_profile(
+    "any-machine", deadline=None, derandomize=True, max_examples=100 if IS_WHOLE else 30
+)
 hypothesis.settings.load_profile("any-machine")
 
 
