@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
+from zlib import crc32
 
 import hypothesis
 import pytest
@@ -18,7 +19,7 @@ from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from support import cores, same_training
 from support.postponing import postponed  # noqa: F401  (a fixture of several modules)
-from support.sampling import IS_WHOLE
+from support.sampling import CIRCUMSTANCES, IS_WHOLE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -86,6 +87,19 @@ def installed_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def seeds_where_there_are_generators() -> Iterator[None]:
+    """Each `torch.manual_seed` keeps a seed for devices that are absent, and the whole stack as text with it.
+
+    That took a third of a training by plain Lightning, which seeds each microbatch.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for backend in (torch.cuda, torch.xpu, torch.mtia):
+            if not backend.is_available():
+                patch.setattr(backend, "manual_seed_all", lambda seed: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def num_default_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """On how many devices harmony trains where a test names no number."""
@@ -97,7 +111,9 @@ def num_default_devices(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 # What a test takes tells of the machine and what else runs on it. Examples are the same in every run, so that what fails is
 # what was changed; `pytest --hypothesis-profile=others` looks at others.
 hypothesis.settings.register_profile("others", deadline=None)
-hypothesis.settings.register_profile("any-machine", deadline=None, derandomize=True)
+hypothesis.settings.register_profile(
+    "any-machine", deadline=None, derandomize=True, max_examples=100 if IS_WHOLE else 30
+)
 hypothesis.settings.load_profile("any-machine")
 
 
@@ -130,10 +146,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if is_left_out(item)}
     if not IS_WHOLE:
         left_out |= _sampled_away([item for item in items if item not in left_out])
+        if same_training.accelerator == "cpu":
+            left_out |= _tried_elsewhere([item for item in items if item not in left_out])
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
     if not IS_WHOLE:
-        _update_in_turns(items)
+        _update_in_turns(items, are_named=any("::" in argument for argument in config.args))
 
 
 def _sampled_away(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -152,21 +170,47 @@ def _sampled_away(items: list[pytest.Item]) -> set[pytest.Item]:
     return left_out
 
 
+def _tried_elsewhere(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Of cases of a whole training that differ in their circumstances alone, every second one.
+
+    A test begins with the first or with the second of them, as its name says: all circumstances come, but not in each test. On
+    GPUs, where fewer tests run, each of them does.
+    """
+    groups: dict[tuple[str, Any], list[pytest.Item]] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is None or item.path.parent != Path(__file__).parent or not CIRCUMSTANCES & callspec.indices.keys():
+            continue
+        others = tuple((name, index) for name, index in callspec.indices.items() if name not in CIRCUMSTANCES)
+        groups.setdefault((item.nodeid.partition("[")[0], others), []).append(item)
+    # Of four in pairs, the first and the last, or the two between them: each value of either parameter.
+    return {
+        case
+        for (name, others), cases in groups.items()
+        for position, case in enumerate(cases)
+        if len(cases) > 1 and (position + position // 2 + sum(index for _, index in others) + crc32(name.encode())) % 2
+    }
+
+
 _UPDATES = pytest.StashKey[tuple[same_training.Update, ...]]()
 
 
-def _update_in_turns(items: list[pytest.Item]) -> None:
+def _update_in_turns(items: list[pytest.Item], *, are_named: bool) -> None:
     """Of a test with several cases, some are updated after the backward, and some just in time: of many, two and two.
 
-    Two, since capacities or devices may come in turns of one.
+    Two, since capacities or devices may come in turns of one. Tests with one case take one of the two ways, as their names
+    say, unless tests are named on the command line.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     ways = get_args(same_training.Update)
-    for cases in tests.values():
+    for name, cases in tests.items():
         in_a_row = 2 if len(cases) >= 2 * len(ways) else 1
-        for number, item in enumerate(cases if len(cases) >= len(ways) else []):
+        if len(cases) == 1 and are_named:
+            continue
+        # Another bit of the name than the one that chooses circumstances.
+        for number, item in enumerate(cases, crc32(name.encode()) >> 1 if len(cases) == 1 else 0):
             item.stash[_UPDATES] = (ways[number // in_a_row % len(ways)],)
 
 

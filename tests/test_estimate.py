@@ -118,6 +118,7 @@ def train(
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.every(2)
 def test_the_bytes_of_each_layer_and_the_packs_are_those_that_training_finds(precision: str) -> None:
     capacity = 1_400_000
     result = estimate(

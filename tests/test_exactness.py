@@ -62,15 +62,16 @@ def assert_trains_as_plain(net: str, capacity: str, update: Update, tolerance: f
     return strategy.plan
 
 
-# The other two pairs of them are tested with copies that lanes make themselves, below. Each network comes with an update in
-# either way, and in two capacities of three.
+# Each network comes in two capacities of three, and half of them with an update in either way. The other two pairs of capacity
+# and update are tested with copies that lanes make themselves, below.
 @pytest.mark.parametrize(
     ("net", "capacity", "update"),
     [
-        *in_turns(NETS, [("all", "after the backward"), ("tight", "after the backward")]),
         *in_turns(NETS, [("some", "just in time"), ("all", "just in time")]),
+        *in_turns(NETS, [("tight", "after the backward"), ("all", "after the backward")]),
     ],
 )
+@pytest.mark.every(2)
 def test_every_network_trains_bit_for_bit_as_plain_lightning(net: str, capacity: str, update: Update) -> None:
     plan = assert_trains_as_plain(net, capacity, update)
     if capacity == "some":
@@ -152,9 +153,8 @@ class Casts(nets.Language):
         return super().body(x)
 
 
-@pytest.mark.parametrize("changes", [False, True])
-@pytest.mark.parametrize("capacity", [None, "96KiB"])
-def test_weights_are_narrow_only_where_autocast_alone_reads_them(capacity: str | None, changes: bool) -> None:
+@pytest.mark.parametrize(("changes", "capacity"), in_turns([False, True], [(None,), ("96KiB",)]))
+def test_weights_are_narrow_only_where_autocast_alone_reads_them(changes: bool, capacity: str | None) -> None:
     module = build(lambda: Casts(changes=changes))
     assert_same_training(module, nets.tokens(), device_memory=capacity, precision="bf16-mixed")
 
@@ -169,6 +169,7 @@ def test_gradients_with_several_sources_differ_by_the_rounding_of_their_sum_only
 
 
 @pytest.mark.parametrize("net", SUMMED_IN_ANOTHER_ORDER)
+@pytest.mark.every(2)
 def test_the_result_does_not_depend_on_the_plan_even_where_plain_lightning_sums_in_another_order(net: str) -> None:
     """Capacity, packs and how long they stay change nothing. The other networks have the bits of plain Lightning."""
     strategies = [
@@ -228,8 +229,7 @@ def _hugging_face(name: str) -> nn.Module:
     return nets.HuggingFace(models[name]())
 
 
-@pytest.mark.parametrize("capacity", [None, "100KiB"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize(("name", "capacity"), in_turns(["gpt2", "llama", "bert"], [("100KiB",), (None,)]))
 def test_models_of_hugging_face_train_bit_for_bit_as_plain_lightning(name: str, capacity: str | None) -> None:
     module = build(lambda: _hugging_face(name), "adamw")
     assert_same_training(module, nets.tokens(), device_memory=capacity, updates=update_for(capacity))

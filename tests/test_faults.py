@@ -317,6 +317,7 @@ def faulty_stream(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], list[
 @pytest.mark.cpu
 @pytest.mark.parametrize("number", [1, 4, 8])
 @pytest.mark.parametrize("stream", ["swap-in", "swap-out", "update"])
+@pytest.mark.every(2)
 def test_an_exception_in_a_helper_thread_surfaces(
     stream: str, number: int, faulty_stream: Callable[[str, int], list[str]]
 ) -> None:

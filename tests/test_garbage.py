@@ -59,7 +59,7 @@ def fit(steps: int, **options: Any) -> Frozen:
     trainer = trainer_for(
         HarmonyStrategy(num_microbatches=2), steps, [frozen, *options.pop("callbacks", [])], **options
     )
-    trainer.fit(Net(nets.Language()), DataLoader(nets.tokens(4 * steps), batch_size=4))
+    trainer.fit(Net(nets.Language(num_blocks=1)), DataLoader(nets.tokens(4 * steps), batch_size=4))
     return frozen
 
 

@@ -62,7 +62,7 @@ class Host(pl.Callback):
 
     def train(self, batch_size: int, **options: Any) -> list[StepReport]:
         """Train to what plain Lightning comes to, and to no more than there is room for."""
-        samples = torch.randn(5 * batch_size, WIDTH, generator=torch.Generator().manual_seed(2))
+        samples = torch.randn(3 * batch_size, WIDTH, generator=torch.Generator().manual_seed(2))
         harmony = train_harmony(
             wide(), samples, self.strategy, batch_size, with_gradients=False, more_callbacks=[self], **options
         )

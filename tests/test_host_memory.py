@@ -29,7 +29,7 @@ pytestmark = [
 ]
 NUM_LAYERS = 24
 WIDTH = 128
-NUM_STEPS = 5
+NUM_STEPS = 3
 BATCH_SIZE = 4
 
 

@@ -329,6 +329,7 @@ class TestForeseen:
                     self.compare(device, report)
 
     @pytest.mark.parametrize("capacity", ["640KiB", "896KiB", "1280KiB"])
+    @pytest.mark.every(2)
     def test_to_fetch_ahead_swaps_no_more(self, capacity: str) -> None:
         run = swept(capacity, 4, Wide)
         assert run is not None

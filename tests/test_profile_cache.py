@@ -150,7 +150,7 @@ class TestFirstStep:
             [("auto",), ("deferred",)],
         ),
     )
-    @pytest.mark.every(2)
+    @pytest.mark.every(3)
     def test_changes_no_bit(self, net: Any, precision: str, update: str, folder: Path) -> None:
         options: Any = {"device_memory": "128KiB", "precision": precision}
         expected = train(False, net, **options)

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -49,16 +50,29 @@ def run(code, autoload=True, path=None):
     return done.stderr
 
 
-@pytest.fixture(scope="module")
-def run_in_fork():
-    """Runs code in a fork of an interpreter that has imported torch, where this package is loaded with it."""
-    with forking(IMPORTS, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}) as forks:
+@contextmanager
+def forks_of_torch(autoload):
+    with forking(IMPORTS, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if autoload else "0"}) as forks:
 
         def run(code):
             exit_code, said = forks.run(code)
             assert exit_code == 0, said
             return said
 
+        yield run
+
+
+@pytest.fixture(scope="module")
+def run_in_fork():
+    """Runs code in a fork of an interpreter that has imported torch, where this package is loaded with it."""
+    with forks_of_torch(autoload=True) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def run_in_fork_without_autoload():
+    """The same, where torch loads nothing of us."""
+    with forks_of_torch(autoload=False) as run:
         yield run
 
 
@@ -85,12 +99,12 @@ assert type(StrategyRegistry.get("harmony_again")).__name__ == "HarmonyStrategy"
     )
 
 
-def test_registered_in_the_tree_before_our_import_and_in_the_one_after_it_where_autoload_is_off():
-    with forking(IMPORTS, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}) as forks:
-        for first, second in (TREES, TREES[::-1]):
-            imports = f"import {first}, lightning_harmony, {second}"
-            exit_code, said = forks.run("\n".join([imports, *(IS_REGISTERED.format(tree=tree) for tree in TREES)]))
-            assert exit_code == 0, said
+def test_registered_in_the_tree_before_our_import_and_in_the_one_after_it_where_autoload_is_off(
+    run_in_fork_without_autoload,
+):
+    for first, second in (TREES, TREES[::-1]):
+        imports = f"import {first}, lightning_harmony, {second}"
+        run_in_fork_without_autoload("\n".join([imports, *(IS_REGISTERED.format(tree=tree) for tree in TREES)]))
 
 
 def test_importing_torch_or_this_package_imports_no_lightning():
@@ -151,12 +165,24 @@ def install_broken(tmp_path, broken):
     shutil.copy(ROOT / f"src/{module}.py", tmp_path)
 
 
-@pytest.mark.parametrize("broken", ["raise RuntimeError('half of it is missing')", "import nowhere", "def ("])
-def test_a_package_that_cannot_be_imported_breaks_no_import_of_torch(broken, tmp_path):
-    install_broken(tmp_path, broken)
-    said = run("import torch; torch.ones(1)", path=tmp_path)
+def assert_says_what_is_not_available(said):
     assert 'Trainer(strategy="harmony") is not available' in said
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in said
+
+
+def test_a_package_that_cannot_be_imported_breaks_no_import_of_torch(tmp_path):
+    install_broken(tmp_path, "import nowhere")
+    assert_says_what_is_not_available(run("import torch; torch.ones(1)", path=tmp_path))
+
+
+@pytest.mark.parametrize("broken", ["raise RuntimeError('half of it is missing')", "def ("])
+def test_a_package_that_is_broken_in_another_way_breaks_no_loading_of_backends(
+    broken, tmp_path, run_in_fork_without_autoload
+):
+    """What `import torch` ends with, in a process that has imported all before it."""
+    install_broken(tmp_path, broken)
+    load = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import torch; torch._import_device_backends()"
+    assert_says_what_is_not_available(run_in_fork_without_autoload(load))
 
 
 def test_nothing_is_said_of_a_broken_package_where_autoload_is_off(tmp_path):

@@ -153,6 +153,7 @@ def test_room_is_made_for_sums_and_what_comes_before_they_are_there(monkeypatch:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("devices", [2, 3, 4])
+@pytest.mark.every(2)
 def test_the_bytes_that_a_spread_head_takes_are_reported(devices: int) -> None:
     """Each device brings the head, its gradients leave once, and those of each microbatch come to its home."""
     module = build()
@@ -195,7 +196,7 @@ ON_ONE_DEVICE: dict[str, Training] = {}
     ("net", "which", "memory"),
     in_turns([*NETS, "tied-by-code", "used-twice"], [("last", None), ("some", "96KiB"), ("all", "72KiB")]),
 )
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_whatever_is_spread_changes_no_bit(
     net: str, which: str, memory: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from support.same_training import Net
 
-WIDTH, MICROBATCHES, BATCH, STEPS = 24, 4, 8, 5
+WIDTH, MICROBATCHES, BATCH, STEPS = 24, 3, 6, 4
 
 
 class Block(nn.Module):

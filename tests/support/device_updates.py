@@ -17,7 +17,7 @@ from lightning_harmony.plan.values.plan import Plan
 from support import nets
 from support.same_training import SEED, Net, Training, _fit, _result, train_harmony, trainer_for
 
-STEPS, CAPACITY = 5, "160KiB"
+STEPS, CAPACITY = 4, "160KiB"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),

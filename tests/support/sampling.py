@@ -9,6 +9,14 @@ from typing import Any
 
 # `make test-whole` runs all combinations.
 IS_WHOLE = bool(os.environ.get("WHOLE_MATRICES"))
+# Parameters that say where a model trains, and not what is tried there.
+CIRCUMSTANCES = frozenset(
+    [
+        *("num_default_devices", "devices", "num_devices", "parallel"),
+        *("device_memory", "memory", "capacity"),
+        *("num_microbatches", "update"),
+    ]
+)
 
 
 def in_turns(rows: Iterable[Any], columns: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
