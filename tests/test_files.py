@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_harmony.microbatches.files import files_of
+from lightning_harmony.microbatches.files import Code
 
 FILES = {
     "of_functions": "def used(): ...\ndef unused(): ...",
@@ -47,7 +47,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def led_to(kind: Any, functions: tuple[FunctionType, ...] = ()) -> set[str]:
-    return set(files_of([kind], functions)) - {"of_model"}
+    return set(Code([kind], functions).files) - {"of_model"}
 
 
 USES: dict[str, tuple[str, str, set[str]]] = {

@@ -262,7 +262,31 @@ def test_what_a_step_keeps_on_a_callback_is_each_microbatch_s_own(caplog: pytest
             updates=["just in time"],
             make_callbacks=lambda: [Curriculum()],
         )
-    assert "what the trainer or a callback keeps is changed" in caplog.text
+    assert "what a callback keeps is changed" in caplog.text
+
+
+class Counts(pl.Callback):
+    """Counts calls of layers, for itself."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for module in pl_module.modules():
+            if isinstance(module, Block):
+                module.register_forward_hook(self.count)
+
+    def count(self, *args: Any) -> None:
+        self.calls += 1
+
+
+def test_callbacks_keep_what_is_theirs(caplog: pytest.LogCaptureFixture) -> None:
+    """Those that time layers would have ended turns, or layers were refused that only they look at."""
+    counts = Counts()
+    with caplog.at_level("INFO"):
+        train(build(Chain), [counts])
+    assert counts.calls >= STEPS * MICROBATCHES * len(Chain().blocks)
+    assert "what a callback keeps" not in caplog.text
 
 
 class MeanInALayer(Block):
@@ -338,6 +362,6 @@ def test_what_stays_as_it_is_lets_microbatches_take_turns(caplog: pytest.LogCapt
     assert "one after the other" not in caplog.text
 
 
-def train(module: Net) -> Training:
+def train(module: Net, callbacks: Sequence[pl.Callback] = ()) -> Training:
     strategy = HarmonyStrategy(device_memory="64KiB", num_microbatches=MICROBATCHES, profile_cache=False)
-    return train_harmony(module, samples(STEPS), strategy, BATCH, with_gradients=False)
+    return train_harmony(module, samples(STEPS), strategy, BATCH, with_gradients=False, more_callbacks=callbacks)

@@ -28,34 +28,32 @@ _OF_STEPS = ("forward", "training_step", "validation_step", "test_step", "predic
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def files_of(classes: Collection[type], functions: Iterable[FunctionType]) -> dict[str, None]:
-    """The names of the modules of Python that define classes, and of those of the user's that code of a step leads to.
+class Code:
+    """The code of a model's steps, as far as it is the user's.
 
     Args:
         classes: those of a model's modules.
         functions: that are among what these keep, such as hooks.
+
+    Attributes:
+        files: the names of the modules of Python that define the classes, and of those of the user's that the code leads to.
+        names: of globals and attributes in it.
     """
-    found = _Found()
-    for kind in classes:
-        found.files[kind.__module__] = None
-        for each in kind.__mro__:
-            found.add(each)
-    for function in functions:
-        found.add(function)
-    found.follow()
-    return found.files
 
-
-class _Found:
-    """What code is found to name, and in which files that is."""
-
-    def __init__(self) -> None:
+    def __init__(self, classes: Collection[type], functions: Iterable[FunctionType]) -> None:
         self.files: dict[str, None] = {}
+        self.names = set(_OF_STEPS)
         self._waiting = deque[Any]()
         self._seen: set[int] = set()
-        self._names = set(_OF_STEPS)
         # By their names, the functions of classes that no code has named so far.
         self._others: dict[str, list[Any]] = defaultdict(list)
+        for kind in classes:
+            self.files[kind.__module__] = None
+            for each in kind.__mro__:
+                self.add(each)
+        for function in functions:
+            self.add(function)
+        self.follow()
 
     def add(self, value: Any) -> None:
         """Follow what a function, class or object leads to."""
@@ -80,7 +78,7 @@ class _Found:
     def _open(self, kind: type) -> None:
         """Follow those functions of a class that Python calls, or that code names."""
         for name, function in _functions_of(kind):
-            if name in self._names or (name.startswith("__") and not name.startswith("__init")):
+            if name in self.names or (name.startswith("__") and not name.startswith("__init")):
                 self.add(function)
             else:
                 self._others[name].append(function)
@@ -89,8 +87,8 @@ class _Found:
         # Code that names attributes of a file may set its variables, which tell of no file.
         named = map(function.__globals__.get, _names(function.__code__))
         self.files |= {each.__name__: None for each in named if isinstance(each, ModuleType) and _is_own(each.__name__)}
-        new = _names(function.__code__) - self._names
-        self._names |= new
+        new = _names(function.__code__) - self.names
+        self.names |= new
         for name in new & self._others.keys():
             self._waiting += self._others.pop(name)
         self._waiting += _named(function)

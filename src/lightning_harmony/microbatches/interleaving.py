@@ -202,8 +202,14 @@ class Interleaving:
             self._conclude(watch, len(sizes))
 
     def _new_watch(self) -> Watch:
-        others = [("what the trainer or a callback keeps", vars(self._trainer))]
-        return Watch(self._model, self._places, self._buffers_between_layers, others)
+        return Watch(self._model, self._places, self._buffers_between_layers, self._kept_by_trainer)
+
+    def _kept_by_trainer(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """What a step may keep there: callbacks do so for themselves, as those do that count, unless its code names them."""
+        own = vars(self._trainer)
+        yield "an attribute of the trainer", lambda: {name: own[name] for name in own if name != "callbacks"}
+        if self._places.is_named("callbacks"):
+            yield "what a callback keeps", lambda: own["callbacks"]
 
     def _buffers_between_layers(self, places: Sequence[Held]) -> Iterator[tuple[Held, list[str]]]:
         """The buffers that no layer has, which the code between layers may change."""

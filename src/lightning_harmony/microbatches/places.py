@@ -184,6 +184,10 @@ class Places:
         self._newest = contents.copies
         return contents
 
+    def is_named(self, name: str) -> bool:
+        """Whether the user's code has a name among those of globals and attributes."""
+        return self._walk is not None and name in self._walk.names
+
     def let_go(self) -> None:
         """The step is over: keep no tensors for longer than the user does, and give the user's iterators back."""
         if self._walk is not None and self._is_outdated(self._walk):

@@ -33,7 +33,7 @@ from lightning_harmony.engine.lanes.ambient import share_thread_local
 from lightning_harmony.engine.model.attributes import HOOKS, LONGEST, OF_TORCH
 from lightning_harmony.engine.structures.containers import size_of
 from lightning_harmony.engine.structures.seekable import seekable
-from lightning_harmony.microbatches.files import LIBRARIES, files_of, is_users
+from lightning_harmony.microbatches.files import LIBRARIES, Code, is_users
 from lightning_harmony.microbatches.held_state import FUNCTIONS, PLAIN, SWITCHED, Held, Kind, Leads
 from lightning_harmony.microbatches.variables import (
     AttributesOfClass,
@@ -67,6 +67,7 @@ class Walk:
     Attributes:
         places: all of them.
         too_long: containers that are data, until they are shorter.
+        names: of globals and attributes in the user's code.
     """
 
     def __init__(self, model: nn.Module, others: Sequence[tuple[str, Any]] = ()) -> None:
@@ -75,6 +76,7 @@ class Walk:
         self._seen: dict[int, Any] = {}
         self._functions: list[FunctionType] = []
         self.too_long: list[Any] = []
+        self.names: Collection[str] = ()
         self.places: list[Held] = list(islice(self._all(), MOST))
 
     def leads_anywhere(self, held: Held, name: Any, value: Any) -> bool:
@@ -259,7 +261,8 @@ class Walk:
 
     def _globals(self, classes: Collection[type]) -> Iterator[Held]:
         """The globals of the files that the code of a model's classes may use, and what is the user's among them."""
-        files = files_of(classes, self._functions)
+        code = Code(classes, self._functions)
+        files, self.names = code.files, code.names
         for name in files:
             file = sys.modules.get(name)
             if file is not None and is_users(name):

@@ -90,7 +90,7 @@ class Watch:
         model: whose step it is.
         places: all that microbatches may change.
         buffers: gives, of some places, the buffers that no layer has, with their names.
-        others: what only a step that runs one after the other may change, in words.
+        others: gives what only a step that runs one after the other may change, in words, and what reads it.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Watch:
         model: nn.Module,
         places: Places,
         buffers: Callable[[Sequence[Held]], Iterable[tuple[Held, list[str]]]],
-        others: Sequence[tuple[str, Any]] = (),
+        others: Callable[[], Iterable[tuple[str, Callable[[], Any]]]] = tuple,
     ) -> None:
         self._model, self._places, self._buffers, self._others = model, places, buffers, others
         self.seen = _Seen()
@@ -133,7 +133,7 @@ class Watch:
             self._drawn = {}
             self._silent.refuse_changed_again()
             if microbatch <= 1:
-                self._silent = Fingerprints(self._all_values(), self._model.named_parameters(), self._others)
+                self._silent = Fingerprints(self._all_values(), self._model.named_parameters(), self._others())
             self._metrics.begin()
             self._carried.begin(list(self._begun))
             for held, name, left in self._left:

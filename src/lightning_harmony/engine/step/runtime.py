@@ -341,7 +341,8 @@ class Runtime:
             progress.pending[self._placement.pack_of[layer.index]] -= 1
 
     def accumulate(self, layer: SwappedLayer, use: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """Take the gradients of one announced backward."""
+        """Take the gradients of one announced backward, as torch does: none of what has been frozen since its forward."""
+        gradients = [each for each in gradients if each[0].requires_grad]
         progress = self._step.current()
         if progress is not None:
             if gradients and not progress.differentiating:
