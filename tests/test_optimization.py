@@ -119,6 +119,32 @@ def test_two_optimizers_that_take_turns_give_equal_bits() -> None:
     assert_equal(plain.lightning_module.seen, swapped.lightning_module.seen)
 
 
+class FrozenBehindItsForward(Adversarial):
+    """Torch adds no gradient to a parameter that is frozen when its backward comes."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for_generator, _ = self.optimizers()
+        noise = self.embed(batch).detach() * 0.5
+        scores = self.score(self.generate(noise))
+        self.toggle_optimizer(for_generator)
+        loss = F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores))
+        self.manual_backward(loss)
+        assert all(p.grad is None for p in self.discriminator.parameters())
+        for_generator.step()
+        for_generator.zero_grad()
+        self.untoggle_optimizer(for_generator)
+        self.seen.append(loss.detach())
+
+
+def test_what_is_frozen_behind_its_forward_has_no_gradient() -> None:
+    """Its gradient had no place in the pack's sums, and the backward ended with a KeyError."""
+    plain, swapped = trainer_for("auto"), trainer_for(harmony(device_memory="96KiB"))
+    for trainer in (plain, swapped):
+        trainer.fit(FrozenBehindItsForward(), loader())
+    assert_same(plain, swapped)
+    assert_equal(plain.lightning_module.seen, swapped.lightning_module.seen)
+
+
 class Accumulating(Manual):
     """Sums the gradients of parts of the batch and of several batches, by hand, and steps its scheduler."""
 
