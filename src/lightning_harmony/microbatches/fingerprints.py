@@ -25,6 +25,7 @@ from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.microbatches.files import is_users
 from lightning_harmony.microbatches.held_state import FUNCTIONS, Held, mark_of
 from lightning_harmony.microbatches.reads import Watched, version_of
 from lightning_harmony.microbatches.variables import attributes_of, slots_of
@@ -49,7 +50,7 @@ class _Print:
 
     def __init__(self, in_words: str, value: Any) -> None:
         self.in_words, self._kind = in_words, type(value)
-        self._value: Callable[[], Any] = weakref.ref(value) if isinstance(value, Tensor) else lambda: value
+        self._value: Callable[[], Any] = weakref.ref(value) if issubclass(self._kind, Tensor) else lambda: value
         self._state = _state_of(value)
 
     def anew(self) -> _Print | None:
@@ -132,7 +133,7 @@ class Fingerprints:
 
 
 def _in_words(held: Held, value: Any) -> str:
-    kind = "tensor" if isinstance(value, Tensor) else type(value).__name__
+    kind = "tensor" if issubclass(type(value), Tensor) else type(value).__name__
     return f"a {kind} held by {held.name!r}"
 
 
@@ -173,7 +174,7 @@ _KEEP_NOTHING = frozenset(
 
 
 def _state_of(value: Any) -> Any:
-    if isinstance(value, Tensor):
+    if issubclass(type(value), Tensor):
         return version_of(value), _bits_of(value)
     if is_ndarray(value) and not value.dtype.hasobject:
         return zlib.crc32(value.tobytes())
@@ -237,19 +238,22 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """An object is its attributes, and what it holds as a container."""
-        attributes = getattr(value, "__dict__", None)
-        if type(attributes) is not dict:
+        kind, attributes = type(value), attributes_of(value)
+        if attributes is None:
+            if is_users(kind.__module__):
+                return _standing_for, (id(value),)
             try:
                 value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             except Exception:
                 return _standing_for, (id(value),)
             return NotImplemented
         items: Sequence[Any] = ()
-        if isinstance(value, dict):
+        if issubclass(kind, dict):
             items = list(dict.items(value))
-        elif isinstance(value, list | deque | set | tuple):
-            items = list(value)
-        return _standing_for, (id(value), items), attributes
+        else:
+            base = next((each for each in (list, deque, set, tuple) if issubclass(kind, each)), None)
+            items = () if base is None else list(base.__iter__(value))
+        return _standing_for, (id(value), items), dict(attributes)
 
 
 class _TooMuchError(Exception):
