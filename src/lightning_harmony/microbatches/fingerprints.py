@@ -33,6 +33,7 @@ from lightning_harmony.microbatches.walk import is_looked_into
 
 # Larger tensors and arrays are data, and so are objects that lead to more than so many others.
 LARGEST_BYTES, MOST_OBJECTS = 256 << 20, 20_000
+_SOON_READ_BYTES = 1 << 20
 # What these keep is no user's: a Trainer leads to everything.
 _OF_TRAINING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_harmony")
 
@@ -46,10 +47,13 @@ class _Print:
 
     Attributes:
         in_words: the same.
+        is_soon_taken: whether it may be taken around each run of a layer's code.
     """
 
     def __init__(self, in_words: str, value: Any) -> None:
         self.in_words, self._kind = in_words, type(value)
+        is_large = (issubclass(self._kind, Tensor) or is_ndarray(value)) and value.nbytes > _SOON_READ_BYTES
+        self.is_soon_taken = not is_large
         self._value: Callable[[], Any] = weakref.ref(value) if issubclass(self._kind, Tensor) else lambda: value
         self._state = _state_of(value)
 
@@ -110,7 +114,7 @@ class Fingerprints:
             UnsupportedModelError: if a layer's code that ran before has done so. What this one raises may never be heard of.
         """
         self.refuse_changed_again()
-        now = [anew for each in self._all if (anew := each.anew()) is not None]
+        now = [anew for each in self._all if each.is_soon_taken and (anew := each.anew()) is not None]
         try:
             with context():
                 yield
