@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from contextvars import ContextVar
+from io import StringIO
 from typing import Any
 
 import lightning.pytorch as pl
@@ -183,6 +184,17 @@ class ANumberOfC(Between):
         return self.scale.value
 
 
+class AFile(Between):
+    def keep(self) -> None:
+        self.file = StringIO("".join(f"{number:3}" for number in range(200)))
+
+    def change(self, x: Tensor) -> None:
+        self.read = int(self.file.read(3))
+
+    def found(self, x: Tensor) -> Any:
+        return 0.01 * (self.read + int(self.file.read(3)))
+
+
 class OnAParameter(Between):
     def change(self, x: Tensor) -> None:
         self.blocks[0].one.weight.importance = float(x.mean())
@@ -209,7 +221,7 @@ class LeftInTheContext(Between):
     "make",
     [
         *(ThroughData, OfAnAttribute, ByNumPy, InInferenceMode, RunningStatistics, AMetric, AMetricThatIsReset),
-        *(Sobol, MoreData, ASchedule, ADataset, ALargeArray, ANumberOfC, OnAParameter),
+        *(Sobol, MoreData, ASchedule, ADataset, ALargeArray, ANumberOfC, AFile, OnAParameter),
     ],
 )
 def test_what_changes_and_tells_nobody_is_each_microbatch_s_own(

@@ -31,6 +31,7 @@ from lightning_harmony.microbatches.reads import Watched, version_of
 from lightning_harmony.microbatches.variables import attributes_of, slots_of
 from lightning_harmony.microbatches.walk import is_looked_into
 
+_OF_FILES = ("_io", "io")
 # Larger tensors and arrays are data, and so are objects that lead to more than so many others.
 LARGEST_BYTES, MOST_OBJECTS = 256 << 20, 20_000
 _SOON_READ_BYTES = 1 << 20
@@ -153,6 +154,8 @@ def is_silent(value: Any) -> bool:
         return False
     if is_ndarray(value):
         return bool(value.nbytes <= LARGEST_BYTES)
+    if kind.__module__ in _OF_FILES:
+        return True
     # What has attributes is looked into, if its class is not a library's.
     return not is_looked_into(value) or (attributes_of(value) is None and not _slots_of(kind)) or _shows_memory(value)
 
@@ -202,8 +205,8 @@ def _bits_of(tensor: Tensor) -> Any:
 
 
 def _position(value: Any) -> int:
-    """How far a file is."""
-    if type(value).__module__ not in ("_io", "io"):
+    """How far a file is read. What is written to one that is not, as a log, is read by nobody."""
+    if type(value).__module__ not in _OF_FILES or not value.readable():
         raise TypeError
     return int(value.tell())
 
