@@ -7,6 +7,7 @@ takes time: it is done for two microbatches of a step that is watched.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
 import weakref
@@ -147,7 +148,7 @@ def is_silent(value: Any) -> bool:
     kind = type(value)
     if issubclass(kind, Tensor):
         is_plain = kind in (Tensor, Watched) and not is_parameter(value) and value.layout is torch.strided
-        return is_plain and 0 < value.numel() * value.element_size() <= LARGEST_BYTES and value.device.type != "meta"
+        return is_plain and value.device.type != "meta" and 0 < value.untyped_storage().nbytes() <= LARGEST_BYTES
     if kind in _KEEP_NOTHING or issubclass(kind, (nn.Module, type, *FUNCTIONS)):
         return False
     if kind.__module__.partition(".")[0] in _OF_TRAINING or mark_of(value) is not None:
@@ -196,12 +197,12 @@ def _state_of(value: Any) -> Any:
 
 def _bits_of(tensor: Tensor) -> Any:
     """What tells whether a tensor's bits have changed."""
-    with torch.no_grad():
-        if tensor.device.type != "cpu":
+    if tensor.device.type != "cpu":
+        with torch.no_grad():
             return checksum(tensor).tolist()
-        # A sum would be allocated where the device's memory is counted.
-        words = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        return zlib.crc32(words.numpy().data)
+    # An operation would count the tensor as the device's that computes.
+    memory = tensor.untyped_storage()
+    return zlib.crc32((ctypes.c_char * memory.nbytes()).from_address(memory.data_ptr()))
 
 
 def _position(value: Any) -> int:
