@@ -81,6 +81,15 @@ class Adversarial(pl.LightningModule):
             x = block(x)
         return self.judge(x).mean(1)
 
+    def train_generator(self, optimizer: Any, scores: Tensor) -> None:
+        loss = F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores))
+        self.manual_backward(loss)
+        assert all(p.grad is None for p in self.discriminator.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        self.untoggle_optimizer(optimizer)
+        self.seen.append(loss.detach())
+
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         for_generator, for_discriminator = self.optimizers()
         real = self.embed(batch).detach()
@@ -88,13 +97,7 @@ class Adversarial(pl.LightningModule):
         ones, zeros = (torch.full((len(batch), 1), label, device=batch.device) for label in (1.0, 0.0))
 
         self.toggle_optimizer(for_generator)
-        loss = F.binary_cross_entropy_with_logits(self.score(self.generate(noise)), ones)
-        self.manual_backward(loss)
-        assert all(p.grad is None for p in self.discriminator.parameters())
-        for_generator.step()
-        for_generator.zero_grad()
-        self.untoggle_optimizer(for_generator)
-        self.seen.append(loss.detach())
+        self.train_generator(for_generator, self.score(self.generate(noise)))
 
         self.toggle_optimizer(for_discriminator)
         loss = F.binary_cross_entropy_with_logits(self.score(real), ones)
@@ -127,13 +130,7 @@ class FrozenBehindItsForward(Adversarial):
         noise = self.embed(batch).detach() * 0.5
         scores = self.score(self.generate(noise))
         self.toggle_optimizer(for_generator)
-        loss = F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores))
-        self.manual_backward(loss)
-        assert all(p.grad is None for p in self.discriminator.parameters())
-        for_generator.step()
-        for_generator.zero_grad()
-        self.untoggle_optimizer(for_generator)
-        self.seen.append(loss.detach())
+        self.train_generator(for_generator, scores)
 
 
 def test_what_is_frozen_behind_its_forward_has_no_gradient() -> None:

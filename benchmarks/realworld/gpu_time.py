@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-_KINDS = {"kernel", "gpu_memcpy", "gpu_memset"}
+# As the profiler names what GPUs do, and what launches it.
+_OPERATIONS, _CALLS = {"kernel", "gpu_memcpy", "gpu_memset"}, {"cuda_runtime", "cuda_driver"}
 # From the end of what was waited for to the next operation, at most; shorter gaps are the GPU's own.
 _SOON, _LEAST_GAP = 20e-6, 5e-6
 
@@ -74,7 +75,7 @@ def operations(events: list[dict[str, Any]]) -> list[Operation]:
     launches = {
         event["args"]["correlation"]: (event["ts"] + event["dur"]) / 1e6
         for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+        if event.get("cat") in _CALLS and "correlation" in event.get("args", {})
     }
     found = [
         Operation(
@@ -86,7 +87,7 @@ def operations(events: list[dict[str, Any]]) -> list[Operation]:
             launches.get(event["args"].get("correlation")),
         )
         for event in events
-        if event.get("cat") in _KINDS
+        if event.get("cat") in _OPERATIONS
     ]
     return sorted(found)
 
@@ -147,7 +148,7 @@ def calls(events: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
     """By thread, of each kind of call of CUDA's: seconds, how many there were, and the longest one's; those that take any."""
     found: dict[str, dict[str, list[float]]] = defaultdict(dict)
     for event in events:
-        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
+        if event.get("cat") in _CALLS:
             seconds = event["dur"] / 1e6
             entry = found[str(event["tid"])].setdefault(event["name"], [0.0, 0.0, 0.0])
             entry[0] += seconds

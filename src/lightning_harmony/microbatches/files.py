@@ -66,7 +66,9 @@ class Code:
             if id(value) in self._seen:
                 continue
             self._seen.add(id(value))
-            if not isinstance(value, FunctionType | type):
+            if isinstance(value, ModuleType):
+                self.files[value.__name__] = None
+            elif not isinstance(value, FunctionType | type):
                 self.add(type(value))
             elif _is_own(value.__module__):
                 self.files[value.__module__] = None
@@ -84,9 +86,6 @@ class Code:
                 self._others[name].append(function)
 
     def _read(self, function: FunctionType) -> None:
-        # Code that names attributes of a file may set its variables, which tell of no file.
-        named = map(function.__globals__.get, _names(function.__code__))
-        self.files |= {each.__name__: None for each in named if isinstance(each, ModuleType) and _is_own(each.__name__)}
         new = _names(function.__code__) - self.names
         self.names |= new
         for name in new & self._others.keys():
@@ -104,13 +103,15 @@ def _functions_of(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _named(function: FunctionType) -> Iterator[Any]:
-    """What the code of a function names among globals, or in modules of Python among them."""
+    """What the code of a function names among globals, or in modules of Python among them, and these."""
     names, among = _names(function.__code__), function.__globals__
     yield from (each for each in (_content(cell) for cell in function.__closure__ or ()) if callable(each))
     for name in names:
         value = among.get(name)
         if isinstance(value, ModuleType):
             if _is_own(value.__name__):
+                # Code that names attributes of a file may set its variables, which tell of no file.
+                yield value
                 yield from (vars(value)[each] for each in names if each in vars(value))
         elif value is not None:
             yield value

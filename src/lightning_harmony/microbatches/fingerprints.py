@@ -34,7 +34,7 @@ from lightning_harmony.microbatches.walk import is_looked_into
 
 _OF_FILES = ("_io", "io")
 # Larger tensors and arrays are data, and so are objects that lead to more than so many others.
-LARGEST_BYTES, MOST_OBJECTS = 256 << 20, 20_000
+_LARGEST_BYTES, _MOST_OBJECTS = 256 << 20, 20_000
 _SOON_READ_BYTES = 1 << 20
 # What these keep is no user's: a Trainer leads to everything.
 _OF_TRAINING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_harmony")
@@ -145,20 +145,18 @@ def _in_words(held: Held, value: Any) -> str:
 
 def is_silent(value: Any) -> bool:
     """Whether nothing else may tell that something is changed in place."""
-    kind = type(value)
+    kind: Any = type(value)
     if issubclass(kind, Tensor):
         is_plain = kind in (Tensor, Watched) and not is_parameter(value) and value.layout is torch.strided
-        return is_plain and value.device.type != "meta" and 0 < value.untyped_storage().nbytes() <= LARGEST_BYTES
-    if kind in _KEEP_NOTHING or issubclass(kind, (nn.Module, type, *FUNCTIONS)):
-        return False
-    if kind.__module__.partition(".")[0] in _OF_TRAINING or mark_of(value) is not None:
+        return is_plain and value.device.type != "meta" and 0 < value.untyped_storage().nbytes() <= _LARGEST_BYTES
+    if kind in _KEEP_NOTHING or _stands_for_itself(kind) or mark_of(value) is not None:
         return False
     if is_ndarray(value):
-        return bool(value.nbytes <= LARGEST_BYTES)
+        return bool(value.nbytes <= _LARGEST_BYTES)
     if kind.__module__ in _OF_FILES:
         return True
     # What has attributes is looked into, if its class is not a library's.
-    return not is_looked_into(value) or (attributes_of(value) is None and not _slots_of(kind)) or _shows_memory(value)
+    return not is_looked_into(value) or (attributes_of(value) is None and not slots_of(kind)) or _shows_memory(value)
 
 
 def _shows_memory(value: Any) -> bool:
@@ -168,8 +166,9 @@ def _shows_memory(value: Any) -> bool:
         return False
 
 
-def _slots_of(kind: Any) -> Any:
-    return slots_of(kind)
+def _stands_for_itself(kind: type) -> bool:
+    """Whether what an object of a class keeps is looked at elsewhere, or is nobody's."""
+    return issubclass(kind, (nn.Module, type, *FUNCTIONS)) or kind.__module__.partition(".")[0] in _OF_TRAINING
 
 
 _CONTAINERS = (list, dict, set, frozenset, tuple, deque)
@@ -234,15 +233,14 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         """Tensors, functions and the like stand for themselves."""
         self._num_objects += 1
-        if self._num_objects > MOST_OBJECTS:
+        if self._num_objects > _MOST_OBJECTS:
             raise _TooMuchError
         kind = type(value)
         if issubclass(kind, Tensor):
             return id(value), version_of(value)
         if kind in _CONTAINERS and len(value) > LONGEST:
             return id(value), len(value)
-        is_fixed = issubclass(kind, (nn.Module, type, *FUNCTIONS))
-        return id(value) if is_fixed or kind.__module__.partition(".")[0] in _OF_TRAINING else None
+        return id(value) if _stands_for_itself(kind) else None
 
     def reducer_override(self, value: Any) -> Any:
         """An object is its attributes, and what it holds as a container."""

@@ -22,6 +22,7 @@ from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.stash import Stashed, is_small
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.derived import OutOfReach
+from lightning_harmony.engine.step.step import OnCall
 from lightning_harmony.engine.structures.containers import put_content
 from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.strides import copied
@@ -115,7 +116,7 @@ class StateElsewhere:
         self._in_place: set[str] = set()
         self._is_first = True
 
-    def begin(self) -> Callable[[Callable[[Tensor], Stashed]], Callable[[], AbstractContextManager[None]]]:
+    def begin(self) -> OnCall:
         """A step begins.
 
         Returns:

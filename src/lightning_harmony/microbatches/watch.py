@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.lanes.ambient import OF_PROCESS
 from lightning_harmony.engine.memory.stash import Stashed
+from lightning_harmony.engine.step.step import OnCall
 from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.microbatches.carried_state import CarriedState, Found, are_same
 from lightning_harmony.microbatches.fingerprints import Fingerprints
@@ -46,7 +47,6 @@ from lightning_harmony.microbatches.variables import MISSING
 _SHARE = 0.01
 
 
-_OnCall = Callable[[Callable[[Tensor], Stashed]], Callable[[], AbstractContextManager[None]]]
 _OWN_PACKAGE = __name__.partition(".")[0]
 
 
@@ -174,7 +174,7 @@ class Watch:
         for held, names in self._buffers(self._begun.places):
             yield held, ((name, held.content[name]) for name in names)
 
-    def checking(self, on_call: _OnCall) -> _OnCall:
+    def checking(self, on_call: OnCall) -> OnCall:
         """Look at what the code of layers changes when it runs again, of what nothing else tells.
 
         Args:

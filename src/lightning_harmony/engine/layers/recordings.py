@@ -61,7 +61,6 @@ class Recordings:
 
     def __init__(self, devices: Sequence[Device], make_room: Callable[[Device, int], None]) -> None:
         self._memories = {d: FixedMemory(d, partial(make_room, d)) for d in devices if d.records}
-        self._draws_apart = len(devices) > 1
         self._has_several = len(devices) > 1
         self._of_layers: dict[tuple[SwappedLayer, Device], list[RecordedLayer]] = {}
         self._num_bytes: dict[SwappedLayer, int] = {}

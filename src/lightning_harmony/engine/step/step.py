@@ -33,6 +33,10 @@ class StepWatch(Protocol):
         """It has ended."""
 
 
+# Given what keeps a tensor for the backward, it gives what makes the context of code that runs again.
+OnCall = Callable[[Callable[[Tensor], Stashed]], Callable[[], AbstractContextManager[None]]]
+
+
 @dataclass(frozen=True)
 class Listeners:
     """Who is told of steps.
@@ -42,15 +46,14 @@ class Listeners:
         on_set: told what attributes the own code of a layer has set: those of a module, and the names of the new ones.
         watch: told of microbatches that run one after the other, if there are several.
         on_compiled: told the tensors with which a compiled layer is called.
-        on_call: called before a layer's own code runs that will run again, with what keeps a tensor for the backward; gives
-            what makes the context for that.
+        on_call: called before a layer's own code runs that will run again.
     """
 
     on_switch: Callable[[int], None] | None = None
     on_set: Callable[[dict[str, Any], set[str]], None] | None = None
     watch: StepWatch | None = None
     on_compiled: Callable[[Sequence[Tensor]], None] | None = None
-    on_call: Callable[[Callable[[Tensor], Stashed]], Callable[[], AbstractContextManager[None]]] | None = None
+    on_call: OnCall | None = None
 
 
 @dataclass
