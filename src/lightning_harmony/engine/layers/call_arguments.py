@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_harmony.engine.glue.glue import StandIn
 from lightning_harmony.engine.memory.opaque import is_opaque
 from lightning_harmony.engine.memory.tensor_class import in_place_of
-from lightning_harmony.engine.structures.tree import Arguments, flatten
+from lightning_harmony.engine.structures.tree import CONSTANTS, Arguments, flatten
 
 
 class CallArguments:
@@ -125,6 +125,8 @@ class _Exchanged:
         """A value with the others in it."""
         if isinstance(value, Tensor):
             return self._others.get(id(value), value)
+        if type(value) in CONSTANTS:
+            return value
         if isinstance(value, list | deque | dict):
             self._containers.append(value)
             _exchange(value, self.of)

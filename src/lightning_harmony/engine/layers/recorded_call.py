@@ -46,7 +46,7 @@ class RecordedCall:
 
         Args:
             anchor: makes the call part of the graph.
-            tensors: that it is called with.
+            tensors: that it is called with, on the layer's device.
             residency: of the layer's pack.
         """
         recorded, runtime = self._recorded, self._runtime
@@ -59,8 +59,7 @@ class RecordedCall:
             self._recordings.compare(self._layer, recorded, residency, inputs, random, outputs)
         self._is_announced = bool(recorded.trained)
         self._use = runtime.expect_backward(self._layer) if self._is_announced else 0
-        kept = [runtime.at_layer(tensor, residency) for tensor in tensors]
-        self._inputs = [KeptTensor(runtime.stash(tensor), tensor) for tensor in kept]
+        self._inputs = [KeptTensor(runtime.stash(tensor), tensor) for tensor in tensors]
         used = [tensors[number] for number in recorded.uses]
         return recorded.returned(_Node.apply(anchor, self, outputs, *used))
 

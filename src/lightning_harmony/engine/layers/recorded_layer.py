@@ -25,10 +25,7 @@ from lightning_harmony.engine.model.layer import SwappedLayer, own_code_of
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import Unseen, detached
 from lightning_harmony.engine.structures.strides import copied, is_dense
-from lightning_harmony.engine.structures.tree import flatten
-
-# Such constants are part of what is recorded.
-_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+from lightning_harmony.engine.structures.tree import CONSTANTS, flatten
 
 
 class CallKey(NamedTuple):
@@ -48,7 +45,7 @@ class CallKey(NamedTuple):
     def of(cls, arguments: CallArguments, device: torch.device) -> CallKey | None:
         """That of a call; None if nothing can be recorded for it."""
         constants = [leaf for leaf in arguments.leaves if not isinstance(leaf, Tensor)]
-        if arguments.have_objects or not all(type(each) in _CONSTANTS for each in constants):
+        if arguments.have_objects or not all(type(each) in CONSTANTS for each in constants):
             return None
         tensors = []
         for tensor in arguments.tensors:
@@ -227,7 +224,7 @@ class RecordedLayer:
         memories = [each.untyped_storage()._cdata for each in tensors]
         for each in results:
             if not isinstance(each, Tensor):
-                if type(each) not in _CONSTANTS:
+                if type(each) not in CONSTANTS:
                     raise RecordingError(f"it returns an object of {type(each).__name__}")
                 continue
             if type(each) is not Tensor or each.layout is not torch.strided or not is_dense(each):

@@ -241,7 +241,8 @@ class LaneTransfers:
 
     def copy(self, tensor: Tensor, to: int) -> Tensor:
         """Like `Transfers.copy`. The copy is kept for as long as the tensor lives."""
-        home = self._transfers.home(tensor)
+        # Most are there already.
+        home = to if self._transfers.devices[to].owns(tensor) else self._transfers.home(tensor)
         if home is None or home == to:
             return tensor
         key = id(tensor), to

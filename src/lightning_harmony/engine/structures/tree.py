@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+# In which no tensors are.
+CONSTANTS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 # What most calls have, and nothing else.
-_LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
+_LEAVES = CONSTANTS | {Tensor, nn.Parameter}
 
 
 class Arguments:
