@@ -236,6 +236,14 @@ class ThroughTuples(Chain):
         return x
 
 
+class Counted(Block):
+    num_calls = 0
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        Counted.num_calls += 1
+        return super().forward(x)
+
+
 def chain_of(block: type[Block], base: type[Chain] = Chain) -> Callable[[], Chain]:
     class Made(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
@@ -253,6 +261,7 @@ def chain_of(block: type[Block], base: type[Chain] = Chain) -> Callable[[], Chai
         (OfAClosure, "neither an argument nor a buffer"),
         (WithAFunction, "out of sight of torch"),
         (WithBatchNorm, "changes inputs or buffers"),
+        (Counted, "it changes 'class Counted'"),
     ],
 )
 def test_code_that_does_more_than_compute_runs_in_each_microbatch(
@@ -341,6 +350,15 @@ class DetachedByAGlobal(Block):
         return super().forward(x) + (0.1 * x if _strength[0] == 1.0 else 0.1 * x.detach())
 
 
+class CountedByAGlobal(Block):
+    """What it returns stays as it was."""
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        if _strength[0] != 1.0:
+            Counted.num_calls += 1
+        return super().forward(x)
+
+
 class Schedule(pl.Callback):
     """Changes a number that nobody watches."""
 
@@ -348,7 +366,7 @@ class Schedule(pl.Callback):
         _strength[0] = 1.0 if trainer.global_step < 3 else 0.5
 
 
-@pytest.mark.parametrize("block", [ByAGlobal, DetachedByAGlobal])
+@pytest.mark.parametrize("block", [ByAGlobal, DetachedByAGlobal, CountedByAGlobal])
 def test_code_that_has_come_to_do_something_else_is_found_before_anything_is_updated(
     block: type[Block], record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,13 +381,16 @@ def test_code_that_has_come_to_do_something_else_is_found_before_anything_is_upd
     if root().type == "cpu":
         # A CUDA graph has the numbers that it was recorded with.
         monkeypatch.setattr(HostRecording, "replay", as_recorded)
+    Counted.num_calls = 0
     plain = train_plain(build(kind), samples(STEPS), MICROBATCHES, BATCH, more_callbacks=[Schedule()])
+    num_calls, Counted.num_calls = Counted.num_calls, 0
     found = train(build(kind), more_callbacks=[Schedule()])
     _strength[0] = 1.0
     # The step in which it was found has run once more, by the code.
     compare(plain, found)
+    assert Counted.num_calls == num_calls
     assert record.replayed
-    assert "return something else" in record.refused["net.blocks.1"]
+    assert "do something else" in record.refused["net.blocks.1"]
 
 
 _modules: list[pl.LightningModule] = []

@@ -170,7 +170,7 @@ class Interleaving:
             watch.set_by_layer(attributes, names)
 
         on_call = watch.checking(self._elsewhere.begin())
-        engine.notify(Listeners(switch, set_by_layer, watch, note_compiled, on_call))
+        engine.notify(Listeners(switch, set_by_layer, watch, note_compiled, on_call, self._elsewhere.changes))
         with logs, closing(watch), closing(reads):
             forward(True)
             if not engine.is_sequential:

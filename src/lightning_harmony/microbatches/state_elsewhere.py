@@ -133,6 +133,27 @@ class StateElsewhere:
             self._is_first = False
         self._is_begun, self._moments, self._marks = False, [], {}
 
+    def changes(self) -> Callable[[], str | None]:
+        """Code runs now.
+
+        Returns:
+            What tells, when it has run, the name of a place that it has changed; None if it has changed none.
+        """
+        together = self._looked_at()
+        with DisableTorchFunctionSubclass():
+            found = self._look(together)
+
+        def changed() -> str | None:
+            with DisableTorchFunctionSubclass():
+                numbers = _differing(self._look(together), found)
+            return together.places[numbers[0]].name if numbers else None
+
+        return changed
+
+    def _looked_at(self) -> Together:
+        """The places, which a step looks at from its first call on."""
+        return self._together if self._is_begun and self._together is not None else self._begin()
+
     def _begin(self) -> Together:
         contents = self._places.look()
         together, excluded = self._together, self._with_weights()
@@ -195,7 +216,7 @@ class StateElsewhere:
         return KeptTensor(stash(copied(detached(tensor))), tensor)
 
     def _at_call(self, stash: Callable[[Tensor], Stashed]) -> Callable[[], AbstractContextManager[None]]:
-        together = self._together if self._is_begun and self._together is not None else self._begin()
+        together = self._looked_at()
         # Who watches what code reads is not to see this.
         with DisableTorchFunctionSubclass():
             found = self._look(together)

@@ -113,10 +113,10 @@ class LayerCall(Call):
         recorded = recordings.find(layer, arguments, residency)
         if recorded is not None:
             return RecordedCall(layer, recorded, recordings, runtime).run(self._anchor, arguments.tensors, residency)
-        random = recordings.begin_call(layer, residency)
+        before = recordings.begin_call(layer, residency, runtime)
         result = self._run_in_graph(args, kwargs)
-        if random is not None:
-            recordings.end_call(layer, self._original, runtime, arguments, residency, random, result)
+        if before is not None:
+            recordings.end_call(layer, self._original, runtime, arguments, residency, before, result)
         return result
 
     # ---- forward -------------------------------------------------------------------------------------------------------

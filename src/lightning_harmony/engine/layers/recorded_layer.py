@@ -244,7 +244,7 @@ class RecordedLayer:
             before: the generators' state, as the call found it.
             made: the tensors that it returns.
         """
-        index = residency.cuda_index
+        index, changes = residency.cuda_index, self._runtime.changes_elsewhere()
         try:
             with before.entered(index):
                 leaves, graph, uses = self._run_forward(residency, self._fresh(tensors))
@@ -254,7 +254,12 @@ class RecordedLayer:
             return torch.ones((), dtype=torch.bool)
         outputs = [each for each in leaves if isinstance(each, Tensor)]
         is_as_known = _kinds_of(leaves) == self._results and graph == self._graph and uses == self.uses
-        if not is_as_known or has_drawn(before, after) != self.draws or not all(map(_are_alike, outputs, made)):
+        if (
+            changes() is not None
+            or not is_as_known
+            or has_drawn(before, after) != self.draws
+            or not all(map(_are_alike, outputs, made))
+        ):
             return torch.ones((), dtype=torch.bool)
         with Unseen():
             return torch.stack([_bits_differ(one, other) for one, other in zip(outputs, made, strict=True)]).any()

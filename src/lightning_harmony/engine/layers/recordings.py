@@ -19,6 +19,7 @@ from lightning_harmony.engine.layers.fixed_memory import FixedMemory
 from lightning_harmony.engine.layers.recordable import has_drawn, hooks_within
 from lightning_harmony.engine.layers.recorded_layer import Backward, CallKey, Gradients, RecordedLayer
 from lightning_harmony.engine.layers.runtime import Runtime
+from lightning_harmony.engine.model.attributes import Attributes
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
 
@@ -44,11 +45,25 @@ class _Compared(NamedTuple):
     when: Event
 
 
+class Before(NamedTuple):
+    """What a call finds whose work will be recorded.
+
+    Attributes:
+        random: the generators' state.
+        attributes: of the layer's modules.
+        changes: tells afterwards what it has changed that is not the layer's.
+    """
+
+    random: RandomState
+    attributes: Attributes
+    changes: Callable[[], str | None]
+
+
 class Recordings:
     """Records the work of layers, and tells which calls may run it in the place of their code.
 
     In each step, the code runs once more for the first call that something recorded stands for, and is compared with it:
-    where code has come to do something else since, it makes other bits or another graph.
+    where code has come to do something else since, it makes other bits or another graph, or changes what is not the layer's.
 
     Args:
         devices: where layers run.
@@ -134,11 +149,12 @@ class Recordings:
         differs = recorded.differs(residency, tensors, random, made).to("cpu", non_blocking=True)
         self._compared[recorded] = _Compared(layer, differs, residency.device.record())
 
-    def begin_call(self, layer: SwappedLayer, residency: Residency) -> RandomState | None:
-        """The layer's code is about to run: the generators' state, if the call will be recorded."""
+    def begin_call(self, layer: SwappedLayer, residency: Residency, runtime: Runtime) -> Before | None:
+        """The layer's code is about to run: what it finds, if the call will be recorded."""
         if (layer, residency.device) in self._seen or layer in self.refused:
             return None
-        return RandomState.capture(residency.cuda_index)
+        random, attributes = RandomState.capture(residency.cuda_index), layer.attributes.read()
+        return Before(random, attributes, runtime.changes_elsewhere())
 
     def end_call(
         self,
@@ -147,7 +163,7 @@ class Recordings:
         runtime: Runtime,
         arguments: CallArguments,
         residency: Residency,
-        random: RandomState,
+        before: Before,
         result: object,
     ) -> None:
         """The layer's code has run, for the first time in the step: record it."""
@@ -157,9 +173,9 @@ class Recordings:
         memory = self._memories.get(residency.device)
         if key is None or memory is None or layer in self.refused or not residency.device.records:
             return
-        now = RandomState.capture(residency.cuda_index)
+        random, now = before.random, RandomState.capture(residency.cuda_index)
         try:
-            self._refuse(layer, residency, random, now)
+            self._refuse(layer, residency, before, now)
             draws = has_drawn(random, now)
             recorded = RecordedLayer(layer, own, runtime, memory, key, arguments, residency, draws=draws)
             with random.entered(residency.cuda_index):
@@ -185,7 +201,7 @@ class Recordings:
         if not isinstance(error, OtherBitsError) or self._num_tries[layer] == _MOST_TRIES:
             self._give_up(layer, error)
 
-    def _refuse(self, layer: SwappedLayer, residency: Residency, before: RandomState, after: RandomState) -> None:
+    def _refuse(self, layer: SwappedLayer, residency: Residency, before: Before, after: RandomState) -> None:
         """Refuse layers whose calls do more than to compute what they return."""
         module = layer.module
         if module is None or len(self._of_layers.get((layer, residency.device), ())) == _MOST_KEYS:
@@ -200,7 +216,12 @@ class Recordings:
             raise RecordingError("it may change buffers")
         if any(hooks_within(module)):
             raise RecordingError("modules of it have hooks")
-        if self._has_several and has_drawn(before, after):
+        if layer.attributes.read() is not before.attributes:
+            raise RecordingError("it sets attributes")
+        changed = before.changes()
+        if changed is not None:
+            raise RecordingError(f"it changes {changed!r}")
+        if self._has_several and has_drawn(before.random, after):
             raise RecordingError("it draws random numbers, which several devices have in common")
 
     def _give_up(self, layer: SwappedLayer, error: Exception) -> None:
@@ -241,9 +262,9 @@ class Recordings:
             if differs:
                 changed.append(layer)
         for layer in changed:
-            self._give_up(layer, RecordingError("its code has come to return something else"))
+            self._give_up(layer, RecordingError("its code has come to do something else"))
         if changed:
             raise RecordingChangedError(
-                f"layer {changed[0].name!r} returns something else than what was recorded of it: its code depends on more "
-                "than its arguments, parameters, buffers and attributes"
+                f"layer {changed[0].name!r} does something else than what was recorded of it: its code depends on more than "
+                "its arguments, parameters, buffers and attributes, or changes more"
             )

@@ -85,6 +85,9 @@ class Runtime(Protocol):
             stash: keeps a tensor for that.
         """
 
+    def changes_elsewhere(self) -> Callable[[], str | None]:
+        """What tells, behind a layer's code, the name of something that is not the layer's and has changed meanwhile."""
+
     def recordings(self) -> Recordings | None:
         """What may be recorded, and run in the place of layers' code; None where neither is."""
 

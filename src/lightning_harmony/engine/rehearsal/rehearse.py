@@ -280,6 +280,10 @@ class _Rehearsal:
         """It finds what it finds."""
         return nullcontext
 
+    def changes_elsewhere(self) -> Callable[[], str | None]:
+        """Nobody asks: nothing is recorded."""
+        return lambda: None
+
     def recomputing(self) -> AbstractContextManager[Sequence[str]]:
         """Nobody hears it."""
         return nullcontext(())

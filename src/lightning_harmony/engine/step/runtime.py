@@ -105,6 +105,11 @@ class Runtime:
         on_call = self._step.listeners.on_call
         return nullcontext if on_call is None else on_call(stash)
 
+    def changes_elsewhere(self) -> Callable[[], str | None]:
+        """What tells, behind a layer's code, the name of something that is not the layer's and has changed meanwhile."""
+        elsewhere = self._step.listeners.elsewhere
+        return _nothing if elsewhere is None else elsewhere()
+
     def note_set(self, attributes: dict[str, Any], names: set[str]) -> None:
         """A layer's own code has set some attributes of a module."""
         on_set = self._step.listeners.on_set
@@ -355,3 +360,7 @@ class Runtime:
             self._lone_calls.flush_after_this_backward()
         if gradients:
             self._sums.add(layer, use, gradients)
+
+
+def _nothing() -> None:
+    return None

@@ -33,6 +33,8 @@ class StepWatch(Protocol):
         """It has ended."""
 
 
+# Asked before code runs, it gives what tells afterwards the name of something elsewhere that has changed; None if nothing has.
+Elsewhere = Callable[[], Callable[[], str | None]]
 # Given what keeps a tensor for the backward, it gives what makes the context of code that runs again.
 OnCall = Callable[[Callable[[Tensor], Stashed]], Callable[[], AbstractContextManager[None]]]
 
@@ -47,6 +49,7 @@ class Listeners:
         watch: told of microbatches that run one after the other, if there are several.
         on_compiled: told the tensors with which a compiled layer is called.
         on_call: called before a layer's own code runs that will run again.
+        elsewhere: tells what changes while a layer's code runs that may be recorded.
     """
 
     on_switch: Callable[[int], None] | None = None
@@ -54,6 +57,7 @@ class Listeners:
     watch: StepWatch | None = None
     on_compiled: Callable[[Sequence[Tensor]], None] | None = None
     on_call: OnCall | None = None
+    elsewhere: Elsewhere | None = None
 
 
 @dataclass
