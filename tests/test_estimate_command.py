@@ -97,7 +97,7 @@ def test_help_imports_neither_torch_nor_lightning() -> None:
     code = """
 import sys
 from lightning_harmony.cli import main
-for command in ([], ["machine"], ["estimate"], ["plan"], ["trace"]):
+for command in ([], ["machine"], ["estimate"], ["plan"], ["trace"], ["bench"]):
     try:
         main([*command, "--help"])
     except SystemExit as stopped:

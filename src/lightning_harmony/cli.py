@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_estimate(commands)
     _add_plan(commands)
     _add_trace(commands)
+    _add_bench(commands)
     options = parser.parse_args(arguments)
     try:
         code: int = options.run(options)
@@ -246,3 +247,49 @@ def _estimate(options: argparse.Namespace) -> int:
     result = estimate(**{**given, **chosen})
     print(json.dumps(result.to_dict(), indent=2) if options.json else result)
     return 0 if result.fits else 1
+
+
+# ---- bench -------------------------------------------------------------------------------------------------------------
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="train a small transformer with more and less device memory, and draw the speed",
+        description="Train a transformer on this machine with plain Lightning in memory, and with harmony in more and less "
+        "device memory. Print the seconds of a step, and draw speed against memory.",
+    )
+    parser.add_argument("--accelerator", choices=("gpu", "cpu"), help="default: the GPU if there is one")
+    parser.add_argument("--precision", help="as for Lightning's Trainer (default: bf16-mixed on a GPU, else 32-true)")
+    parser.add_argument("--budgets", type=int, help="how many limits of device memory (default: 4 on a GPU, else 3)")
+    parser.add_argument("--steps", type=int, help="steps to measure in each training (default: 6 on a GPU, else 3)")
+    sizes = parser.add_argument_group("the model", "its size follows from the memory of this machine, where not given")
+    for name, meaning in _SIZES.items():
+        sizes.add_argument(f"--{name.replace('_', '-')}", type=int, help=meaning)
+    parser.add_argument("--picture", type=Path, default=Path("bench.png"), help="default: bench.png (or .svg, .pdf)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
+    parser.set_defaults(run=_bench)
+
+
+_SIZES = {
+    "hidden": "numbers for each token between the layers",
+    "layers": "of the transformer",
+    "length": "tokens of a sample",
+    "batch_size": "samples of a step",
+    "num_microbatches": "into which a step is split",
+}
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from lightning_harmony import bench
+
+    rows = bench.run(
+        accelerator=options.accelerator,
+        precision=options.precision,
+        steps=options.steps,
+        budgets=options.budgets,
+        picture=options.picture,
+        json_file=options.json,
+        **{name: number for name in _SIZES if (number := getattr(options, name)) is not None},
+    )
+    return 1 if any(row.failure for row in rows) else 0

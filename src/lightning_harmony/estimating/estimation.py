@@ -154,6 +154,7 @@ def estimate(
         machine=where,
         limit_bytes=limit,
         capacity_bytes=capacity,
+        in_memory_bytes=_lasting_bytes(profile, subject) + profile.saved_bytes,
         chosen=chosen,
         rows=tuple(sorted([chosen, *map(row, others)], key=lambda each: each.microbatch_size)),
         advice=(),
@@ -180,6 +181,12 @@ def _capacity(machine: Machine, limit_bytes: int | None) -> int | None:
     return machine.device_bytes if limit_bytes is None else min(machine.device_bytes, usable_bytes(limit_bytes))
 
 
+def _lasting_bytes(profile: StepProfile, subject: Subject) -> int:
+    """What is on the device from step to step if nothing is swapped."""
+    trained = sum(layer.trained_bytes for layer in profile.layers)
+    return profile.weight_bytes + profile.buffer_bytes + (1 + subject.state_copies) * trained
+
+
 def _notes(
     profile: StepProfile, machine: Machine, capacity: int | None, subject: Subject, host: HostNeed
 ) -> Iterator[str]:
@@ -189,8 +196,7 @@ def _notes(
             "the stash of all microbatches may not fit on the host, beside weights and optimizer state: they run one after "
             "the other then, each layer is swapped in for each of them, and a step takes longer than is said here"
         )
-    trained = sum(layer.trained_bytes for layer in profile.layers)
-    lasting = profile.weight_bytes + profile.buffer_bytes + (1 + subject.state_copies) * trained
+    lasting = _lasting_bytes(profile, subject)
     if capacity is None or lasting <= capacity:
         yield (
             f"weights, gradients and optimizer state take {format_bytes(lasting)}: if a batch finds room beside them on the "

@@ -42,6 +42,8 @@ class Estimate:
         limit_bytes: what the process may take of the device, as it was given; None for all.
         capacity_bytes: what may be allocated of that, beside the context and what the allocator keeps unused; None for no
             limit.
+        in_memory_bytes: what training takes on the device if nothing is swapped and nothing recomputed, beside what the
+            optimizer's step allocates.
         chosen: the size of microbatches that was asked for.
         rows: this and other sizes, the smallest first.
         advice: what to change if it does not fit, best first.
@@ -60,6 +62,7 @@ class Estimate:
     machine: Machine
     limit_bytes: int | None
     capacity_bytes: int | None
+    in_memory_bytes: int
     chosen: Row
     rows: tuple[Row, ...]
     advice: tuple[str, ...]
@@ -100,6 +103,7 @@ class Estimate:
             "batch_size": self.batch_size,
             "machine": self.machine.name,
             "capacity_bytes": self.capacity_bytes,
+            "in_memory_bytes": self.in_memory_bytes,
             "fits": self.fits,
             "chosen": self._figures(self.chosen),
             "packs": [list(pack) for pack in self.outlook.plan.packs],

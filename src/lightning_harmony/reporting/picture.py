@@ -14,6 +14,7 @@ from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction, Span
 from lightning_harmony.plan.values.streams import COMPUTE
 from lightning_harmony.plan.values.task import Errand
+from lightning_harmony.reporting.figures import figure_class
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,13 +38,9 @@ def draw(plan: Plan, steps: Mapping[str, Prediction], file: Path) -> None:
     Raises:
         ImportError: if matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('pictures need matplotlib: pip install "lightning-harmony[viz]"') from error
     strips = [strip for number in range(plan.num_devices) for strip in _strips(plan, number, steps)]
     heights = [part for strip in strips for part in (0.3 * len(strip.streams) + 0.15, 1.0)]
-    figure = Figure(figsize=(_WIDTH, sum(heights) + 0.35 * len(strips) + 1.1), layout="constrained")
+    figure = figure_class()(figsize=(_WIDTH, sum(heights) + 0.35 * len(strips) + 1.1), layout="constrained")
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     longest = max(step.end_seconds for step in steps.values())
     unit = next((unit for unit in ((1.0, "s"), (1e-3, "ms")) if longest >= unit[0]), (1e-6, "µs"))

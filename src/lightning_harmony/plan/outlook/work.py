@@ -113,6 +113,11 @@ class StepProfile:
     start_bytes: int
     loss_bytes: int
 
+    @property
+    def saved_bytes(self) -> int:
+        """What a microbatch has on the device at the end of its forward if all its layers keep what their backwards need."""
+        return sum(self.layers[call].held.backward_bytes for call in self.calls) + self.loss_bytes
+
 
 def between(one: StepProfile, other: StepProfile, factor: float) -> StepProfile:
     """The profile of another size of the microbatch: bytes and operations grow along a line with its samples.
