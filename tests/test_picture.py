@@ -25,6 +25,8 @@ def test_a_picture_is_drawn_with_a_timeline_and_the_memory_of_each_device(tmp_pa
     # Words are paths in the drawing, with what they say beside them.
     for word in ["swap-in", "compute", "update", "memory (KiB)", "time (s)"]:
         assert text.count(f"<!-- {word} -->") == (1 if word == "time (s)" else num_devices)
+    assert "<!-- 1 c to d -->" in text
+    assert "<!-- idle: weights -->" in text
     assert ("<!-- transfer -->" in text) == (num_devices == 2)
 
 

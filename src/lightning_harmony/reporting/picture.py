@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_harmony.plan.drawing.page import colour_of, is_light, streams_of, summary
+from lightning_harmony.plan.drawing.idle import CAUSES, idle_times
+from lightning_harmony.plan.drawing.naming import colour_of, is_light, labels, pack_name
+from lightning_harmony.plan.drawing.page import held_bytes, held_words, idle_words, streams_of, summary
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.plan import Plan
-from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction, Span
+from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction
 from lightning_harmony.plan.values.streams import COMPUTE
-from lightning_harmony.plan.values.task import Errand
 from lightning_harmony.reporting.figures import figure_class
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
 
 _INK, _SOFT = "#333333", "#9aa5b1"
 # A label is drawn where a task has so many inches for each of its letters.
 _INCHES_PER_LETTER = 0.075
 _SMALLEST_INCHES = 0.04
 _WIDTH = 14.0
-_LEGEND = "colour: pack   ·   light: forward, stash   ·   strong: backward, weights, gradients, update"
+_LEGEND = "light: forward, stash   ·   strong: backward, weights, gradients, update"
+_HATCHES = dict(zip(CAUSES, ("////", "oo", "....", "xxxx", "++++", "\\\\\\\\", ""), strict=True))
+_IDLE, _HATCH = "#eeeeee", "#a3a3a3"
 
 
 def draw(plan: Plan, steps: Mapping[str, Prediction], file: Path) -> None:
@@ -40,7 +43,11 @@ def draw(plan: Plan, steps: Mapping[str, Prediction], file: Path) -> None:
     """
     strips = [strip for number in range(plan.num_devices) for strip in _strips(plan, number, steps)]
     heights = [part for strip in strips for part in (0.3 * len(strip.streams) + 0.15, 1.0)]
-    figure = figure_class()(figsize=(_WIDTH, sum(heights) + 0.35 * len(strips) + 1.1), layout="constrained")
+    key = _key(plan, steps)
+    num_columns = min(len(key), max(1, int(_WIDTH / (0.6 + _INCHES_PER_LETTER * max(len(p.get_label()) for p in key)))))
+    key_height = 0.2 * -(-len(key) // num_columns)
+    height = sum(heights) + 0.35 * len(strips) + 1.1 + key_height
+    figure = figure_class()(figsize=(_WIDTH, height), layout="constrained")
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     longest = max(step.end_seconds for step in steps.values())
     unit = next((unit for unit in ((1.0, "s"), (1e-3, "ms")) if longest >= unit[0]), (1e-6, "µs"))
@@ -54,7 +61,24 @@ def draw(plan: Plan, steps: Mapping[str, Prediction], file: Path) -> None:
         fontsize=11,
         color=_INK,
     )
+    figure.legend(handles=key, loc="outside lower center", ncols=num_columns, fontsize=8, frameon=False)
     figure.savefig(file, dpi=130)
+
+
+def _key(plan: Plan, steps: Mapping[str, Prediction]) -> list[Patch]:
+    """A patch for each pack with its layers, and for each cause of idle time that there is."""
+    from matplotlib.patches import Patch
+
+    packs = [
+        Patch(facecolor=colour_of(pack, is_light=False), label=f"{pack} {pack_name(plan, pack)}")
+        for pack in range(len(plan.packs))
+    ]
+    causes = {idle.cause for step in steps.values() for d in step.devices for idle in idle_times(d, step.seconds)}
+    return packs + [
+        Patch(facecolor=_IDLE, edgecolor=_HATCH, hatch=hatch, linewidth=0, label=f"idle: {cause}")
+        for cause, hatch in _HATCHES.items()
+        if cause in causes
+    ]
 
 
 def _headline(plan: Plan, name: str, step: Prediction) -> str:
@@ -62,7 +86,9 @@ def _headline(plan: Plan, name: str, step: Prediction) -> str:
     shares = [device.compute_seconds / step.seconds if step.seconds else 0.0 for device in step.devices]
     least, most = f"{min(shares, default=0.0):.0%}", f"{max(shares, default=0.0):.0%}"
     computing = most if least == most else f"{least} to {most}"
-    return f"{name}{': ' if name else ''}{head}, computing {computing} of the time"
+    idle = idle_words(step.devices[0], step.seconds) if len(step.devices) == 1 else ""
+    waits = f"; idle: {idle}" if idle else ""
+    return f"{name}{': ' if name else ''}{head}, computing {computing} of the time{waits}"
 
 
 @dataclass(frozen=True)
@@ -100,7 +126,7 @@ def _draw_streams(axes: Axes, plan: Plan, strip: _Strip, longest: float, unit: f
     inches_per_second = (_WIDTH - 1.5) / (longest or 1)
     for row, stream in enumerate(strip.streams):
         spans = [span for span in strip.device.spans if span.stream == stream]
-        colours = [colour_of(s.task.pack, len(plan.packs), is_light=is_light(s)) for s in spans]
+        colours = [colour_of(s.task.pack, is_light=is_light(s)) for s in spans]
         wide = [(s.end_seconds - s.start_seconds) * inches_per_second > _SMALLEST_INCHES for s in spans]
         axes.broken_barh(
             [(span.start_seconds / unit, (span.end_seconds - span.start_seconds) / unit) for span in spans],
@@ -110,10 +136,12 @@ def _draw_streams(axes: Axes, plan: Plan, strip: _Strip, longest: float, unit: f
             edgecolors=["white" if is_wide else colour for is_wide, colour in zip(wide, colours, strict=True)],
             linewidth=[0.4 if is_wide or stream != COMPUTE else 0.0 for is_wide in wide],
         )
-        for label, start, end in _labels(spans):
+        for label, start, end, ink in labels(spans):
             if (end - start) * inches_per_second > _INCHES_PER_LETTER * (len(label) + 1):
                 middle = (start + end) / 2 / unit
-                axes.text(middle, row, label, ha="center", va="center_baseline", fontsize=7, color=_INK, clip_on=True)
+                axes.text(middle, row, label, ha="center", va="center_baseline", fontsize=7, color=ink, clip_on=True)
+    if COMPUTE in strip.streams:
+        _draw_idle(axes, strip, strip.streams.index(COMPUTE), inches_per_second, unit)
     axes.set_yticks(range(len(strip.streams)), strip.streams)
     axes.set_ylim(len(strip.streams) - 0.45, -0.55)
     if strip.title:
@@ -123,27 +151,19 @@ def _draw_streams(axes: Axes, plan: Plan, strip: _Strip, longest: float, unit: f
     _plain(axes)
 
 
-def _labels(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
-    """Names for what follows each other in one stream: a task, or a pack where all microbatches run through it."""
-    labels = []
-    for (pack, kind), group in groupby(spans, lambda span: span.task[:2]):
-        several = list(group)
-        if isinstance(kind, Errand):
-            # Copies of one pack have time between them.
-            labels += [(str(pack), span.start_seconds, span.end_seconds) for span in several]
-        else:
-            name = str(several[0].task) if len(several) == 1 else f"{pack}{kind.value}"
-            labels.append((name, *_extent(several)))
-    return labels
-
-
-def _extent(several: Sequence[Span]) -> tuple[float, float]:
-    """From where to where a name may reach: over all that it is for, or where there are gaps, over the longest part."""
-    start, end = several[0].start_seconds, several[-1].end_seconds
-    if sum(span.end_seconds - span.start_seconds for span in several) > 0.9 * (end - start):
-        return start, end
-    longest = max(several, key=lambda span: span.end_seconds - span.start_seconds)
-    return longest.start_seconds, longest.end_seconds
+def _draw_idle(axes: Axes, strip: _Strip, row: int, inches_per_second: float, unit: float) -> None:
+    """Where a device computes nothing, with the cause in hatching, and in words where there is room."""
+    for cause, start, end in idle_times(strip.device, strip.seconds):
+        place = [(start / unit, (end - start) / unit)]
+        hatch = _HATCHES[cause]
+        axes.broken_barh(
+            place, (row - 0.41, 0.82), facecolor=_IDLE, edgecolor=_HATCH, hatch=hatch, linewidth=0, zorder=0.5
+        )
+        label = f"idle: {cause}"
+        if (end - start) * inches_per_second > _INCHES_PER_LETTER * (len(label) + 1):
+            middle = (start + end) / 2 / unit
+            box = {"facecolor": _IDLE, "edgecolor": "none", "pad": 1}
+            axes.text(middle, row, label, ha="center", va="center_baseline", fontsize=7, color=_INK, bbox=box)
 
 
 def _draw_memory(axes: Axes, strip: _Strip, unit: float) -> None:
@@ -156,7 +176,8 @@ def _draw_memory(axes: Axes, strip: _Strip, unit: float) -> None:
     amounts = [0.0, *(num_bytes / size for _, num_bytes in device.memory), 0.0]
     axes.fill_between(moments, amounts, step="post", color="#cfd8e3", linewidth=0)
     axes.step(moments, amounts, where="post", color="#5b6b7f", linewidth=0.9)
-    lines: list[tuple[int, str, Any]] = [(device.peak_bytes, f"at most {format_bytes(device.peak_bytes)}", ":")]
+    held = held_bytes(device)
+    lines: list[tuple[int, str, Any]] = [(held, held_words(device), ":")]
     if capacity is not None:
         lines.append((capacity, f"capacity {format_bytes(capacity)}", "-"))
     for num_bytes, text, style in lines:

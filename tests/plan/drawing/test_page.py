@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as limits
 
-from lightning_harmony.plan.drawing.page import colour_of, format_seconds, streams_of, summaries, summary, to_html
+from lightning_harmony.plan.drawing.page import (
+    format_seconds,
+    held_words,
+    idle_words,
+    streams_of,
+    summaries,
+    summary,
+    ticks,
+    to_html,
+)
 from lightning_harmony.plan.simulate.lowering import lower
 from lightning_harmony.plan.simulate.replay import predict, replay
 from lightning_harmony.plan.values.cost import Cost
@@ -23,25 +32,61 @@ def drawings(page: str) -> list[ElementTree.Element]:
     return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
 
 
+def boxes(drawing: ElementTree.Element, kind: str = "task") -> dict[str, ElementTree.Element]:
+    """What is drawn of a kind, by what it tells."""
+    return {box.find("title").text: box for box in drawing.iter("rect") if box.get("class") == kind}  # type: ignore[union-attr, misc]
+
+
 def test_every_task_is_drawn_in_the_row_of_its_stream_and_tells_what_it_is() -> None:
     (drawing,) = drawings(to_html(STEP, {"predicted": PREDICTION}, "A step"))
-    told = [box.find("title").text for box in drawing.iter("rect")]  # type: ignore[union-attr]
+    told = boxes(drawing)
     assert len(told) == len(PREDICTION.devices[0].spans)
-    assert "1B1: 1 s from 6 s\nc, d" in told
-    assert "0F0: 1 s from 1 s\na & b" in told
-    rows = {box.find("title").text.split(":")[0]: box.get("y") for box in drawing.iter("rect")}  # type: ignore[union-attr]
-    assert rows["0F0"] == rows["1B1"] != rows["0SWAP_IN"] == rows["1SWAP_IN"]
+    assert "c to d backward, microbatch 1: 1 s from 6 s\nc, d" in told
+    assert "a & b forward, microbatch 0: 1 s from 1 s\na & b" in told
+    rows = {name.split(":")[0]: box.get("y") for name, box in told.items()}
+    weights = {rows[f"{pack} weights to the device"] for pack in ("a & b", "c to d")}
+    assert rows["a & b forward, microbatch 0"] == rows["c to d backward, microbatch 1"] not in weights
+    assert len(weights) == 1
 
 
-def test_the_summary_tells_seconds_share_peak_and_bytes() -> None:
+def test_a_page_is_as_wide_as_its_window_with_ticks_capacity_and_key() -> None:
+    assert STEP.profile is not None
+    plan = replace(STEP, profile=replace(STEP.profile, machine=MachineLimits(10240, 2048.0, 2048.0)))
+    page = to_html(plan, {"predicted": predict(plan)}, "A step")
+    (drawing,) = drawings(page)
+    places = [float((box.get(side) or "").rstrip("%")) for box in drawing.iter("rect") for side in ("x", "width")]
+    assert drawing.get("width") is None
+    assert all((box.get("x") or "").endswith("%") for box in drawing.iter("rect"))
+    assert all(0 <= place <= 100 for place in places)
+    assert [text.text for text in drawing.iter("text")][:3] == ["0", "2 s", "4 s"]
+    assert "may hold 10 KiB" in page
+    assert "</i> 1 c to d</span>" in page
+    assert boxes(drawing, "idle")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most", "found"),
+    [(3.7, 8, [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]), (10.0, 5, [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]), (0.0, 5, [0.0])],
+)
+def test_ticks_are_round(seconds: float, most: int, found: list[float]) -> None:
+    assert ticks(seconds, most) == pytest.approx(found)
+
+
+def test_the_stated_peak_is_the_top_of_the_curve() -> None:
+    device = replace(PREDICTION.devices[0], memory=((0.0, 1024), (1.0, 3072), (2.0, 0)), peak_bytes=3072)
+    assert held_words(device) == "at most 3 KiB"
+    assert held_words(replace(device, peak_bytes=4096)) == "at most 3 KiB (4 KiB if copies take longer)"
+
+
+def test_the_summary_tells_seconds_shares_peak_and_bytes() -> None:
     first, second = summary(STEP, PREDICTION)
+    device = PREDICTION.devices[0]
     assert first == f"2 packs, 2 microbatches, 1 device: {PREDICTION.seconds:.3g} s a step"
-    share = 10 / PREDICTION.seconds
-    peak = PREDICTION.peak_bytes[0] / 1024
     assert second == (
-        f"device 0: computes {share:.0%} of the time, at most {peak:g} KiB; "
-        "in: 4 KiB weights, 1 KiB stash; out: 1 KiB stash, 2 KiB gradients"
+        f"device 0: computes {10 / PREDICTION.seconds:.0%} of the time (idle: {idle_words(device, PREDICTION.seconds)}), "
+        f"{held_words(device)}; in: 4 KiB weights, 1 KiB stash; out: 1 KiB stash, 2 KiB gradients"
     )
+    assert "weights 9%" in idle_words(device, PREDICTION.seconds)
 
 
 @given(planned=plans(), machine=machines)
@@ -60,21 +105,15 @@ def test_several_steps_are_drawn_below_each_other_to_one_scale() -> None:
     slow = predict(replace(STEP, profile=replace(STEP.profile, machine=MachineLimits(None, 1024.0, 1024.0))))  # type: ignore[type-var]
     page = to_html(STEP, {"measured": slow, "predicted": PREDICTION}, "A step")
     assert re.findall("<h3>(device.*?)</h3>", page) == ["device 0, measured", "device 0, predicted"]
+    name = "a & b forward, microbatch 0: 1 s from"
     widths = [
-        next(float(box.get("width") or 0) for box in drawing.iter("rect") if "0F0" in box.find("title").text)  # type: ignore[operator, union-attr]
+        next(box.get("width") for told, box in boxes(drawing).items() if told.startswith(name))
         for drawing in drawings(page)
     ]
-    assert widths[0] == pytest.approx(widths[1])
+    assert widths[0] == widths[1]
     assert [line.partition(":")[0] for line in summaries(STEP, {"measured": slow, "predicted": PREDICTION})] == [
         "measured", "device 0", "predicted", "device 0",
     ]  # fmt: skip
-
-
-def test_packs_have_colours_of_their_own() -> None:
-    colours = [colour_of(pack, 12, is_light=light) for pack in range(12) for light in (False, True)]
-    assert len(set(colours)) == 24
-    assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in colours)
-    assert colour_of(0, 1, is_light=False)
 
 
 def test_times_are_written_in_the_unit_that_suits_them() -> None:

@@ -1,29 +1,32 @@
 """The page: a step, predicted or measured, as one HTML file, to be scrolled and pointed at, with nothing to load."""
 
-import colorsys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from math import floor, log10
 from typing import NamedTuple
 
+from lightning_harmony.plan.drawing.idle import idle_by_cause, idle_times
+from lightning_harmony.plan.drawing.naming import colour_of, is_light, labels, pack_name, task_name
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.plan import Plan
-from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction, Span
-from lightning_harmony.plan.values.streams import STREAMS
-from lightning_harmony.plan.values.task import Phase
+from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction
+from lightning_harmony.plan.values.streams import COMPUTE, STREAMS
 
-_WIDTH, _ROW, _GAP, _LEFT, _CURVE = 1600, 26, 4, 84, 120
+_ROW, _GAP, _CURVE, _NUM_TICKS = 26, 4, 120, 8
+# How wide a letter is, as a share of a window that is not small.
+_LETTER = 0.007
+_GRID, _LIMIT = "#dde3ea", "#b3452c"
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2em; color: #222; background: #fff; }
-.wide { overflow-x: auto; } svg { display: block; } text { font: 11px system-ui, sans-serif; fill: #222; }
-rect:hover { stroke: #000; stroke-width: 1.5; } pre { font-size: 12px; background: #f6f6f6; padding: 1em; overflow-x: auto; }
+.device { display: flex; } .names { position: relative; flex: 0 0 8em; font-size: 12px; } .names div { position: absolute; }
+.wide { flex: 1; min-width: 0; overflow-x: auto; } svg { display: block; width: calc(100% * var(--zoom, 1)); }
+text { font: 11px system-ui, sans-serif; fill: #222; pointer-events: none; } rect:hover { stroke: #000; stroke-width: 1.5; }
+.key span { display: inline-block; margin-right: 1.2em; } .key i { display: inline-block; width: 1em; height: 1em; }
 """
-
-
-def colour_of(pack: int, num_packs: int, *, is_light: bool) -> str:
-    """The colour of a pack: hues from blue to red in the order of the packs, lighter where ``is_light``."""
-    hue = 0.62 - 0.6 * (pack / max(num_packs - 1, 1))
-    red, green, blue = colorsys.hls_to_rgb(hue, 0.76 if is_light else 0.52, 0.62)
-    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
+_ZOOM = (
+    "<label>zoom <input type=range min=1 max=30 step=any value=1 "
+    "oninput=\"document.body.style.setProperty('--zoom', this.value)\"></label>"
+)
 
 
 def summary(plan: Plan, prediction: Prediction) -> list[str]:
@@ -36,9 +39,10 @@ def summary(plan: Plan, prediction: Prediction) -> list[str]:
     for number, device in enumerate(prediction.devices):
         swapped_in, swapped_out = device.swapped_in_bytes, device.swapped_out_bytes
         share = device.compute_seconds / seconds if seconds else 0.0
+        waits = idle_words(device, seconds)
         transferred = f", {format_bytes(device.transferred_bytes)} from other devices" if plan.num_devices > 1 else ""
         lines.append(
-            f"device {number}: computes {share:.0%} of the time, at most {format_bytes(device.peak_bytes)}; "
+            f"device {number}: computes {share:.0%} of the time{waits and f' (idle: {waits})'}, {held_words(device)}; "
             f"in: {_by_kind(swapped_in)}; out: {_by_kind(swapped_out)}{transferred}"
         )
     return lines
@@ -61,9 +65,22 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} µs"
 
 
-def is_light(span: Span) -> bool:
-    """Whether a span is drawn lighter than the others of its pack: a forward, or a stash."""
-    return span.task.kind is Phase.FORWARD or "STASH" in span.task.kind.value
+def idle_words(device: DevicePrediction, seconds: float) -> str:
+    """What a device waits for, with shares of the step, as in "weights 6%, host 2%"; empty where that is next to nothing."""
+    shares = {cause: idle / seconds for cause, idle in idle_by_cause(device, seconds).items()} if seconds else {}
+    return ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share >= 0.005)
+
+
+def held_bytes(device: DevicePrediction) -> int:
+    """The top of the curve of a device's memory."""
+    return max((num_bytes for _, num_bytes in device.memory), default=0)
+
+
+def held_words(device: DevicePrediction) -> str:
+    """The top of the curve, and what there may be at the most."""
+    held = held_bytes(device)
+    late = f" ({format_bytes(device.peak_bytes)} if copies take longer)" if device.peak_bytes > held else ""
+    return f"at most {format_bytes(held)}{late}"
 
 
 def streams_of(devices: Iterable[DevicePrediction]) -> list[str]:
@@ -73,7 +90,7 @@ def streams_of(devices: Iterable[DevicePrediction]) -> list[str]:
 
 
 def to_html(plan: Plan, steps: Mapping[str, Prediction], title: str) -> str:
-    """Timeline and memory of each device, and the plan.
+    """Timeline and memory of each device, and the plan, as wide as the window.
 
     Args:
         plan: names the layers of the packs.
@@ -81,21 +98,43 @@ def to_html(plan: Plan, steps: Mapping[str, Prediction], title: str) -> str:
         title: of the page.
     """
     longest = max(step.end_seconds for step in steps.values())
+    capacity = None if plan.profile is None else plan.profile.machine.capacity_bytes
     drawings = []
     for number in range(plan.num_devices):
         devices = {name: step.devices[number] for name, step in steps.items()}
-        scales = _Scales(longest, max(device.peak_bytes for device in devices.values()), streams_of(devices.values()))
+        most = max(capacity or 0, *(device.peak_bytes for device in devices.values()))
+        scales = _Scales(longest or 1.0, most or 1, capacity, streams_of(devices.values()))
         for name, device in devices.items():
             heading = f"device {number}, {name}" if len(steps) > 1 else f"device {number}"
-            drawing = "".join(_drawing(plan, device, scales))
-            drawings.append(f"<h3>{heading}</h3><div class=wide>{drawing}</div>")
+            names, drawing = (
+                "".join(_names(device, scales)),
+                "".join(_drawing(plan, device, steps[name].seconds, scales)),
+            )
+            drawings.append(
+                f"<h3>{heading}</h3><div class=device><div class=names>{names}</div><div class=wide>{drawing}</div></div>"
+            )
     lines, newline = "<br>".join(escape(line) for line in summaries(plan, steps)), "\n"
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
-        f"<h2>{title}</h2><p>{lines}</p><p>Colours are packs; forwards and stashes are light, backwards and weights "
-        f"are not. Point at a task to see what it is.</p>{newline.join(drawings)}"
-        f"<h3>Packs</h3><pre>{escape(str(plan))}</pre></html>\n"
+        f"<h2>{title}</h2><p>{lines}</p><p class=key>{''.join(_key(plan))}</p><p>Colours are packs; forwards and stashes are "
+        "light, backwards and weights are not. Grey is idle time, with its cause. Point at anything to see what it is. "
+        f"{_ZOOM}</p>{newline.join(drawings)}<h3>Packs</h3><pre>{escape(str(plan))}</pre></html>\n"
     )
+
+
+def ticks(seconds: float, most: int) -> list[float]:
+    """Round moments of a step, at most so many steps of 1, 2 or 5 apart."""
+    if seconds <= 0:
+        return [0.0]
+    size = 10 ** floor(log10(seconds / most))
+    step = next(size * each for each in (1, 2, 5, 10) if seconds / (size * each) <= most)
+    return [number * step for number in range(int(seconds / step + 1e-9) + 1)]
+
+
+def _key(plan: Plan) -> Iterator[str]:
+    for pack in range(len(plan.packs)):
+        colour = colour_of(pack, is_light=False)
+        yield f'<span><i style="background:{colour}"></i> {pack} {escape(pack_name(plan, pack))}</span> '
 
 
 def _by_kind(num_bytes: Mapping[str, int]) -> str:
@@ -108,44 +147,100 @@ class _Scales(NamedTuple):
     Attributes:
         seconds: to the right end.
         num_bytes: to the top of the memory.
+        capacity_bytes: what the device may hold; None for no limit.
         streams: the rows.
     """
 
     seconds: float
     num_bytes: int
+    capacity_bytes: int | None
     streams: Sequence[str]
 
+    @property
+    def top(self) -> int:
+        """Where the memory begins, below the rows."""
+        return len(self.streams) * (_ROW + _GAP) + 10
 
-def _drawing(plan: Plan, device: DevicePrediction, scales: _Scales) -> Iterator[str]:
-    scale = (_WIDTH - _LEFT) / scales.seconds if scales.seconds else 0.0
-    top = len(scales.streams) * (_ROW + _GAP)
-    yield f'<svg width="{_WIDTH}" height="{top + _CURVE + 30}">'
+    @property
+    def bottom(self) -> int:
+        """Where it ends."""
+        return self.top + _CURVE
+
+    def across(self, seconds: float) -> str:
+        """A moment or a time as a share of the width."""
+        return f"{100 * seconds / self.seconds:.4f}%"
+
+    def height(self, num_bytes: int) -> float:
+        """Where an amount of memory is drawn."""
+        return self.bottom - _CURVE * num_bytes / self.num_bytes
+
+
+def _names(device: DevicePrediction, scales: _Scales) -> Iterator[str]:
+    """What stands beside a drawing: the streams, and the memory's limits."""
     for row, stream in enumerate(scales.streams):
-        yield f'<text x="0" y="{row * (_ROW + _GAP) + 17}">{stream}</text>'
-    for span in device.spans:
-        row, seconds = scales.streams.index(span.stream), span.end_seconds - span.start_seconds
-        left, names = _LEFT + span.start_seconds * scale, ", ".join(plan.packs[span.task.pack])
-        told = f"{span.task}: {format_seconds(seconds)} from {format_seconds(span.start_seconds)}"
-        yield (
-            f'<rect x="{left:.2f}" y="{row * (_ROW + _GAP)}" width="{max(seconds * scale, 0.3):.2f}" height="{_ROW}" '
-            f'fill="{colour_of(span.task.pack, len(plan.packs), is_light=is_light(span))}"><title>{told}\n{escape(names)}'
-            "</title></rect>"
+        yield f'<div style="top:{row * (_ROW + _GAP) + 4}px">{stream}</div>'
+    held = scales.height(held_bytes(device)) - 9
+    if scales.capacity_bytes is not None:
+        at = scales.height(scales.capacity_bytes) - 9
+        held = held if held > at + 16 else at + 16
+        yield f'<div style="top:{at:.0f}px;color:{_LIMIT}">may hold {format_bytes(scales.capacity_bytes)}</div>'
+    yield f'<div style="top:{held:.0f}px;color:{_LIMIT}">at most {format_bytes(held_bytes(device))}</div>'
+    yield f'<div style="top:{scales.bottom - 16}px">memory</div>'
+
+
+def _drawing(plan: Plan, device: DevicePrediction, seconds: float, scales: _Scales) -> Iterator[str]:
+    yield f'<svg height="{scales.bottom + 22}">'
+    for moment in ticks(scales.seconds, _NUM_TICKS):
+        x, anchor = (
+            scales.across(moment),
+            "start" if moment == 0 else "end" if moment > 0.98 * scales.seconds else "middle",
         )
-    yield from _curve(device, top, scale, scales)
+        yield f'<line x1="{x}" x2="{x}" y1="0" y2="{scales.bottom}" stroke="{_GRID}"/>'
+        yield f'<text x="{x}" y="{scales.bottom + 15}" text-anchor="{anchor}">{format_seconds(moment) if moment else 0}</text>'
+    if COMPUTE in scales.streams:
+        for idle in idle_times(device, seconds):
+            told = f"idle: {idle.cause}, {format_seconds(idle.end_seconds - idle.start_seconds)}"
+            yield from _box(scales, COMPUTE, idle.start_seconds, idle.end_seconds, "#e6e6e6", told, "idle")
+            yield from _label(scales, COMPUTE, f"idle: {idle.cause}", idle.start_seconds, idle.end_seconds)
+    for span in device.spans:
+        colour, told = colour_of(span.task.pack, is_light=is_light(span)), task_name(plan, span.task)
+        lasting = f"{format_seconds(span.end_seconds - span.start_seconds)} from {format_seconds(span.start_seconds)}"
+        told = f"{told}: {lasting}\n{', '.join(plan.packs[span.task.pack])}"
+        yield from _box(scales, span.stream, span.start_seconds, span.end_seconds, colour, told, "task")
+    for stream in scales.streams:
+        for label, start, end, ink in labels([span for span in device.spans if span.stream == stream]):
+            yield from _label(scales, stream, label, start, end, ink)
+    yield from _curve(device, scales)
     yield "</svg>"
 
 
-def _curve(device: DevicePrediction, top: int, scale: float, scales: _Scales) -> Iterator[str]:
-    """The memory below, with its peak."""
-    bottom, most = top + _CURVE + 10, max(scales.num_bytes, 1)
-    points, across, height = [f"{_LEFT},{bottom}"], float(_LEFT), float(bottom)
-    for moment, num_bytes in device.memory:
-        across = _LEFT + moment * scale
-        points.append(f"{across:.2f},{height:.2f}")
-        height = bottom - _CURVE * num_bytes / most
-        points.append(f"{across:.2f},{height:.2f}")
-    points.append(f"{across:.2f},{bottom}")
-    yield f'<polygon points="{" ".join(points)}" fill="#cfd8e3" stroke="#5b6b7f"/>'
-    yield f'<text x="0" y="{top + 20}">{format_bytes(scales.num_bytes)}</text><text x="0" y="{bottom}">memory</text>'
-    yield f'<text x="{_LEFT}" y="{bottom + 16}">0</text>'
-    yield f'<text x="{_WIDTH}" y="{bottom + 16}" text-anchor="end">{format_seconds(scales.seconds)}</text>'
+def _box(scales: _Scales, stream: str, start: float, end: float, colour: str, told: str, kind: str) -> Iterator[str]:
+    y = scales.streams.index(stream) * (_ROW + _GAP)
+    yield (
+        f'<rect class="{kind}" x="{scales.across(start)}" y="{y}" width="{scales.across(end - start)}" height="{_ROW}" '
+        f'fill="{colour}" stroke="{colour}" stroke-width="0.3"><title>{escape(told)}</title></rect>'
+    )
+
+
+def _label(scales: _Scales, stream: str, label: str, start: float, end: float, ink: str = "#333333") -> Iterator[str]:
+    """A label in the middle of what it is for, where that is wide enough."""
+    if (end - start) / scales.seconds > _LETTER * (len(label) + 1):
+        y = scales.streams.index(stream) * (_ROW + _GAP) + 17
+        yield f'<text x="{scales.across((start + end) / 2)}" y="{y}" text-anchor="middle" style="fill:{ink}">{label}</text>'
+
+
+def _curve(device: DevicePrediction, scales: _Scales) -> Iterator[str]:
+    """The memory below, with its top and what the device may hold."""
+    ends = [*(moment for moment, _ in device.memory[1:]), device.memory[-1][0]] if device.memory else []
+    for (moment, num_bytes), end in zip(device.memory, ends, strict=True):
+        y, told = scales.height(num_bytes), f"{format_bytes(num_bytes)} from {format_seconds(moment)}"
+        yield (
+            f'<rect class="memory" x="{scales.across(moment)}" y="{y:.2f}" width="{scales.across(end - moment)}" '
+            f'height="{scales.bottom - y:.2f}" fill="#b9c6d6"><title>{told}</title></rect>'
+        )
+    lines = [(held_bytes(device), ' stroke-dasharray="2 3"')]
+    if scales.capacity_bytes is not None:
+        lines.append((scales.capacity_bytes, ""))
+    for num_bytes, dashes in lines:
+        y = scales.height(num_bytes)
+        yield f'<line x1="0" x2="100%" y1="{y:.2f}" y2="{y:.2f}" stroke="{_LIMIT}"{dashes}/>'

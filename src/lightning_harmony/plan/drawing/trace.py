@@ -5,9 +5,13 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
+from lightning_harmony.plan.drawing.idle import idle_times
+from lightning_harmony.plan.drawing.naming import task_name
 from lightning_harmony.plan.values.plan import Plan
-from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction, Span
+from lightning_harmony.plan.values.prediction import Prediction, Span
 from lightning_harmony.plan.values.streams import STREAMS
+
+_IDLE = "idle"
 
 
 def to_trace(plan: Plan, steps: Mapping[str, Prediction]) -> str:
@@ -20,20 +24,26 @@ def to_trace(plan: Plan, steps: Mapping[str, Prediction]) -> str:
     events: list[dict[str, Any]] = []
     for process, (number, name) in enumerate(product(range(plan.num_devices), steps)):
         title = f"device {number}, {name}" if len(steps) > 1 else f"device {number}"
-        events += _process(plan, steps[name].devices[number], process, title)
+        events += _process(plan, steps[name], number, process, title)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
-def _process(plan: Plan, device: DevicePrediction, process: int, title: str) -> Iterator[dict[str, Any]]:
+def _process(plan: Plan, step: Prediction, number: int, process: int, title: str) -> Iterator[dict[str, Any]]:
     """One device in one step."""
+    device = step.devices[number]
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": title}}
     yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
-    for thread, stream in enumerate(STREAMS):
+    for thread, stream in enumerate((*STREAMS, _IDLE)):
         place = {"pid": process, "tid": thread}
         yield {"ph": "M", **place, "name": "thread_name", "args": {"name": stream}}
         yield {"ph": "M", **place, "name": "thread_sort_index", "args": {"sort_index": thread}}
     for span in device.spans:
         yield _event(plan, process, span)
+    for idle in idle_times(device, step.seconds):
+        yield {
+            "ph": "X", "pid": process, "tid": len(STREAMS), "name": f"idle: {idle.cause}", "cat": _IDLE,
+            "ts": _microseconds(idle.start_seconds), "dur": _microseconds(idle.end_seconds - idle.start_seconds),
+        }  # fmt: skip
     for moment, num_bytes in device.memory:
         yield {
             "ph": "C", "pid": process, "name": "memory", "ts": _microseconds(moment), "args": {"bytes": num_bytes},
@@ -46,11 +56,11 @@ def _event(plan: Plan, process: int, span: Span) -> dict[str, Any]:
         "ph": "X",
         "pid": process,
         "tid": STREAMS.index(span.stream),
-        "name": str(span.task),
+        "name": task_name(plan, span.task),
         "cat": span.stream,
         "ts": _microseconds(span.start_seconds),
         "dur": _microseconds(span.end_seconds - span.start_seconds),
-        "args": {"pack": span.task.pack, "layers": ", ".join(layers)},
+        "args": {"task": str(span.task), "pack": span.task.pack, "layers": ", ".join(layers)},
     }
 
 
