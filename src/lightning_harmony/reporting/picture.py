@@ -44,7 +44,9 @@ def draw(plan: Plan, steps: Mapping[str, Prediction], file: Path) -> None:
     strips = [strip for number in range(plan.num_devices) for strip in _strips(plan, number, steps)]
     heights = [part for strip in strips for part in (0.3 * len(strip.streams) + 0.15, 1.0)]
     key = _key(plan, steps)
-    num_columns = min(len(key), max(1, int(_WIDTH / (0.6 + _INCHES_PER_LETTER * max(len(p.get_label()) for p in key)))))
+    num_columns = min(
+        len(key), max(1, int(_WIDTH / (0.6 + _INCHES_PER_LETTER * max(len(str(patch.get_label())) for patch in key))))
+    )
     key_height = 0.2 * -(-len(key) // num_columns)
     height = sum(heights) + 0.35 * len(strips) + 1.1 + key_height
     figure = figure_class()(figsize=(_WIDTH, height), layout="constrained")
@@ -73,7 +75,12 @@ def _key(plan: Plan, steps: Mapping[str, Prediction]) -> list[Patch]:
         Patch(facecolor=colour_of(pack, is_light=False), label=f"{pack} {pack_name(plan, pack)}")
         for pack in range(len(plan.packs))
     ]
-    causes = {idle.cause for step in steps.values() for d in step.devices for idle in idle_times(d, step.seconds)}
+    causes = {
+        idle.cause
+        for step in steps.values()
+        for number in range(len(step.devices))
+        for idle in idle_times(step, number)
+    }
     return packs + [
         Patch(facecolor=_IDLE, edgecolor=_HATCH, hatch=hatch, linewidth=0, label=f"idle: {cause}")
         for cause, hatch in _HATCHES.items()
@@ -86,7 +93,7 @@ def _headline(plan: Plan, name: str, step: Prediction) -> str:
     shares = [device.compute_seconds / step.seconds if step.seconds else 0.0 for device in step.devices]
     least, most = f"{min(shares, default=0.0):.0%}", f"{max(shares, default=0.0):.0%}"
     computing = most if least == most else f"{least} to {most}"
-    idle = idle_words(step.devices[0], step.seconds) if len(step.devices) == 1 else ""
+    idle = idle_words(step, 0) if len(step.devices) == 1 else ""
     waits = f"; idle: {idle}" if idle else ""
     return f"{name}{': ' if name else ''}{head}, computing {computing} of the time{waits}"
 
@@ -97,19 +104,24 @@ class _Strip:
 
     Attributes:
         title: says which.
-        device: what it does.
-        seconds: what the step takes.
+        step: what all devices do.
+        number: of the device.
         streams: the rows, the same in all steps.
         most_bytes: to which the memory reaches in any of them.
         capacity_bytes: what it may hold; None for no limit.
     """
 
     title: str
-    device: DevicePrediction
-    seconds: float
+    step: Prediction
+    number: int
     streams: Sequence[str]
     most_bytes: int
     capacity_bytes: int | None
+
+    @property
+    def device(self) -> DevicePrediction:
+        """What it does."""
+        return self.step.devices[self.number]
 
 
 def _strips(plan: Plan, number: int, steps: Mapping[str, Prediction]) -> Iterator[_Strip]:
@@ -117,9 +129,9 @@ def _strips(plan: Plan, number: int, steps: Mapping[str, Prediction]) -> Iterato
     streams = streams_of(devices.values())
     capacity = None if plan.profile is None else plan.profile.machine.capacity_bytes
     most = max(capacity or 0, *(device.peak_bytes for device in devices.values()))
-    for name, device in devices.items():
+    for name in devices:
         words = [f"device {number}"] * (plan.num_devices > 1) + [name] * (len(steps) > 1)
-        yield _Strip(", ".join(words), device, steps[name].seconds, streams, most, capacity)
+        yield _Strip(", ".join(words), steps[name], number, streams, most, capacity)
 
 
 def _draw_streams(axes: Axes, plan: Plan, strip: _Strip, longest: float, unit: float) -> None:
@@ -146,14 +158,14 @@ def _draw_streams(axes: Axes, plan: Plan, strip: _Strip, longest: float, unit: f
     axes.set_ylim(len(strip.streams) - 0.45, -0.55)
     if strip.title:
         axes.set_title(strip.title, loc="left", fontsize=9.5, fontweight="bold", color=_INK)
-    if strip.seconds < longest:
-        axes.axvline(strip.seconds / unit, color=_SOFT, linewidth=0.9, linestyle="--")
+    if strip.step.seconds < longest:
+        axes.axvline(strip.step.seconds / unit, color=_SOFT, linewidth=0.9, linestyle="--")
     _plain(axes)
 
 
 def _draw_idle(axes: Axes, strip: _Strip, row: int, inches_per_second: float, unit: float) -> None:
     """Where a device computes nothing, with the cause in hatching, and in words where there is room."""
-    for cause, start, end in idle_times(strip.device, strip.seconds):
+    for cause, start, end in idle_times(strip.step, strip.number):
         place = [(start / unit, (end - start) / unit)]
         hatch = _HATCHES[cause]
         axes.broken_barh(
@@ -172,7 +184,7 @@ def _draw_memory(axes: Axes, strip: _Strip, unit: float) -> None:
         ((2**power, name) for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if strip.most_bytes >= 2**power),
         (1, "B"),
     )
-    moments = [0.0, *(moment / unit for moment, _ in device.memory), strip.seconds / unit]
+    moments = [0.0, *(moment / unit for moment, _ in device.memory), strip.step.seconds / unit]
     amounts = [0.0, *(num_bytes / size for _, num_bytes in device.memory), 0.0]
     axes.fill_between(moments, amounts, step="post", color="#cfd8e3", linewidth=0)
     axes.step(moments, amounts, where="post", color="#5b6b7f", linewidth=0.9)

@@ -83,10 +83,10 @@ def test_the_summary_tells_seconds_shares_peak_and_bytes() -> None:
     device = PREDICTION.devices[0]
     assert first == f"2 packs, 2 microbatches, 1 device: {PREDICTION.seconds:.3g} s a step"
     assert second == (
-        f"device 0: computes {10 / PREDICTION.seconds:.0%} of the time (idle: {idle_words(device, PREDICTION.seconds)}), "
+        f"device 0: computes {10 / PREDICTION.seconds:.0%} of the time (idle: {idle_words(PREDICTION, 0)}), "
         f"{held_words(device)}; in: 4 KiB weights, 1 KiB stash; out: 1 KiB stash, 2 KiB gradients"
     )
-    assert "weights 9%" in idle_words(device, PREDICTION.seconds)
+    assert "weights 9%" in idle_words(PREDICTION, 0)
 
 
 @given(planned=plans(), machine=machines)

@@ -9,7 +9,6 @@ from lightning_harmony.plan.values.streams import STREAMS
 from support.plans import STEP
 
 PREDICTION = predict(STEP)
-STEP_AND_SECONDS = (PREDICTION.devices[0], PREDICTION.seconds)
 EVENTS = json.loads(to_trace(STEP, {"predicted": PREDICTION}))["traceEvents"]
 
 
@@ -29,7 +28,7 @@ def test_devices_and_streams_have_names() -> None:
 
 def test_idle_times_are_events_with_their_causes() -> None:
     waits = [event for event in EVENTS if event["ph"] == "X" and event["cat"] == "idle"]
-    assert [event["name"] for event in waits] == [f"idle: {idle.cause}" for idle in idle_times(*STEP_AND_SECONDS)]
+    assert [event["name"] for event in waits] == [f"idle: {idle.cause}" for idle in idle_times(PREDICTION, 0)]
     assert waits[0]["name"] == "idle: weights"
 
 

@@ -1,30 +1,30 @@
 """Idle time: when a device computes nothing, and what it waits for meanwhile."""
 
 from bisect import bisect_right
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from lightning_harmony.plan.values.prediction import DevicePrediction, Span
+from lightning_harmony.plan.values.prediction import DevicePrediction, Prediction, Span
 from lightning_harmony.plan.values.streams import COMPUTE, STREAMS
 from lightning_harmony.plan.values.task import Errand, Kind
 
 # What no copy and no update explains: Python, launches of operations, code between layers.
-HOST = "host"
+HOST, _OTHER = "host", "other device"
 _CAUSES: dict[Kind, str] = {
     Errand.SWAP_IN: "weights",
     Errand.UNPARK: "gradients",
     Errand.STASH_IN: "stash",
     Errand.UPDATE: "update",
-    Errand.TRANSFER_FORWARD: "other device",
-    Errand.TRANSFER_BACKWARD: "other device",
-    Errand.GATHER: "other device",
+    Errand.TRANSFER_FORWARD: _OTHER,
+    Errand.TRANSFER_BACKWARD: _OTHER,
+    Errand.GATHER: _OTHER,
 }
 # What a step ends with.
 _LAST_CAUSES: dict[Kind, str] = {
     Errand.UPDATE: "update",
     Errand.SWAP_OUT: "gradients",
-    Errand.REDUCE: "other device",
+    Errand.REDUCE: _OTHER,
 }
 # Copies to the host and updates, of whichever pack, make room for what runs next.
 _ROOM = (Errand.STASH_OUT, Errand.SWAP_OUT, Errand.PARK, Errand.UPDATE)
@@ -45,28 +45,26 @@ class Idle(NamedTuple):
     end_seconds: float
 
 
-def idle_times(device: DevicePrediction, seconds: float) -> list[Idle]:
-    """All idle times of a step, in order.
-
-    Args:
-        device: what it does.
-        seconds: what the step takes.
-    """
+def idle_times(step: Prediction, number: int) -> list[Idle]:
+    """All idle times of one device in a step, in order."""
+    device = step.devices[number]
     streams = [_Stream(device, stream) for stream in STREAMS if stream != COMPUTE]
     found: list[Idle] = []
     end = 0.0
     for span in sorted((s for s in device.spans if s.stream == COMPUTE), key=lambda span: span.start_seconds):
         found += _explained(streams, end, span.start_seconds, span)
         end = max(end, span.end_seconds)
-    return [*found, *_explained(streams, end, seconds, None)]
+    # Of several devices, one may have nothing left to do.
+    rest = HOST if len(step.devices) == 1 else _OTHER
+    return [*found, *_explained(streams, end, step.seconds, None, rest)]
 
 
-def idle_by_cause(device: DevicePrediction, seconds: float) -> dict[str, float]:
-    """Seconds of idle time by cause, the longest first."""
-    found: Counter[str] = Counter()
-    for idle in idle_times(device, seconds):
+def idle_by_cause(step: Prediction, number: int) -> dict[str, float]:
+    """Seconds of idle time of one device by cause, the longest first."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for idle in idle_times(step, number):
         found[idle.cause] += idle.end_seconds - idle.start_seconds
-    return dict(found.most_common())
+    return dict(sorted(found.items(), key=lambda cause: -cause[1]))
 
 
 class _Stream:
@@ -81,7 +79,9 @@ class _Stream:
         return self._spans[bisect_right(self._ends, start) : bisect_right(self._ends, end)]
 
 
-def _explained(streams: Sequence[_Stream], start: float, end: float, awaited: Span | None) -> Iterator[Idle]:
+def _explained(
+    streams: Sequence[_Stream], start: float, end: float, awaited: Span | None, rest: str = HOST
+) -> Iterator[Idle]:
     """Idle time up to the end of what was waited for last, and the rest, which nothing explains.
 
     Args:
@@ -89,19 +89,20 @@ def _explained(streams: Sequence[_Stream], start: float, end: float, awaited: Sp
         start: of the idle time.
         end: of it.
         awaited: what runs then; None for the end of the step.
+        rest: the cause of what nothing explains.
     """
     if start >= end:
         return
     ended = [span for stream in streams for span in stream.ending(start, end)]
     known = [(span.end_seconds, cause) for span in ended if (cause := _cause(span, awaited)) is not None]
-    until, cause = max(known, default=(start, HOST))
+    until, cause = max(known, default=(start, rest))
     room = max((span.end_seconds for span in ended if span.task.kind in _ROOM), default=start)
     if not known and end - room < 0.1 * (end - start):
         until, cause = room, "room"
     if until > start:
         yield Idle(cause, start, until)
     if end > until:
-        yield Idle(HOST, until, end)
+        yield Idle(rest, until, end)
 
 
 def _cause(ended: Span, awaited: Span | None) -> str | None:

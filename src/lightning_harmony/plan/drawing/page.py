@@ -39,7 +39,7 @@ def summary(plan: Plan, prediction: Prediction) -> list[str]:
     for number, device in enumerate(prediction.devices):
         swapped_in, swapped_out = device.swapped_in_bytes, device.swapped_out_bytes
         share = device.compute_seconds / seconds if seconds else 0.0
-        waits = idle_words(device, seconds)
+        waits = idle_words(prediction, number)
         transferred = f", {format_bytes(device.transferred_bytes)} from other devices" if plan.num_devices > 1 else ""
         lines.append(
             f"device {number}: computes {share:.0%} of the time{waits and f' (idle: {waits})'}, {held_words(device)}; "
@@ -65,10 +65,10 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} µs"
 
 
-def idle_words(device: DevicePrediction, seconds: float) -> str:
+def idle_words(step: Prediction, number: int) -> str:
     """What a device waits for, with shares of the step, as in "weights 6%, host 2%"; empty where that is next to nothing."""
-    shares = {cause: idle / seconds for cause, idle in idle_by_cause(device, seconds).items()} if seconds else {}
-    return ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share >= 0.005)
+    idle = idle_by_cause(step, number).items()
+    return ", ".join(f"{cause} {time / step.seconds:.0%}" for cause, time in idle if time >= 0.005 * step.seconds)
 
 
 def held_bytes(device: DevicePrediction) -> int:
@@ -78,9 +78,8 @@ def held_bytes(device: DevicePrediction) -> int:
 
 def held_words(device: DevicePrediction) -> str:
     """The top of the curve, and what there may be at the most."""
-    held = held_bytes(device)
-    late = f" ({format_bytes(device.peak_bytes)} if copies take longer)" if device.peak_bytes > held else ""
-    return f"at most {format_bytes(held)}{late}"
+    held, most = format_bytes(held_bytes(device)), format_bytes(device.peak_bytes)
+    return f"at most {held}" if held == most else f"at most {held} ({most} if copies take longer)"
 
 
 def streams_of(devices: Iterable[DevicePrediction]) -> list[str]:
@@ -108,7 +107,7 @@ def to_html(plan: Plan, steps: Mapping[str, Prediction], title: str) -> str:
             heading = f"device {number}, {name}" if len(steps) > 1 else f"device {number}"
             names, drawing = (
                 "".join(_names(device, scales)),
-                "".join(_drawing(plan, device, steps[name].seconds, scales)),
+                "".join(_drawing(plan, steps[name], number, scales)),
             )
             drawings.append(
                 f"<h3>{heading}</h3><div class=device><div class=names>{names}</div><div class=wide>{drawing}</div></div>"
@@ -188,7 +187,8 @@ def _names(device: DevicePrediction, scales: _Scales) -> Iterator[str]:
     yield f'<div style="top:{scales.bottom - 16}px">memory</div>'
 
 
-def _drawing(plan: Plan, device: DevicePrediction, seconds: float, scales: _Scales) -> Iterator[str]:
+def _drawing(plan: Plan, step: Prediction, number: int, scales: _Scales) -> Iterator[str]:
+    device = step.devices[number]
     yield f'<svg height="{scales.bottom + 22}">'
     for moment in ticks(scales.seconds, _NUM_TICKS):
         x, anchor = (
@@ -198,7 +198,7 @@ def _drawing(plan: Plan, device: DevicePrediction, seconds: float, scales: _Scal
         yield f'<line x1="{x}" x2="{x}" y1="0" y2="{scales.bottom}" stroke="{_GRID}"/>'
         yield f'<text x="{x}" y="{scales.bottom + 15}" text-anchor="{anchor}">{format_seconds(moment) if moment else 0}</text>'
     if COMPUTE in scales.streams:
-        for idle in idle_times(device, seconds):
+        for idle in idle_times(step, number):
             told = f"idle: {idle.cause}, {format_seconds(idle.end_seconds - idle.start_seconds)}"
             yield from _box(scales, COMPUTE, idle.start_seconds, idle.end_seconds, "#e6e6e6", told, "idle")
             yield from _label(scales, COMPUTE, f"idle: {idle.cause}", idle.start_seconds, idle.end_seconds)

@@ -39,7 +39,7 @@ def _process(plan: Plan, step: Prediction, number: int, process: int, title: str
         yield {"ph": "M", **place, "name": "thread_sort_index", "args": {"sort_index": thread}}
     for span in device.spans:
         yield _event(plan, process, span)
-    for idle in idle_times(device, step.seconds):
+    for idle in idle_times(step, number):
         yield {
             "ph": "X", "pid": process, "tid": len(STREAMS), "name": f"idle: {idle.cause}", "cat": _IDLE,
             "ts": _microseconds(idle.start_seconds), "dur": _microseconds(idle.end_seconds - idle.start_seconds),
