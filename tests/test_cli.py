@@ -183,6 +183,12 @@ class TestWrongInput:
             (["plan", "{folder}"], "Is a directory"),
             (["plan", "{nan}"], r"profile\.machine\.swap_in_bytes_per_second is nan"),
             (["plan", "{plan}", "--html", "{folder}"], "Is a directory"),
+            (["plan", "{plan}", "--png", "{folder}"], r"a picture is a file such as .*\.png, \.svg or \.pdf"),
+            (
+                ["plan", "{plan}", "--png", "step.xyz"],
+                r"step\.xyz: a picture is a file such as step\.png, \.svg or \.pdf",
+            ),
+            (["plan", "{plan}", "--png", "{folder}/none/step.png"], "there is no folder"),
             (["trace", "{deep}"], "this is not a recorded step, for it is not JSON"),
             (["trace", "{plan}"], "this is not a recorded step"),
         ],

@@ -272,6 +272,17 @@ def test_what_to_change_is_told_in_the_order_of_what_it_costs() -> None:
     assert found == sorted(found), result.advice
 
 
+def test_state_that_a_host_has_no_room_for_may_live_on_disk() -> None:
+    given = partial(estimate, CONFIGURATIONS["LlamaForCausalLM"], machine="l40s", num_microbatches=8)
+    need = given().outlook.host
+    result = given(host_memory=need.least_bytes - 1024)
+    assert result.advice[0].startswith('HarmonyStrategy(offload_dir="/a/fast/disk"): 1 KiB or more of optimizer state')
+    # Weights and the gradients of the first step have no room.
+    least = 2 * need.weight_bytes + need.least_stash_bytes
+    assert any("offload_dir" in line for line in given(host_memory=least).advice)
+    assert not any("offload_dir" in line for line in given(host_memory=least - 1).advice)
+
+
 def test_layers_that_are_advised_are_found_in_the_model() -> None:
     batch, machine = torch.empty(4, 64, device="meta"), replace(H200, device_bytes=None, library_bytes=0)
     block = sum(p.numel() * 8 for p in Wide.Block().parameters())

@@ -102,6 +102,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 def _plan(options: argparse.Namespace) -> int:
     from lightning_harmony.plan.search.given import read_plan
 
+    _refuse_format(options.png)
     show_plan(read_plan(options.plan), grid=options.grid, png=options.png, html=options.html, trace=options.trace)
     return 0
 
@@ -109,8 +110,16 @@ def _plan(options: argparse.Namespace) -> int:
 def _trace(options: argparse.Namespace) -> int:
     from lightning_harmony.plan.drawing.recording import read_recording
 
+    _refuse_format(options.png)
     show_recording(read_recording(options.recording), png=options.png, html=options.html, trace=options.trace)
     return 0
+
+
+def _refuse_format(png: Path | None) -> None:
+    if png is not None:
+        from lightning_harmony.reporting.figures import refuse_format
+
+        refuse_format(png)
 
 
 def show_plan(plan: Plan, *, grid: bool, png: Path | None, html: Path | None, trace: Path | None) -> None:

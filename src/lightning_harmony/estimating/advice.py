@@ -21,7 +21,12 @@ def with_advice(result: Estimate, module: nn.Module) -> Estimate:
         result: without advice.
         module: the model on the meta device.
     """
-    settings = [*_other_microbatches(result), *_higher_limit(result), *_finer_layers(result, module)]
+    settings = [
+        *_other_microbatches(result),
+        *_higher_limit(result),
+        *_finer_layers(result, module),
+        *_state_on_disk(result),
+    ]
     otherwise = [*_smaller_state(result), *_smaller_layer(result)]
     memory = [*_larger_card(result), *_more_host_memory(result)]
     # Host and device may ask for the same.
@@ -73,6 +78,19 @@ def _kinds_within(layer: nn.Module) -> set[type[nn.Module]]:
     root.add_module("layer", layer)
     found = find_layers(root, max_layer_bytes=0)
     return {type(part.module) for part in found if part.module is not layer}
+
+
+def _state_on_disk(result: Estimate) -> Iterator[str]:
+    host, has = result.outlook.host, result.machine.host_bytes or 0
+    missing = host.least_bytes - has
+    # Before the first update, there are all gradients.
+    gradients = host.weight_bytes * result.num_trained // max(result.num_parameters, 1)
+    has_the_rest = host.weight_bytes + gradients + host.least_stash_bytes <= has
+    if not result.fits_host(result.chosen) and missing <= host.optimizer_bytes and has_the_rest:
+        yield (
+            f'HarmonyStrategy(offload_dir="/a/fast/disk"): {format_bytes(missing)} or more of optimizer state live there, and '
+            "each step reads and writes them"
+        )
 
 
 # ---- what trains otherwise ---------------------------------------------------------------------------------------------
