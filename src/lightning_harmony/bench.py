@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -186,8 +187,17 @@ class Bench:
         return need
 
     def plain(self) -> Row:
-        """Train in memory, as plain Lightning does, with the same microbatches."""
-        seconds, peak, _ = self._fit("auto", self.sizes.num_microbatches)
+        """Train in memory, as plain Lightning does, with the same microbatches.
+
+        Raises:
+            ValueError: if there is too little memory.
+        """
+        try:
+            seconds, peak, _ = self._fit("auto", self.sizes.num_microbatches)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"plain Lightning runs out of memory: use a smaller --hidden, --layers or --length ({error})"
+            ) from error
         return Row(None, seconds, 1.0, peak_bytes=peak)
 
     def harmony(self, budget: int, plain: Row) -> Row:
@@ -217,6 +227,8 @@ class Bench:
         """Seconds of a step, bytes allocated at the most, and the strategy that trained."""
         sizes, clock, warm_up = self.sizes, _Clock(), WARM_UP_STEPS[self.accelerator]
         torch.manual_seed(0)
+        # Trainers and models refer to each other: an earlier one would still hold its memory.
+        gc.collect()
         shape = (4 * sizes.batch_size, sizes.length)
         made = TensorDataset(*(torch.randint(0, sizes.vocabulary, shape) for _ in range(2)))
         if self.accelerator == "gpu":

@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = options.run(options)
     except (PlanError, UnsupportedModelError, ImportError, OSError, ValueError) as error:
         parser.exit(2, f"lightning-harmony {options.command}: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130)
     return code
 
 
