@@ -71,7 +71,7 @@ class StrategyMixin(StreamedCheckpoints):
             folder to keep it in. By default it is one below ``$XDG_CACHE_HOME`` or ``~/.cache``. Results do not depend on it.
         offload_dir: a folder on a fast disk, where optimizer state lives that the host has no room for.
         cuda_graphs: whether layers are recorded as CUDA graphs, so that their code runs once a step and no longer for each
-            microbatch.
+            microbatch; None for where there are several GPUs.
     """
 
     strategy_name = "harmony"
@@ -94,7 +94,7 @@ class StrategyMixin(StreamedCheckpoints):
         plan: Plan | str | Path | None = None,
         profile_cache: bool | str | Path = True,
         offload_dir: str | Path | None = None,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | None = None,
         *,
         # Of either tree: LightningCLI would refuse those of the one that a type named.
         accelerator: Any = None,

@@ -51,7 +51,7 @@ class Settings:
     plan: Plan | None
     profile_cache: bool | Path
     offload_dir: Path | None
-    cuda_graphs: bool
+    cuda_graphs: bool | None
 
     @classmethod
     def of(
@@ -71,7 +71,7 @@ class Settings:
         plan: Plan | str | Path | None,
         profile_cache: bool | str | Path,
         offload_dir: str | Path | None,
-        cuda_graphs: bool,
+        cuda_graphs: bool | None,
     ) -> Settings:
         """Check the arguments as they are given.
 
@@ -92,9 +92,10 @@ class Settings:
         _one_of("update_on", update_on, ("device", "host"))
         _one_of("loss_reduction", loss_reduction, ("mean", "sum", None))
         _one_of("parallel", parallel, ("pipeline", "data"))
-        for name, switch in (("check_loss", check_loss), ("cuda_graphs", cuda_graphs)):
-            if not isinstance(switch, bool):
-                raise ValueError(f"HarmonyStrategy({name}={switch!r}): True or False is needed")
+        if not isinstance(check_loss, bool):
+            raise ValueError(f"HarmonyStrategy(check_loss={check_loss!r}): True or False is needed")
+        if not (cuda_graphs is None or isinstance(cuda_graphs, bool)):
+            raise ValueError(f"HarmonyStrategy(cuda_graphs={cuda_graphs!r}): True, False or None is needed")
         if split_batch is not None and not callable(split_batch):
             raise ValueError(
                 f"HarmonyStrategy(split_batch={split_batch!r}): a function is needed, which takes a batch and the samples of "
