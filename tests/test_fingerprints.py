@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import hmac
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextvars import ContextVar
 from io import StringIO
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -195,6 +201,57 @@ class AFile(Between):
         return 0.01 * (self.read + int(self.file.read(3)))
 
 
+class AHash(Between):
+    def keep(self) -> None:
+        self.hash = hashlib.sha256()
+
+    def change(self, x: Tensor) -> None:
+        self.hash.update(x.numpy().tobytes())
+
+    def found(self, x: Tensor) -> Any:
+        return self.hash.digest()[0] / 256
+
+
+class AHashWithAKey(AHash):
+    """Written in Python, with slots."""
+
+    def keep(self) -> None:
+        self.hash = hmac.new(b"key", digestmod="sha256")  # type: ignore[assignment]
+
+
+class AHashOfAnyLength(AHash):
+    def keep(self) -> None:
+        self.hash = hashlib.shake_128()  # type: ignore[assignment]
+
+    def found(self, x: Tensor) -> Any:
+        return self.hash.digest(1)[0] / 256  # type: ignore[call-arg]
+
+
+class AQueue(Between):
+    queue: SimpleQueue[float]
+
+    def keep(self) -> None:
+        self.queue = SimpleQueue()
+        for number in range(500):
+            self.queue.put(0.1 * (number % 7))
+
+    def change(self, x: Tensor) -> None:
+        self.taken = torch.tensor(self.queue.get())
+
+    def found(self, x: Tensor) -> Any:
+        return self.queue.get() + self.taken
+
+
+class AQueueOfAClassOfItsOwn(AQueue):
+    class Queue(SimpleQueue[float]):
+        """It has attributes, too."""
+
+    def keep(self) -> None:
+        self.queue = self.Queue()
+        for number in range(500):
+            self.queue.put(0.1 * (number % 7))
+
+
 class OnAParameter(Between):
     def change(self, x: Tensor) -> None:
         self.blocks[0].one.weight.importance = float(x.mean())
@@ -222,6 +279,7 @@ class LeftInTheContext(Between):
     [
         *(ThroughData, OfAnAttribute, ByNumPy, InInferenceMode, RunningStatistics, AMetric, AMetricThatIsReset),
         *(Sobol, MoreData, ASchedule, ADataset, ALargeArray, ANumberOfC, AFile, OnAParameter),
+        *(AHash, AHashWithAKey, AHashOfAnyLength, AQueue, AQueueOfAClassOfItsOwn),
     ],
 )
 def test_what_changes_and_tells_nobody_is_each_microbatch_s_own(
@@ -330,9 +388,33 @@ class UsageInALayer(Block):
         return super().forward(x)
 
 
+class HashInALayer(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hash = hashlib.md5()
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        self.hash.update(b"a call")
+        return super().forward(x * (1 + self.hash.digest()[0] / 2560))
+
+
+class QueueInALayer(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: SimpleQueue[int] = SimpleQueue()
+        for number in range(500):
+            self.queue.put(number % 7)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return super().forward(x * (1 + 0.1 * self.queue.get()))
+
+
 @pytest.mark.parametrize(
     ("block", "what"),
-    [(MeanInALayer, "a tensor"), (SobolInALayer, "a SobolEngine"), (UsageInALayer, "a ndarray")],
+    [
+        *((HashInALayer, "a HASH"), (QueueInALayer, "a SimpleQueue")),
+        *((MeanInALayer, "a tensor"), (SobolInALayer, "a SobolEngine"), (UsageInALayer, "a ndarray")),
+    ],
 )
 def test_layers_that_change_what_tells_nobody_are_refused_before_anything_is_updated(
     block: type[Block], what: str
@@ -346,10 +428,22 @@ def test_layers_that_change_what_tells_nobody_are_refused_before_anything_is_upd
     assert all(map(torch.equal, module.parameters(), before))
 
 
+class InAnObject(threading.local):
+    """What it keeps it shows."""
+
+    flag = False
+
+
+class Settings(OrderedDict[str, Any]):
+    """A dict of its own."""
+
+
 class Ordinary(Between):
     """Metrics add up, generators and caches are kept, and objects of libraries stay as they are."""
 
     def keep(self) -> None:
+        self.shown, self.settings, self.names = InAnObject(), Settings(flag=False), SimpleNamespace(flag=False)
+        self.hash, self.queue = hashlib.sha256(b"a config"), SimpleQueue[int]()
         self.metric, self.last = MeanMetric(), MeanMetric()
         self.engine = torch.quasirandom.SobolEngine(WIDTH)
         self.array, self.scale = np.ones((1024, WIDTH)), ctypes.c_double(0.5)

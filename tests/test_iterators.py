@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -110,7 +112,70 @@ def a_generator_that_is_sent_to(module: Any) -> Draw:
     return lambda: module.sums.send(0.4)
 
 
+def a_set(module: Any) -> Draw:
+    module.all_factors = {itertools.cycle(FACTORS)}
+    return lambda: next(next(iter(module.all_factors)))
+
+
+def a_frozenset(module: Any) -> Draw:
+    module.all_factors = frozenset({itertools.cycle(FACTORS)})
+    return lambda: next(next(iter(module.all_factors)))
+
+
+class Pair(NamedTuple):
+    """A tuple of another class."""
+
+    number: int
+    factors: Iterator[float]
+
+
+def a_named_tuple(module: Any) -> Draw:
+    module.pair = Pair(1, itertools.cycle(FACTORS))
+    return lambda: next(module.pair.factors)
+
+
+def a_default(module: Any) -> Draw:
+    cycle = itertools.cycle(FACTORS)
+
+    def draw(factors: Iterator[float] = cycle) -> float:
+        return next(factors)
+
+    return draw
+
+
+def a_default_by_name(module: Any) -> Draw:
+    def draw(*, factors: Iterator[float]) -> float:
+        return next(factors)
+
+    draw.__kwdefaults__ = {"factors": itertools.cycle(FACTORS)}
+    return draw
+
+
+def an_argument(module: Any) -> Draw:
+    def draw(factors: Iterator[float]) -> float:
+        return next(factors)
+
+    return partial(draw, itertools.cycle(FACTORS))
+
+
+def a_reader(module: Any) -> Draw:
+    module.rows = csv.reader([str(FACTORS[number % 5]) for number in range(500)])
+    return lambda: float(next(module.rows)[0])
+
+
+def an_attribute_of_a_function(module: Any) -> Draw:
+    """Which has it in a variable, too: what is rewound in two places is to go on where it was."""
+    factors = itertools.cycle(FACTORS)
+
+    def draw() -> float:
+        return next(factors)
+
+    draw.factors = factors  # type: ignore[attr-defined]
+    return draw
+
+
 HELD = [
+    a_set, a_frozenset, a_named_tuple, a_default, a_default_by_name, an_argument, a_reader, an_attribute_of_a_function,
     an_attribute, a_generator, a_count, an_iterator_over_a_list, an_object, an_entry, a_tuple, a_method, a_variable,
     a_global, a_list_among_globals, an_attribute_of_a_class, a_generator_that_is_sent_to,
 ]  # fmt: skip

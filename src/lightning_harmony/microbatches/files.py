@@ -10,6 +10,8 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from lightning_harmony.microbatches.variables import attributes_of
+
 LIBRARIES = frozenset(
     (
         "torch",
@@ -70,6 +72,7 @@ class Code:
                 self.files[value.__name__] = None
             elif not isinstance(value, FunctionType | type):
                 self.add(type(value))
+                self.add((attributes_of(value) or {}).get("__wrapped__"))
             elif _is_own(value.__module__):
                 self.files[value.__module__] = None
                 if isinstance(value, FunctionType):

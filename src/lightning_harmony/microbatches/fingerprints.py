@@ -8,13 +8,17 @@ takes time: it is done for two microbatches of a step that is watched.
 from __future__ import annotations
 
 import ctypes
+import gc
 import io
 import pickle
+import threading
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -27,12 +31,16 @@ from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.microbatches.files import is_users
-from lightning_harmony.microbatches.held_state import FUNCTIONS, Held, mark_of
+from lightning_harmony.microbatches.held_state import FUNCTIONS, PLAIN, Held, mark_of
 from lightning_harmony.microbatches.reads import Watched, version_of
 from lightning_harmony.microbatches.variables import attributes_of, slots_of
 from lightning_harmony.microbatches.walk import is_looked_into
 
 _OF_FILES = ("_io", "io")
+# A flag of classes, as CPython has it: those of C are such.
+_IMMUTABLE_TYPE = 1 << 8
+# Of an object with attributes and weak references.
+_SIZE_WITH_ATTRIBUTES = object.__basicsize__ + 2 * ctypes.sizeof(ctypes.c_void_p)
 # Larger tensors and arrays are data, and so are objects that lead to more than so many others.
 _LARGEST_BYTES, _MOST_OBJECTS = 256 << 20, 20_000
 _SOON_READ_BYTES = 1 << 20
@@ -156,7 +164,16 @@ def is_silent(value: Any) -> bool:
     if kind.__module__ in _OF_FILES:
         return True
     # What has attributes is looked into, if its class is not a library's.
-    return not is_looked_into(value) or (attributes_of(value) is None and not slots_of(kind)) or _shows_memory(value)
+    has_attributes = attributes_of(value) is not None or (is_users(kind.__module__) and slots_of(kind))
+    return not is_looked_into(value) or not has_attributes or _hides(kind) or _shows_memory(value)
+
+
+@cache
+def _hides(kind: type) -> bool:
+    """Whether objects of a class keep more than attributes, or what containers hold: one of its bases is of C, and larger."""
+    if issubclass(kind, (BaseException, *_CONTAINERS, *_KEEP_NOTHING)):
+        return False
+    return any(each.__flags__ & _IMMUTABLE_TYPE and each.__basicsize__ > _SIZE_WITH_ATTRIBUTES for each in kind.__mro__)
 
 
 def _shows_memory(value: Any) -> bool:
@@ -168,7 +185,10 @@ def _shows_memory(value: Any) -> bool:
 
 def _stands_for_itself(kind: type) -> bool:
     """Whether what an object of a class keeps is looked at elsewhere, or is nobody's."""
-    return issubclass(kind, (nn.Module, type, *FUNCTIONS)) or kind.__module__.partition(".")[0] in _OF_TRAINING
+    return (
+        issubclass(kind, (nn.Module, type, threading.local, *FUNCTIONS))
+        or kind.__module__.partition(".")[0] in _OF_TRAINING
+    )
 
 
 _CONTAINERS = (list, dict, set, frozenset, tuple, deque)
@@ -244,22 +264,52 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """An object is its attributes, and what it holds as a container."""
-        kind, attributes = type(value), attributes_of(value)
+        kind: Any = type(value)
+        attributes = attributes_of(value)
         if attributes is None:
             if is_users(kind.__module__):
                 return _standing_for, (id(value),)
             try:
                 value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             except Exception:
-                return _standing_for, (id(value),)
+                return _standing_for, (id(value), _told_by(value))
             return NotImplemented
         items: Sequence[Any] = ()
-        if issubclass(kind, dict):
+        if _hides(kind):
+            items = _told_by(value)
+        elif issubclass(kind, dict):
             items = list(dict.items(value))
         else:
             base = next((each for each in (list, deque, set, tuple) if issubclass(kind, each)), None)
             items = () if base is None else list(base.__iter__(value))
         return _standing_for, (id(value), items), dict(attributes)
+
+
+def _told_by(value: Any) -> list[Any]:
+    """What an object of C tells of itself that cannot be written.
+
+    Hashes tell their digest, caches of `functools` how often they were filled, and others, such as queues, what they refer to,
+    also in a list.
+    """
+    for name, read in _TOLD.items():
+        asked = getattr(value, name, None)
+        if isinstance(asked, BuiltinFunctionType):
+            return [read(asked)]
+    referents = gc.get_referents(value)
+    listed = [each for found in referents if type(found) is list and len(found) <= LONGEST for each in found]
+    return [each if type(each) in PLAIN else id(each) for each in (*referents, *listed)]
+
+
+def _digest(asked: Any) -> Any:
+    try:
+        return asked()
+    except TypeError:
+        # It is of any length.
+        return asked(32)
+
+
+# By names of methods.
+_TOLD: dict[str, Callable[[Any], Any]] = {"hexdigest": _digest, "cache_info": lambda asked: asked()[1:]}
 
 
 class _TooMuchError(Exception):

@@ -14,10 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.structures.containers import copied_content, have_same_content, put_item
+from lightning_harmony.engine.structures.containers import copied_content, have_same_content
 from lightning_harmony.engine.structures.object_state import Access
-from lightning_harmony.engine.structures.seekable import Position, Seekable, given_back, make_seekable
+from lightning_harmony.engine.structures.seekable import (
+    Position,
+    Seekable,
+    exchange,
+    given_back,
+    is_fixed,
+    make_seekable,
+)
 from lightning_harmony.engine.structures.tree import is_parameter
+from lightning_harmony.microbatches.cached_functions import cached_in
 from lightning_harmony.microbatches.variables import MISSING, EntriesOf, Variables
 
 # What is in these, lanes can switch: of other classes nobody knows how they are changed.
@@ -60,11 +68,13 @@ class Held:
         key: tells it from all others, and is the same whenever it is looked at.
         newest: a copy of what was in it when it was looked at last: the same one as long as the same things are in it.
         marked: the objects in that which may be changed in place, with their names or numbers.
+        cached: the functions with a cache in that, with their names or numbers.
         has_tensors: whether tensors are in that, or in tuples there; parameters do not count.
         leads: the places in something that is in it, of some name or number.
     """
 
     __slots__ = (
+        "cached",
         "content",
         "has_tensors",
         "is_of_threads",
@@ -90,6 +100,7 @@ class Held:
         self.leads = leads or _nowhere
         self.newest: Any = None
         self.marked: list[tuple[Any, Any]] = []
+        self.cached: list[tuple[Any, Any]] = []
         self.has_tensors = False
         self._copy()
 
@@ -127,15 +138,13 @@ class Held:
             self.newest = content.copied() if isinstance(content, Variables) else copied_content(content)
         others = [(name, each) for name, value in self.items() for each in in_one(value)]
         self.marked = [(name, value) for name, value in others if mark_of(value) is not None]
+        self.cached = [(name, value) for name, value in self.items() if cached_in(value) is not None]
         self.has_tensors = any(_holds_tensors(value) for _, value in self.items())
 
     def give_back(self) -> None:
         """Let iterators be what the user has put there."""
         if any(type(value) is Seekable for _, value in self.marked):
-            for name, value in list(self.items()):
-                own = given_back(value)
-                if own is not value:
-                    put_item(self.content, name, own)
+            exchange(self.content, self.newest, given_back)
 
     def let_go(self) -> None:
         """Keep no tensors for longer than the user does."""
@@ -146,13 +155,15 @@ class Held:
 
 
 def in_one(value: Any) -> Iterator[Any]:
-    """What may be changed in place of a value: itself, what is in a tuple, or the iterator whose method it is."""
-    kind = type(value)
-    if kind is tuple:
+    """What may be changed in place of a value: itself, or what it is made of, as a tuple or the method of an iterator is."""
+    kind: Any = type(value)
+    if is_fixed(kind):
         for each in value:
             yield from in_one(each)
     elif kind is MethodType and type(value.__self__) is Seekable:
         yield value.__self__
+    elif kind in (staticmethod, classmethod):
+        yield from in_one(value.__func__)
     elif kind not in _UNMARKED:
         yield value
 

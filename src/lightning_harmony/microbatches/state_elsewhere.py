@@ -28,11 +28,12 @@ from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.microbatches.cached_functions import CacheThen, cached_in, filling_of
 from lightning_harmony.microbatches.held_state import Held, Kind, mark_of
 from lightning_harmony.microbatches.places import Places, Together
 from lightning_harmony.microbatches.reads import version_of
 from lightning_harmony.microbatches.step_undo import undo_of
-from lightning_harmony.microbatches.variables import put_value
+from lightning_harmony.microbatches.variables import Chosen, put_value
 
 
 class _Same(NamedTuple):
@@ -54,6 +55,7 @@ class _Moment:
         self._content: Any = None
         self._has_tensors = False
         self._undo: list[Callable[[], None]] = []
+        self._cached: dict[Any, CacheThen] = {}
 
     def keep(self, held: Held, keep: Callable[[Tensor], KeptTensor | _Same]) -> None:
         """Keep it for recomputes.
@@ -63,6 +65,7 @@ class _Moment:
             keep: keeps a tensor.
         """
         self._has_tensors, self._undo = held.has_tensors, _undo_of(held)
+        self._cached = {name: CacheThen(value) for name, value in held.cached} if held.is_named else {}
         self._content = _exchanged(held.newest, Tensor, keep) if held.has_tensors else held.newest
 
     def put(self, held: Held) -> None:
@@ -70,7 +73,10 @@ class _Moment:
         for undo in self._undo:
             undo()
         load = partial(_load, held.name)
-        _put(held, _exchanged(self._content, (KeptTensor, _Same), load) if self._has_tensors else self._content)
+        content = _exchanged(self._content, (KeptTensor, _Same), load) if self._has_tensors else self._content
+        if self._cached:
+            content = {**content, **{name: each.again() for name, each in self._cached.items()}}
+        _put(held, content)
 
 
 class _Changed(OutOfReach):
@@ -109,6 +115,8 @@ class StateElsewhere:
         # Of each place. What may be changed in place, with marks.
         self._moments: list[_Moment] = []
         self._marks: dict[int, list[tuple[Callable[[Any], Any], Any, Any]]] = {}
+        # The functions with a cache, and how far that is filled.
+        self._fillings: dict[int, list[tuple[Any, Any]]] = {}
         # By numbers: those that have changed in this step, and those that are not kept as they are.
         self._changed: set[int] = set()
         self._new: set[int] = set()
@@ -131,7 +139,7 @@ class StateElsewhere:
         if self._is_begun and self._together is not None:
             self._together.let_go()
             self._is_first = False
-        self._is_begun, self._moments, self._marks = False, [], {}
+        self._is_begun, self._moments, self._marks, self._fillings = False, [], {}, {}
 
     def changes(self) -> Callable[[], str | None]:
         """Code runs now.
@@ -159,7 +167,7 @@ class StateElsewhere:
         together, excluded = self._together, self._with_weights()
         if together is None or self._all is not contents.places or excluded != self._excluded:
             self._all, self._excluded = contents.places, excluded
-            self._together = together = Together([each for each in self._all if self._is_elsewhere(each)])
+            self._together = together = Together([*filter(self._is_elsewhere, self._all), *self._cached_by_layers()])
         together.look()
         held = together.places
         self._is_begun, self._step = True, self._step + 1
@@ -179,7 +187,18 @@ class StateElsewhere:
         is_of_layer = held.root is not None and id(held.root[0]) in self._of_layers and not held.is_shared
         return held.kind is Kind.OBJECT or (held.kind is Kind.CONTAINER and not is_of_layer)
 
+    def _cached_by_layers(self) -> Iterator[Held]:
+        """The functions with a cache among the attributes of layers' modules."""
+        for held in self._all:
+            if held.cached and held.kind is Kind.MODULE and id(held.owner) in self._of_layers:
+                yield Held(held.name, Chosen(held.content, [name for name, _ in held.cached]), Kind.OBJECT)
+
     def _mark(self, number: int, held: Held) -> None:
+        if held.cached:
+            functions = [cached_in(value) for _, value in held.cached]
+            self._fillings[number] = [(each, filling_of(each)) for each in functions]
+        else:
+            self._fillings.pop(number, None)
         if held.marked:
             marked = [(version_of if issubclass(type(value), Tensor) else mark_of, value) for _, value in held.marked]
             self._marks[number] = [(mark, value, mark(value)) for mark, value in marked]
@@ -191,6 +210,8 @@ class StateElsewhere:
         marks = self._marks.items()
         changed = {number for number, all_of in marks if any(mark(each) != then for mark, each, then in all_of)}
         self._in_place.update(together.places[number].name for number in changed)
+        caches = self._fillings.items()
+        changed.update(number for number, all_of in caches if any(filling_of(each) != then for each, then in all_of))
         changed.update(together.look())
         if changed:
             self._moments = list(self._moments)
@@ -234,11 +255,10 @@ class StateElsewhere:
             else:
                 # A graph may be kept for longer than its step.
                 numbers, copies = list(range(len(found))), [held.look() for held in together.places]
-            undo = {}
+            # Of all, before any is as it was: several places may hold one generator.
+            undo = {number: _undo_of(together.places[number]) for number in numbers}
             for number in numbers:
-                held = together.places[number]
-                undo[number] = _undo_of(held)
-                found[number].put(held)
+                found[number].put(together.places[number])
         try:
             yield
         finally:

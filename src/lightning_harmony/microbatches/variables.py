@@ -6,14 +6,15 @@ Also the entries of dicts of other classes: these may make what is asked for.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, MutableMapping
-from functools import cache
+from collections.abc import Iterable, Iterator, MutableMapping
+from functools import cache, partial
 from types import CellType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 from lightning_harmony.engine.structures.containers import class_of_python, copied_content, have_same_content
 
 MISSING = object()
+_set_partial: Any = vars(partial)["__setstate__"]
 
 
 def put_value(content: Any, name: Any, value: Any) -> None:
@@ -88,6 +89,34 @@ class EntriesOf(Variables):
         return dict.__len__(self.owner)
 
 
+class Chosen(Variables):
+    """Some names in the attributes of a module.
+
+    Args:
+        attributes: all of them.
+        names: the ones.
+    """
+
+    def __init__(self, attributes: dict[str, Any], names: Iterable[str]) -> None:
+        super().__init__(attributes)
+        self._names = frozenset(names)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.owner[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.owner[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.owner[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if name in self.owner)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class VariableOfClosure(Variables):
     """A variable that functions share with the function in which they are defined."""
 
@@ -125,6 +154,35 @@ class VariableOfClosure(Variables):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+class PartsOf(Variables):
+    """What a function holds in a tuple: the defaults of its arguments, or the arguments of a `functools.partial`."""
+
+    def copied(self) -> dict[Any, Any]:
+        """All of them, in a dict by their numbers."""
+        function = self.owner
+        return dict(enumerate(function.args if issubclass(type(function), partial) else function.__defaults__ or ()))
+
+    def __getitem__(self, name: Any) -> Any:
+        return self.copied()[name]
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        function = self.owner
+        parts = tuple((self.copied() | {name: value}).values())
+        if issubclass(type(function), partial):
+            _set_partial(function, (function.func, parts, function.keywords, vars(function)))
+        else:
+            function.__defaults__ = parts
+
+    def __delitem__(self, name: Any) -> None:
+        raise TypeError("a function has as many arguments as it has")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.copied())
+
+    def __len__(self) -> int:
+        return len(self.copied())
 
 
 class SlotsOf(Variables):

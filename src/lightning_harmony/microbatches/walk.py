@@ -38,6 +38,7 @@ from lightning_harmony.microbatches.held_state import FUNCTIONS, PLAIN, SWITCHED
 from lightning_harmony.microbatches.variables import (
     AttributesOfClass,
     EntriesOf,
+    PartsOf,
     SlotsOf,
     VariableOfClosure,
     attributes_of,
@@ -52,7 +53,7 @@ _OF_THREADS = (
 )
 # What gives variables of functions that others share other values.
 _REBINDING = frozenset(opmap[name] for name in ("STORE_DEREF", "DELETE_DEREF"))
-_CONTAINERS = (list, deque, set, dict, tuple)
+_CONTAINERS = (list, deque, set, frozenset, dict, tuple)
 # Those that run within a step, beside those around a forward.
 HOOKS_OF_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
@@ -164,11 +165,12 @@ class Walk:
 
     def _container(self, name: str, value: Any, depth: int, nested: int) -> Iterator[Held]:
         kind = type(value)
-        if issubclass(kind, tuple):
-            if tuple.__len__(value) > LONGEST:
+        if issubclass(kind, tuple | frozenset):
+            holds: Any = tuple if issubclass(kind, tuple) else frozenset
+            if holds.__len__(value) > LONGEST:
                 return
             # It is no place, but what it holds is.
-            for number, each in enumerate(tuple.__iter__(value)):
+            for number, each in enumerate(holds.__iter__(value)):
                 yield from self._entry(name, depth, nested, number, each)
         elif size_of(value) > LONGEST:
             self.too_long.append(value)
@@ -188,7 +190,7 @@ class Walk:
                     yield from held.leads(key, each)
             else:
                 yield from self._place(held)
-        if depth < DEEPEST and kind is not tuple and kind not in SWITCHED:
+        if depth < DEEPEST and kind not in (tuple, frozenset, *SWITCHED):
             yield from self._attributes_of(f"attributes of {name}", name, value, depth + 1, nested)
             yield from self._class(kind, nested)
 
@@ -210,6 +212,8 @@ class Walk:
         self._seen[id(function)] = function
         for inner, value in _bound_to(function):
             yield from self._within(f"{name}{inner}", value, depth, nested)
+        if issubclass(type(function), partial):
+            yield from self._parts(f"{name}, arguments", function, depth, nested)
         if not isinstance(function, FunctionType):
             return
         is_own = is_users(str(function.__globals__.get("__name__")))
@@ -230,10 +234,19 @@ class Walk:
         leads = partial(self._attribute, name, depth, nested)
         if is_own:
             yield from self._place(Held(name, vars(function), Kind.OBJECT, function, leads))
-            for number, value in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
-                yield from self._entry(f"{name}, default", depth, nested, number, value)
+            yield from self._parts(f"{name}, default", function, depth, nested)
+            yield from self._within(f"{name}, default", function.__kwdefaults__, depth, nested)
         else:
             yield from _of_functions(vars(function).items(), leads)
+
+    def _parts(self, name: str, function: Any, depth: int, nested: int) -> Iterator[Held]:
+        """The places in the tuple that a function has, which is one itself if there are iterators in it."""
+        parts, leads = PartsOf(function), partial(self._entry, name, depth, nested)
+        if any(seekable(value) is not value for value in parts.values()):
+            yield from self._place(Held(name, parts, Kind.CONTAINER if not depth else Kind.OBJECT, leads=leads))
+        else:
+            for number, value in parts.items():
+                yield from leads(number, value)
 
     def _variable(self, name: str, depth: int, nested: int, variable: str, value: Any) -> Iterator[Held]:
         return self._within(name, value, depth, nested)
@@ -347,12 +360,15 @@ def _bound_to(function: Any) -> Iterator[tuple[str, Any]]:
         yield from (("", each) for each in (function.fget, function.fset, function.fdel))
     elif issubclass(kind, partial):
         yield "", function.func
-        yield ", arguments", function.args
         yield ", arguments", function.keywords
 
 
 def _is_users_global(value: Any, files: Container[str]) -> bool:
-    """Whether a global is looked into: a container, or a function, class or object of what these files define."""
+    """Whether a global is looked into: a container, or a function, class or object of what these files define.
+
+    Of a function that wraps another one, as a cache of `functools` does, that is meant.
+    """
+    value = (attributes_of(value) or {}).get("__wrapped__", value)
     kind = type(value)
     if kind in SWITCHED or kind is SimpleNamespace or issubclass(kind, threading.local):
         return True

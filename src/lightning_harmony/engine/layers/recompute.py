@@ -132,7 +132,7 @@ class Recompute:
         del inputs, leaves
         with self._random.entered(residency.cuda_index):
             attributes = self._layer.attributes.as_they_were(self.attributes)
-            with self._ambient.entered(), self._runtime.recomputing(), self._elsewhere(), attributes:
+            with self._ambient.entered(), self._runtime.recomputing(), attributes, self._elsewhere():
                 return self._ambient.run(own, *args, **kwargs)
 
     def forget_inputs(self) -> None:

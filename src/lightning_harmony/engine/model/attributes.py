@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.containers import Unchanged, have_same_content, put_content
 from lightning_harmony.engine.structures.object_state import restore_of
-from lightning_harmony.engine.structures.seekable import Seekable, make_seekable
+from lightning_harmony.engine.structures.seekable import Seekable, is_fixed, make_seekable
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.errors import UnsupportedModelError
 
@@ -109,15 +109,16 @@ class Attributes:
     def _look_at(self, name: str, value: Any, seen: set[int]) -> None:
         if id(value) in seen:
             return
-        if issubclass(type(value), Tensor):
+        kind: Any = type(value)
+        if issubclass(kind, Tensor):
             if not isinstance(value, nn.Parameter):
                 self._tensors[id(value)] = _Kept(name, value)
-        elif issubclass(type(value), tuple):
+        elif is_fixed(kind):
             for inner in value:
                 self._look_at(name, inner, seen)
-        elif type(value) is MethodType and type(value.__self__) is Seekable:
+        elif kind is MethodType and type(value.__self__) is Seekable:
             self._look_at(name, value.__self__, seen)
-        elif type(value) in _CONTAINERS:
+        elif kind in _CONTAINERS:
             if len(value) <= LONGEST:
                 make_seekable(value, value.copy())
                 # Referred to from here, so that no other gets its id.

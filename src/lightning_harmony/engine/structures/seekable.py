@@ -5,8 +5,10 @@ Generators and the iterators of Python's own keep how far they are out of sight:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from functools import cache
+from operator import is_
 from types import MethodType
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -91,11 +93,10 @@ class Seekable:
 
 
 def seekable(value: Any) -> Any:
-    """What takes the place of an iterator of Python's own, of its method, or of a tuple with one of these; or itself."""
+    """What takes the place of an iterator of Python's own, of its method, or of what holds such for good; or itself."""
     kind: Any = type(value)
-    if kind is tuple:
-        exchanged = tuple(map(seekable, value))
-        return value if all(one is other for one, other in zip(value, exchanged, strict=True)) else exchanged
+    if is_fixed(kind):
+        return _remade(value, seekable)
     if kind is _METHOD:
         of: Any = type(value.__self__)
         return Seekable.of(value.__self__).__next__ if value.__name__ == "__next__" and is_iterator(of) else value
@@ -103,37 +104,75 @@ def seekable(value: Any) -> Any:
 
 
 def make_seekable(content: Any, read: Any) -> bool:
-    """Let iterators be seekable that are in a list, deque or dict, or in what is seen as one; sets are left alone.
+    """Let iterators be seekable that are in a list, deque, dict or set, or in what is seen as a dict.
 
     Args:
-        content: the list, deque or dict.
+        content: the list, deque, dict or set.
         read: a copy of what is in it.
 
     Returns:
         Whether there were any.
     """
-    if isinstance(read, set):
-        return False
+    return exchange(content, read, seekable)
+
+
+def exchange(content: Any, read: Any, function: Callable[[Any], Any]) -> bool:
+    """Let what is in a list, deque, dict or set be what a function returns of it; whether that is anything else.
+
+    Args:
+        content: the list, deque, dict or set, or what is seen as a dict.
+        read: a copy of what is in it.
+        function: the one.
+    """
     found = read.items() if isinstance(read, dict) else enumerate(read)
-    exchanged = [(name, other) for name, value in found if (other := seekable(value)) is not value]
-    if exchanged:
-        for name, value in exchanged:
-            put_item(content, name, value)
+    exchanged = [(name, value, other) for name, value in found if (other := function(value)) is not value]
+    for name, value, other in exchanged:
+        if isinstance(read, set):
+            set.remove(content, value)
+            set.add(content, other)
+        else:
+            put_item(content, name, other)
     return bool(exchanged)
 
 
 def given_back(value: Any) -> Any:
     """What had been in the place of a value, before `seekable` put that there; or itself."""
-    kind = type(value)
-    if kind is tuple:
-        exchanged = tuple(map(given_back, value))
-        return value if all(one is other for one, other in zip(value, exchanged, strict=True)) else exchanged
+    kind: Any = type(value)
+    if is_fixed(kind):
+        return _remade(value, given_back)
     if kind is MethodType and type(value.__self__) is Seekable:
         return value.__self__.iterator.__next__
     return value.iterator if kind is Seekable else value
 
 
 @cache
+def is_fixed(kind: type) -> bool:
+    """Whether objects of a class hold for good what they hold: tuples, also named ones, and frozensets."""
+    return issubclass(kind, tuple) or kind is frozenset
+
+
+def _remade(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A tuple or frozenset of what a function returns of all that is in one; itself if that is the same."""
+    kind: Any = type(value)
+    holds: Any = frozenset if kind is frozenset else tuple
+    own = list(holds.__iter__(value))
+    others = list(map(function, own))
+    if all(map(is_, own, others)):
+        return value
+    remade = holds.__new__(kind, others)
+    if hasattr(remade, "__dict__"):
+        vars(remade).update(vars(value))
+    return remade
+
+
+@cache
 def is_iterator(kind: type) -> bool:
-    """Whether objects of a class are generators or iterators of Python's own."""
-    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
+    """Whether objects of a class are generators or iterators of Python's own, and no more than that, such as files."""
+    if not hasattr(kind, "__next__"):
+        return False
+    if kind.__module__ in ("builtins", "itertools"):
+        return True
+    is_plain = not kind.__dictoffset__ and not any(
+        callable(getattr(kind, each)) for each in dir(kind) if each[0] != "_"
+    )
+    return is_plain and kind.__module__.partition(".")[0] in sys.stdlib_module_names
