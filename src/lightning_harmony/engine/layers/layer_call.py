@@ -28,7 +28,7 @@ from lightning_harmony.engine.layers.owned_results import OwnedResults
 from lightning_harmony.engine.layers.recompute import Recompute
 from lightning_harmony.engine.layers.recorded_call import RecordedCall
 from lightning_harmony.engine.layers.runtime import Runtime
-from lightning_harmony.engine.layers.saved_tensors import SavedTensor, Saves, drop
+from lightning_harmony.engine.layers.saved_tensors import SavedTensor, Saves, drop, refuse_hooks_of_others
 from lightning_harmony.engine.memory.tensor_class import parameter_like
 from lightning_harmony.engine.model.layer import (
     DataAssignedError,
@@ -84,6 +84,7 @@ class LayerCall(Call):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer."""
         runtime, layer = self.runtime, self.layer
+        refuse_hooks_of_others(f"layer {layer.name!r}")
         self._arguments = arguments = CallArguments(args, kwargs, layer.compute_dtype)
         with runtime.calling(), runtime.visit(layer, Phase.FORWARD) as residency:
             self.residency = residency

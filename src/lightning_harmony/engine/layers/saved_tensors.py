@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_harmony.engine.structures.operations import detached, version_counter
 from lightning_harmony.errors import UnsupportedModelError
 
+_OWN_HOOKS = ("torch", __name__.partition(".")[0])
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
@@ -135,6 +136,30 @@ class _Filling:
         if not (is_right and self._remaining):
             self.is_over, self.is_full = True, is_right
             raise Filled
+
+
+def refuse_hooks_of_others(what: str) -> None:
+    """Refuse hooks around layers, other than torch's own, which leave values as they are.
+
+    They are called for what is saved between layers, and not for what a layer saves.
+
+    Args:
+        what: is called among them.
+
+    Raises:
+        UnsupportedModelError: if there are such.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) if torch.is_grad_enabled() else None
+    if hooks is None:
+        return
+    module = str(getattr(hooks[0], "__module__", None) or type(hooks[0]).__module__)
+    if module.partition(".")[0] not in _OWN_HOOKS:
+        name = getattr(hooks[0], "__qualname__", type(hooks[0]).__qualname__)
+        raise UnsupportedModelError(
+            f"{what} is called within torch.autograd.graph.saved_tensors_hooks ({name}, of {module}), which would not be "
+            "called for what layers save, since that is computed again: enter them in the forward of a layer's module, or "
+            "leave them out where they only spare memory"
+        )
 
 
 def drop(tensor: Tensor) -> None:

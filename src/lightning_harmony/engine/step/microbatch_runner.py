@@ -13,6 +13,7 @@ from lightning_harmony.engine.glue.functions import functions_as_operations
 from lightning_harmony.engine.glue.glue import Glue
 from lightning_harmony.engine.glue.one_device import OneDevice
 from lightning_harmony.engine.lanes.lane import AnyLane, CallerLane, Lane, LanePool
+from lightning_harmony.engine.layers.saved_tensors import refuse_hooks_of_others
 from lightning_harmony.engine.memory.placement import Placement
 from lightning_harmony.engine.memory.stash import LaneStash
 from lightning_harmony.engine.memory.transfer import LaneTransfers, Launched, Transfers
@@ -72,6 +73,8 @@ class MicrobatchRunner:
 
     def begin(self, microbatches: Sequence[Microbatch]) -> None:
         """Give each microbatch a lane that has not started: where they run one after the other, the calling thread is it."""
+        # Lanes would not find them, which have threads of their own.
+        refuse_hooks_of_others("a step")
         numbers = range(len(microbatches))
         lanes: Sequence[AnyLane] = (
             [CallerLane(number, self._granting.go_on) for number in numbers]
