@@ -129,7 +129,13 @@ def both_views(batch: list[Tensor]) -> Tensor:
     return torch.stack(batch + [-sample for sample in batch])
 
 
+def mean_sample(batch: list[Tensor]) -> Tensor:
+    """It has as many numbers as there are samples in a batch, by chance."""
+    return torch.stack(batch).mean(0)[:8]
+
+
 UNCERTAIN: dict[str, tuple[Any, Any, str]] = {
+    "one vector": (mean_sample, lambda batch: torch.cat([batch, -batch])[None], "one vector of 8 numbers"),
     "larger unlabelled half": (labelled_and_more, torch.cat, "has 56 rows, and others tell of 8 samples"),
     "pairs": (both_views, lambda batch: batch, "puts 8 samples into a batch, but its first tensor has 16 rows"),
     "object": (Graph, lambda batch: batch.nodes, "a Graph in it"),

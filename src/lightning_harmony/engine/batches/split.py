@@ -67,7 +67,8 @@ def count_samples(batch: Any, loaded: Loaded = UNKNOWN) -> int:
 
     A number is possible if everything in the batch either has a row for each sample or is for all of them. A row is that of a
     tensor or an array, a component of a nested tensor, a sequence of a `PackedSequence`, an entry of a list. For all of them
-    are tensors without rows or with a single one, numbers, strings and what else holds no tensors.
+    are tensors without rows or with a single one, numbers, strings and what else holds no tensors. If only one vector has rows,
+    and a function of the user's made it, its floating-point numbers may as well be of all samples together.
 
     Args:
         batch: what the data loader yielded.
@@ -103,6 +104,10 @@ def count_samples(batch: Any, loaded: Loaded = UNKNOWN) -> int:
             "rows of these entries"
         )
     for number, evidence in possible.items():
+        if evidence is _Evidence.ROWS and number > 1 and not loaded.is_stacked and _is_one_vector(batch):
+            raise Indivisible(
+                f"all that it has is one vector of {number} numbers, which may be of a sample each, or of all together"
+            )
         # A list with one entry too few could be one of anything.
         if evidence is _Evidence.ROWS or number == expected[-1] or not holds_tensors(batch):
             return number
@@ -274,6 +279,23 @@ def _evidence(value: Any, number: int, is_stacked: bool) -> _Evidence:
     if rows in (None, number, 1):
         return _Evidence.ROWS if rows == number else _Evidence.NONE
     raise Indivisible(f"a {type(value).__name__} in it has {rows} rows, and others tell of {number} samples")
+
+
+def _is_one_vector(batch: Any) -> bool:
+    """Whether a single array in a batch has rows, which are numbers: no labels or indices, which samples have one by one."""
+    arrays = [each for each in _arrays_in(batch) if rows_of(each) not in (None, 1)]
+    if len(arrays) != 1 or not is_tensor(arrays[0]) or arrays[0].ndim != 1:
+        return False
+    (array,) = arrays
+    return array.is_floating_point() if isinstance(array, Tensor) else array.dtype.kind == "f"
+
+
+def _arrays_in(value: Any) -> Iterator[Any]:
+    if is_array(value):
+        yield value
+    elif (node := open_node(value)) is not None:
+        for child in node.children:
+            yield from _arrays_in(child)
 
 
 def _refuse_layout(value: Any) -> None:
