@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
-from support.same_training import trainer_for
+from support.chains import BATCH, WIDTH, Block, Chain, samples
+from support.same_training import Net, compare, train_harmony, train_plain, trainer_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -91,3 +92,56 @@ def test_a_hook_that_only_looks_is_no_matter(hook: str) -> None:
     module = from_third_step(Model(), hook, lambda module: seen.append(module.net[2].weight.sum().item()))
     assert fit(module).global_step == 6
     assert len(seen) == 4
+
+
+class WithTeacher(Net):
+    """A copy that follows in a hook between forward and backward."""
+
+    def __init__(self, *, hook: str = "on_before_zero_grad", passes_through: bool = False) -> None:
+        torch.manual_seed(1)
+        super().__init__(Chain())
+        self.teacher = nn.ModuleList(Block() for _ in range(5)).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.passes_through = passes_through
+        object.__setattr__(self, hook, self.follow)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.net.through(batch[0])
+        with torch.set_grad_enabled(self.passes_through):
+            y = x if self.passes_through else batch[0]
+            for block in self.teacher:
+                y = block(y)
+        loss = (x * self.scale - y).square().mean()
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def follow(self, *args: Any) -> None:
+        with torch.no_grad():
+            for mean, newest in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                mean.data = mean.data.lerp(newest.data, 0.5)
+
+
+@pytest.mark.parametrize("memory", ["64KiB", "90KiB"])
+@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_before_backward"])
+def test_a_teacher_that_the_backward_does_not_read_may_follow(hook: str, memory: str) -> None:
+    plain = train_plain(WithTeacher(hook=hook), samples(), 1, BATCH)
+    strategy = HarmonyStrategy(device_memory=memory, num_microbatches=1, profile_cache=False)
+    compare(plain, train_harmony(WithTeacher(hook=hook), samples(), strategy, BATCH, with_gradients=False))
+
+
+def test_a_teacher_that_gradients_pass_through_may_not_follow() -> None:
+    strategy = HarmonyStrategy(device_memory="64KiB", num_microbatches=1, profile_cache=False)
+    with pytest.raises(UnsupportedModelError, match=r"parameter 'teacher\.0\.one\.weight' changed between the forward"):
+        train_harmony(WithTeacher(passes_through=True), samples(), strategy, BATCH, with_gradients=False)
+
+
+def test_a_frozen_parameter_between_layers_may_not_change() -> None:
+    module = WithTeacher()
+
+    def scale(*args: Any) -> None:
+        module.scale.data.mul_(0.9)
+
+    object.__setattr__(module, "on_before_zero_grad", scale)
+    strategy = HarmonyStrategy(device_memory="64KiB", num_microbatches=1, profile_cache=False)
+    with pytest.raises(UnsupportedModelError, match="parameter 'scale' changed between the forward"):
+        train_harmony(module, samples(), strategy, BATCH, with_gradients=False)

@@ -159,7 +159,7 @@ class Training:
         else:
             parameters = self._module.parameters() if self._is_backward_own() else ()
             anchor = anchored(torch.zeros((), requires_grad=True), parameters)
-            unchanged = UnchangedParameters.of(self.tree, self.trainer)
+            unchanged = UnchangedParameters.of(self.tree, self.trainer, self.engine.parameters_in_graph())
             loss = DeferredBackward.apply(anchor, loss, partial(self._backward, len(sizes), unchanged))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 

@@ -16,6 +16,9 @@ from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.hooks import between_passes
 
+# How often a parameter was changed in place, and what tells its bits.
+_Numbers = tuple[int, Tensor]
+
 
 @dataclass(frozen=True)
 class UnchangedParameters:
@@ -26,14 +29,22 @@ class UnchangedParameters:
     """
 
     hooks: list[str]
-    _parameters: dict[str, tuple[nn.Parameter, bool, int, Tensor]]
+    _parameters: dict[str, tuple[nn.Parameter, bool, _Numbers | None]]
 
     @classmethod
-    def of(cls, tree: LightningTree, trainer: Any) -> UnchangedParameters:
-        """The forward of a batch has ended. All parameters are read, but only where a hook could change them."""
+    def of(cls, tree: LightningTree, trainer: Any, in_graph: set[nn.Parameter]) -> UnchangedParameters:
+        """The forward of a batch has ended. Parameters are read, but only where a hook could change them.
+
+        Args:
+            tree: tells which hooks are overridden.
+            trainer: whose they are.
+            in_graph: the parameters that the backward reads. Frozen ones of others, as those of a teacher, may change.
+        """
         hooks = between_passes(tree, trainer)
-        named = trainer.lightning_module.named_parameters() if hooks else ()
-        return cls(hooks, {name: (each, each.requires_grad, version_of(each), checksum(each)) for name, each in named})
+        named = list(trainer.lightning_module.named_parameters()) if hooks else []
+        is_read = {name: each.requires_grad or each in in_graph for name, each in named}
+        numbers = {name: (version_of(each), checksum(each)) if is_read[name] else None for name, each in named}
+        return cls(hooks, {name: (each, each.requires_grad, numbers[name]) for name, each in named})
 
     def check(self) -> None:
         """The backward begins.
@@ -41,9 +52,12 @@ class UnchangedParameters:
         Raises:
             UnsupportedModelError: if a parameter has changed.
         """
-        for name, (parameter, required_grad, version, bits) in self._parameters.items():
+        for name, (parameter, required_grad, numbers) in self._parameters.items():
             if parameter.requires_grad != required_grad:
                 self._refuse("requires_grad", name)
+            if numbers is None:
+                continue
+            version, bits = numbers
             # Autograd counts changes in place, but not those through `data`.
             if version_of(parameter) != version or not torch.equal(checksum(parameter), bits):
                 self._refuse("the data", name)

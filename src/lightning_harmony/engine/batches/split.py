@@ -67,8 +67,8 @@ def count_samples(batch: Any, loaded: Loaded = UNKNOWN) -> int:
 
     A number is possible if everything in the batch either has a row for each sample or is for all of them. A row is that of a
     tensor or an array, a component of a nested tensor, a sequence of a `PackedSequence`, an entry of a list. For all of them
-    are tensors without rows or with a single one, numbers, strings and what else holds no tensors. If only one vector has rows,
-    and a function of the user's made it, its floating-point numbers may as well be of all samples together.
+    are tensors without rows or with a single one, numbers, strings and what else holds no tensors. If a single vector has
+    rows, and a function of the user's made it, its floating-point numbers may as well be of all samples together.
 
     Args:
         batch: what the data loader yielded.

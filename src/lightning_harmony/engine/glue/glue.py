@@ -390,6 +390,7 @@ class Glue:
         if found is None:
             return self._runtime.stash_unchanged(tensor)
         layer, leaf = found
+        layer.is_in_graph = True
         if tensor.dtype != leaf.dtype:
             # Elements of another size, as those of a view of complex numbers.
             return self._runtime.stash_unchanged(copied(tensor.detach()))

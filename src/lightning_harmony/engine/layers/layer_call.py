@@ -171,6 +171,7 @@ class LayerCall(Call):
             self.use, self._is_announced = runtime.expect_backward(layer), True
 
     def _keep_inputs(self) -> None:
+        self.layer.is_in_graph = True
         self._keeps = self.runtime.keep_graph(self.layer, self)
         self._recompute.keep_inputs(self.residency)
 

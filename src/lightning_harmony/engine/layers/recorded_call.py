@@ -50,6 +50,7 @@ class RecordedCall:
             residency: of the layer's pack.
         """
         recorded, runtime = self._recorded, self._runtime
+        self._layer.is_in_graph = True
         inputs, is_compared = [tensor.detach() for tensor in tensors], self._recordings.has_compared(recorded)
         random = None if is_compared and not recorded.draws else RandomState.capture(residency.cuda_index)
         self._random = random if recorded.draws else None

@@ -138,6 +138,7 @@ class SwappedLayer:
         is_parametrized: whether modules of it compute weights with `torch.nn.utils.parametrize`.
         narrow: the parameters that are narrower on the device: with a compute type all that it narrows, else those that
             the layer reads through a cast alone. And to which type.
+        is_in_graph: whether the backward of the step runs its code again, or reads its weights.
         read_wide: those of them that its code needed as they are, in this step.
     """
 
@@ -162,7 +163,7 @@ class SwappedLayer:
         self.unversioned_buffers: set[BufferKey] = set()
         self.num_compared_calls = 0
         self.changes_inputs: bool | None = None
-        self.is_training = self.reaches_elsewhere = self.shares_inputs = False
+        self.is_training = self.is_in_graph = self.reaches_elsewhere = self.shares_inputs = False
         self.changed_buffers: set[BufferKey] = set()
         self.host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         self.compute_dtype = compute_dtype

@@ -164,8 +164,9 @@ class Executor:
         """A buffer of a layer that others have read in this step, and that the layer has changed in it, in words."""
         return self._step.read_buffer
 
-    def _use(self, plan: Plan) -> None:
-        self._placement.use(plan, self._model.layers)
+    def parameters_in_graph(self) -> set[nn.Parameter]:
+        """In a step, the parameters that its backward reads."""
+        return {each for layer in self._model.layers if layer.is_in_graph for each in layer.parameters}
 
     # ---- between steps -------------------------------------------------------------------------------------------------
 
@@ -275,7 +276,7 @@ class Executor:
             lambda: self.pool.has_room(sum(self.gradient_bytes)),
         )
         if plan is not None:
-            self._use(plan)
+            self._placement.use(plan, self._model.layers)
             self.step_plan = plan
             self.recorder.run_by(plan, self._placement.packs)
 
@@ -358,7 +359,7 @@ class Executor:
         self.has_succeeded = True
         plan = self._planner.after_step(seen)
         if plan is not None:
-            self._use(plan)
+            self._placement.use(plan, self._model.layers)
 
     def _end_forward(self, *, is_training: bool) -> None:
         for residents in self._placement.residents:
@@ -399,7 +400,7 @@ class Executor:
         """A training step did not fit, and is to run again in smaller microbatches."""
         plan = self._planner.start_over()
         if plan is not None:
-            self._use(plan)
+            self._placement.use(plan, self._model.layers)
 
     def forget_evaluations(self) -> None:
         """Forget the work space of evaluations: a batch that failed is not run again."""

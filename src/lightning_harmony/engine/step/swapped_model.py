@@ -133,7 +133,7 @@ class SwappedModel:
         host_buffers: dict[BufferKey, tuple[Tensor, int]] = {}
         self._changed_buffers.clear()
         for layer in self.layers:
-            layer.is_training, layer.host_buffers = is_training, host_buffers
+            layer.is_training, layer.host_buffers, layer.is_in_graph = is_training, host_buffers, False
             buffers = [(key, host_buffer(key)) for key in layer.buffers]
             self.show_buffers(layer, {key: buffer for key, buffer in buffers if _is_plain(buffer)}, runtime)
 
