@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_harmony import HarmonyStrategy
+from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from lightning_harmony.engine.glue.functions import functions_as_operations
 from support import nets
 from support.same_training import Net, trainer_for
@@ -135,3 +136,56 @@ def test_the_last_step_to_end_gives_autograd_functions_their_apply_back() -> Non
     assert "apply" in vars(bottom)
     second.__exit__(None, None, None)
     assert "apply" not in vars(bottom)
+
+
+class InThreads(nn.Module):
+    """Calls its layers in threads of its own."""
+
+    def __init__(self, start: Callable[[Callable[[], Any]], None]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nets.Block() for _ in range(6)])
+        object.__setattr__(self, "start", start)
+
+    def forward(self, batch: Any) -> Tensor:
+        (x,) = batch
+        for layer in self.layers:
+            x = self.called(layer, x)
+        return x.pow(2).mean()
+
+    def called(self, layer: nn.Module, x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        self.start(lambda: found.append(layer(x)))
+        return found[0]
+
+
+def in_a_pool(call: Callable[[], Any]) -> None:
+    with ThreadPoolExecutor(1, "own") as pool:
+        pool.submit(call).result()
+
+
+def in_a_thread(call: Callable[[], Any]) -> None:
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="own")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("start", [in_a_pool, in_a_thread])
+def test_layers_in_threads_of_a_step_are_refused_by_their_cause(start: Any, num_microbatches: int) -> None:
+    """The error spoke of parameters that were replaced, as pruning does."""
+    data = torch.utils.data.TensorDataset(torch.randn(8, nets.WIDTH))
+    given = HarmonyStrategy(device_memory="24KiB", num_microbatches=num_microbatches, profile_cache=False)
+    with pytest.raises(
+        UnsupportedModelError, match=r"^layer 'net\.layers\.0' is called in the thread 'own.*' while a step"
+    ):
+        trainer_for(given, 1, []).fit(Net(InThreads(start)), DataLoader(data, 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -83,6 +84,12 @@ class Runtime:
         self.open_call.leave()
         progress = self._step.current()
         if progress is None:
+            if self._step.granted is not None:
+                raise UnsupportedModelError(
+                    f"layer {layer.name!r} is called in the thread {threading.current_thread().name!r} while a step runs in "
+                    "another one, as with a ThreadPoolExecutor: call layers in the thread that runs the training_step, and "
+                    "leave to other threads what calls none"
+                )
             return self._lone_calls.visit(self._placement.pack_of[layer.index], phase)
         return self._preparation.visit(progress, layer, phase)
 
