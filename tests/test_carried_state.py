@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -307,6 +307,12 @@ class Attributed:
     pass
 
 
+class Named(NamedTuple):
+    """What is told of a place that is read."""
+
+    name: str
+
+
 def test_a_class_is_as_it_was_when_the_last_of_several_has_watched_it() -> None:
     """Fits in threads that ended in the order in which they had begun left what one had put there."""
     read: list[str] = []
@@ -314,7 +320,7 @@ def test_a_class_is_as_it_was_when_the_last_of_several_has_watched_it() -> None:
     one.value = other.value = 1  # type: ignore[attr-defined]
 
     def watch(name: str, watched: Attributed) -> Callable[[], None]:
-        return Reads.watch(Attributed, "value", {id(vars(watched)): [name]}, read.append)  # type: ignore[dict-item, arg-type]
+        return Reads.watch(Attributed, "value", {id(vars(watched)): [Named(name)]}, lambda each: read.append(each.name))
 
     ends = [watch("first", one), watch("second", other)]
     assert one.value + other.value == 2  # type: ignore[attr-defined]

@@ -46,6 +46,7 @@ class Blocks(nn.Module):
         self.by_name: dict[str, Any] = {"factor": 1.0}
         self.factor = 1.0
         self.factors: list[float] = []
+        self.by_layer: dict[str, list[float]] = {"layer 0": [], "layer 1": []}
         self.count = 0
         self.random = random.Random(5)
         self.generator = np.random.default_rng(5)
@@ -134,6 +135,39 @@ def count_on_the_module(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
 def last_of_a_list(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
     net.factors.append(mean_of(y))
     return net.blocks(x) * net.factors[-1] * len(net.factors)
+
+
+def adds_for_each_layer(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    for number, block in enumerate(net.blocks):
+        x = block(x)
+        net.factors.append(mean_of(x.detach()))
+        net.by_layer[f"layer {number % 2}"].append(mean_of(x.detach()))
+    return x
+
+
+def mean_of_all_that_was_added(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    x = adds_for_each_layer(net, x, y)
+    return x * (1 + sum(net.factors) / len(net.factors))
+
+
+def mean_of_one_list(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    x = adds_for_each_layer(net, x, y)
+    added = net.by_layer["layer 0"]
+    return x * (1 + sum(added) / len(added))
+
+
+def what_was_added_by_an_alias(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    factors = net.factors
+    for block in net.blocks:
+        x = block(x)
+        factors.append(mean_of(x.detach()) + len(factors))
+    return x * (1 + factors[-1])
+
+
+def mean_of_later_steps(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
+    net.count += 1
+    x = adds_for_each_layer(net, x, y)
+    return x * (1 + sum(net.factors) / len(net.factors)) if net.count > 8 else x
 
 
 def number_for_a_part(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
@@ -233,7 +267,8 @@ HAZARDS = [
     count_on_an_object, number_for_a_part, array_in_place, tensor_in_place, array_in_place_behind, tensor_in_place_behind,
     random_before_and_behind,
     numpy_generator_between, torch_generator_between, environment, lock_around_layers, global_lock_around_layers,
-    semaphore_around_layers, condition_around_layers,
+    semaphore_around_layers, condition_around_layers, mean_of_all_that_was_added, mean_of_one_list,
+    what_was_added_by_an_alias,
 ]  # fmt: skip
 
 
@@ -292,6 +327,7 @@ def dtype_of_the_process(net: Blocks, x: Tensor, y: Tensor) -> Tensor:
 HARMLESS = [
     quiet, exact_float32, deterministic, attention_kernels, tensor_on_the_module, number_behind_the_layers,
     hook_that_registers_itself, dtype_of_the_process, count_on_the_module, last_of_a_list, random_before_all_layers,
+    adds_for_each_layer,
 ]  # fmt: skip
 
 
@@ -477,6 +513,29 @@ LATE = [
 def test_a_step_in_which_that_shows_late_is_run_again(does: Any, kind: Any) -> None:
     updates = get_args(Update) if kind is Later else ["just in time"]
     assert_same_training(Net(kind(does)), samples(40), batch_size=8, updates=updates)
+
+
+def test_what_each_layer_adds_is_in_the_order_of_microbatches() -> None:
+    """In lists, and in lists of a dict, which had microbatches run one after the other."""
+    left: list[list[float]] = []
+    for strategy, size, number in (
+        ("auto", 2, 4),
+        (HarmonyStrategy(device_memory=room("44KiB"), num_microbatches=4, profile_cache=False), 8, 1),
+    ):
+        torch.manual_seed(0)
+        module = Net(Does(adds_for_each_layer))
+        trainer = trainer_for(strategy, 3, [], accumulate_grad_batches=number)
+        trainer.fit(module, torch.utils.data.DataLoader(samples(), batch_size=size))
+        left.append([*module.net.factors, *module.net.by_layer["layer 0"], *module.net.by_layer["layer 1"]])
+    assert len(left[0]) == 72
+    assert left[0] == left[1]
+
+
+def test_what_was_added_and_is_first_read_in_a_later_step_has_that_run_again(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    with caplog.at_level("INFO"):
+        assert_same_training(Net(Does(mean_of_later_steps)), samples(32), device_memory=room("44KiB"))
+    assert "list 'net.factors' passes something on from one microbatch to the next" in caplog.text
 
 
 @pytest.mark.parametrize(

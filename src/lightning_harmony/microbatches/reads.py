@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.structures.tree import tensors_of
+from lightning_harmony.microbatches.additions import added_to
+from lightning_harmony.microbatches.held_state import ALL
 from lightning_harmony.microbatches.variables import MISSING, StandIn
 
 # They write a tensor, or ask what it is, and compute nothing with what it holds.
@@ -188,9 +191,17 @@ class Reads(StandIn):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         attributes = {} if instance is None else vars(instance)
         is_own = self._name in attributes
+        added: list[Any] | None = None
         for places, note in self._watchers:
             for key in (id(attributes),) if is_own else (id(attributes), id(self._kind)):
                 for found in places.get(key, ()):
+                    if is_own and found.name is ALL:
+                        # It finds nothing of what is in there.
+                        added = (
+                            added_to(sys._getframe(1), self._name, attributes[self._name]) if added is None else added
+                        )
+                        if any(each is found.held.content for each in added):
+                            continue
                     note(found)
         if is_own:
             return attributes[self._name]

@@ -364,11 +364,17 @@ class Watch:
                 known.counters.setdefault(found.held.name, {})[found.name] = step
                 known.harmless.get(found.held.name, set()).discard(found.name)
                 continue
-            if found.is_apart or not self._comes_in_order(found, known):
+            is_read = found.used_at is not None or self._adds_at_several_places(found, known)
+            if is_read and (found.is_apart or not self._comes_in_order(found, known)):
                 what = in_words(found.held, found.name)
                 seen.hazard = seen.hazard or f"{what} passes something on from one microbatch to the next"
         self._conclude_changes(known)
         return seen.hazard
+
+    def _adds_at_several_places(self, found: Found, known: KnownChanges) -> bool:
+        """Whether a list or set that a microbatch has added to, and read then, lacks what others add if they take turns."""
+        place = found.held.name
+        return found.name is ALL and (place, ALL) in self.seen.at_calls and place not in known.passed_on
 
     def _step_of_count(self, found: Found, num_microbatches: int) -> int | None:
         """How far each microbatch has counted it; None if it is no such number."""
