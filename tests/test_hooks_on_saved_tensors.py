@@ -80,8 +80,11 @@ def test_hooks_around_layers_are_refused(make: type[Chain]) -> None:
 
 
 def test_hooks_around_steps_are_refused() -> None:
+    around = AroundSteps()
     with pytest.raises(UnsupportedModelError, match=r"^a step is called within"):
-        train(Chain, AroundSteps())
+        train(Chain, around)
+    # The batch did not come to its end.
+    around.on_train_batch_end()
 
 
 @pytest.mark.parametrize("make", [BetweenLayers, OfTorch, WithoutGraph])
