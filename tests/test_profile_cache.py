@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from lightning_harmony.engine.step.fit_record import CHECKED_STEPS
 from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.planning import TIMED_STEP, Planner
@@ -100,6 +101,26 @@ class TestFirstStep:
         assert plan.profile is not None
         assert plan.num_microbatches == 4
         assert plan.fused
+
+    @pytest.mark.cpu
+    def test_later_ones_are_planned_with_what_kernels_have_left_of_the_device(
+        self, folder: Path, begun: list[tuple[Plan, bool]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What kernels take of a card shows when they have run, whether that step was measured or planned."""
+        left = 150 * 1024
+
+        def shrink(device: VirtualDevice) -> bool:
+            device.capacity_bytes = left
+            return True
+
+        monkeypatch.setattr(VirtualDevice, "note_kernels", shrink)
+        fits = [train(folder, device_memory="200KiB") for _ in range(2)]
+        assert [is_measured for _, is_measured in begun] == [True, *[False] * 7]
+        later = [plan for plan, _ in (*begun[1:4], *begun[5:])]
+        assert all(plan.profile is not None and plan.profile.machine.capacity_bytes == left for plan in later)
+        plain = train_plain(build(), SAMPLES, 4, 8)
+        for fit in fits:
+            compare(plain, fit)
 
     @pytest.mark.cpu
     def test_knows_how_fast_copies_between_devices_were(self, folder: Path, begun: list[tuple[Plan, bool]]) -> None:

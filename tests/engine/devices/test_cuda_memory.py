@@ -37,6 +37,26 @@ def test_a_limit_above_what_is_free_is_what_is_free() -> None:
     assert CudaBudget.of(GPU, 40 * GIB) == CudaBudget.of(GPU, None)
 
 
+def loaded(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 * GIB - num_bytes, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 12 * GIB)
+
+
+@pytest.mark.parametrize("limit", [None, 16 * GIB])
+def test_what_kernels_take_beyond_what_was_left_for_them_is_not_there_for_tensors(
+    limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Llama's take 1.4 GiB: a fit that had filled the rest of a card found no room for a last tensor of 112 MiB."""
+    before = CudaBudget.of(GPU, limit)
+    loaded(monkeypatch, GIB // 4)
+    assert before.behind_kernels(GPU) == before
+    loaded(monkeypatch, 3 * GIB // 2)
+    found = before.behind_kernels(GPU)
+    assert before.reserved_bytes is not None
+    assert found.reserved_bytes == before.reserved_bytes - GIB
+    assert 0.9 * found.reserved_bytes < found.capacity_bytes < found.reserved_bytes
+
+
 def test_a_limit_that_no_card_has_is_one_of_what_is_allocated() -> None:
     assert CudaBudget.of(GPU, 64 << 20) == CudaBudget(64 << 20, None)
 

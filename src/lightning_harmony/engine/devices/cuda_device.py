@@ -31,7 +31,7 @@ class CudaDevice(Device):
     Args:
         torch_device: which one.
         capacity_bytes: what may be allocated on it.
-        reserved_bytes: what torch's allocator may have of the driver; None for no bound.
+        budget: what may be taken of it, as it was found; None where that is not bounded.
         is_one_of_several: whether lanes go from device to device, so that another one may be current.
     """
 
@@ -46,13 +46,13 @@ class CudaDevice(Device):
         torch_device: torch.device,
         capacity_bytes: int | None,
         *,
-        reserved_bytes: int | None = None,
+        budget: CudaBudget | None = None,
         is_one_of_several: bool = False,
     ) -> None:
         super().__init__(torch_device, capacity_bytes)
-        self._is_bounded = reserved_bytes is not None
-        if self._is_bounded:
-            bound_reserved_memory(torch_device, reserved_bytes)
+        self._budget = None if budget is None or budget.reserved_bytes is None else budget
+        if self._budget is not None:
+            bound_reserved_memory(torch_device, self._budget.reserved_bytes)
         self._is_one_of_several = is_one_of_several
         if is_one_of_several and hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
             # Gradients come from other devices, whose streams autograd waits for: there is nothing to warn of.
@@ -78,17 +78,23 @@ class CudaDevice(Device):
         """
         use_expandable_segments()
         budget = CudaBudget.of(torch_device, limit_bytes)
-        return cls(
-            torch_device,
-            budget.capacity_bytes,
-            reserved_bytes=budget.reserved_bytes,
-            is_one_of_several=is_one_of_several,
-        )
+        return cls(torch_device, budget.capacity_bytes, budget=budget, is_one_of_several=is_one_of_several)
+
+    def note_kernels(self) -> bool:
+        """Bound the allocator by what the driver has left."""
+        if self._budget is None:
+            return False
+        found = self._budget.behind_kernels(self.torch_device)
+        if self.capacity_bytes is None or found.capacity_bytes >= self.capacity_bytes:
+            return False
+        self.capacity_bytes = found.capacity_bytes
+        bound_reserved_memory(self.torch_device, found.reserved_bytes)
+        return True
 
     def close(self) -> None:
         """Let torch's allocator have the whole GPU again."""
         super().close()
-        if self._is_bounded:
+        if self._budget is not None:
             bound_reserved_memory(self.torch_device, None)
 
     @property

@@ -122,6 +122,10 @@ class Device(ABC):
         """The most that was taken of the device for what is allocated on it."""
         return self.peak_bytes()
 
+    def note_kernels(self) -> bool:
+        """Kernels of all kinds have run: see what these have left of the capacity. Whether it is less than before."""
+        return False
+
     @abstractmethod
     def watch_peak(self) -> Callable[[], int]:
         """Start to watch a peak; calling the result gives the most that was allocated since."""

@@ -338,19 +338,19 @@ class Executor:
     def _end(self) -> None:
         """Nothing outlives a step on the device: its weights are stale after an update, whoever makes it."""
         observer = self._observer
-        calls = merge_calls([progress.calls for progress in self._step.turns.running])
-        num_microbatches = len(self._step.turns.running)
-        for progress in self._step.turns.running:
-            observer.work.note_calls(progress.calls)
+        called = [progress.calls for progress in self._step.turns.running]
+        for calls in called:
+            observer.work.note_calls(calls)
         self._reset()
         seen = SeenStep(
-            calls,
-            num_microbatches,
+            merge_calls(called),
+            len(called),
             self._num_elements,
             is_measured=observer.is_measuring,
             is_cast=observer.has_seen_casts,
             is_timed=observer.is_timing,
             is_narrow=observer.has_seen_narrow,
+            has_shrunk=not self.has_succeeded and sum(device.note_kernels() for device in self.devices) > 0,
         )
         if observer.is_profiling:
             self.recordings.set_aside(self._model.layers, lambda layer: observer.work.bytes([layer], Phase.BACKWARD))

@@ -30,6 +30,7 @@ class SeenStep:
         is_cast: whether autocast was seen at work, and watched.
         is_timed: whether its turns, by the plan, were timed.
         is_narrow: whether what was measured is the work with weights as narrow as autocast lets them be.
+        has_shrunk: whether there turned out to be less device memory than plans had.
     """
 
     calls: list[int]
@@ -39,6 +40,7 @@ class SeenStep:
     is_cast: bool
     is_timed: bool
     is_narrow: bool
+    has_shrunk: bool
 
 
 class Planner:
@@ -208,7 +210,7 @@ class Planner:
         if record is None:
             return self._measured_anew(seen.calls, is_cast=seen.is_cast)
         if self.is_planned:
-            return None
+            return self._planned(seen.num_elements, seen.num_microbatches) if seen.has_shrunk else None
         self.knows_casts = True
         self._measured.forget_layers()
         self._record.recall(record, seen.num_elements)
