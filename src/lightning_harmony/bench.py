@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -358,8 +358,16 @@ def _describe(bench: Bench) -> list[str]:
         f"transformer, {outlook.num_parameters / 1e6:.3g} M parameters, {sizes.layers} layers of {sizes.hidden}, "
         f"{bench.precision}, AdamW; {sizes.batch_size * sizes.length:,} tokens a step, {sizes.num_microbatches} microbatches",
         where,
-        f"python {platform.python_version()}, " + ", ".join(f"{name} {version(name)}" for name in names),
+        f"python {platform.python_version()}, " + ", ".join(f"{name} {_version(name)}" for name in names),
     ]
+
+
+def _version(package: str) -> str:
+    """That of a package; this one may run from its sources."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "from sources"
 
 
 def _cpu_name() -> str:
