@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.microbatches.cached_functions import CacheThen, filling_of
+from lightning_harmony.held.cached_functions import CacheThen, filling_of
 from support.chains import BATCH, MICROBATCHES, WIDTH, Block, Chain, samples
 from support.same_training import Net, compare, train_harmony, train_plain
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
-from lightning_harmony.microbatches.reads import Reads
+from lightning_harmony.held.reads import Reads
 from support import nets
 from support.same_training import Net, assert_same_training, root, trainer_for
 from support.taking_turns import samples, takes_turns

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_harmony.microbatches.files import Code
+from lightning_harmony.held.files import Code
 
 FILES = {
     "of_functions": "def used(): ...\ndef unused(): ...",

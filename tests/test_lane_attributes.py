@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import SumMetric
 
+from lightning_harmony.held.places import Places
 from lightning_harmony.microbatches.lane_attributes import KnownChanges, LaneAttributes
-from lightning_harmony.microbatches.places import Places
 from support import nets
 from support.same_training import Net, assert_same_training, update_for
 from support.sampling import in_turns

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_harmony.held.places import Places
 from lightning_harmony.microbatches.microbatch_ends import MicrobatchEnds
-from lightning_harmony.microbatches.places import Places
 
 
 class Keeping(nn.Module):

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from lightning_harmony.engine.model.attributes import LONGEST
-from lightning_harmony.microbatches import places as places_module
-from lightning_harmony.microbatches.places import Places
-from lightning_harmony.microbatches.walk import Walk
+from lightning_harmony.held import places as places_module
+from lightning_harmony.held.places import Places
+from lightning_harmony.held.walk import Walk
 from support.counters import counter
 
 

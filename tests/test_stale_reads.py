@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_harmony.microbatches.reads import Uses, Watched, version_of
+from lightning_harmony.held.reads import Uses, Watched, version_of
 from support import nets
 from support.same_training import Net, assert_same_training, room, root
 from support.sampling import in_turns

@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.tree import is_parameter, tensors_of
-from lightning_harmony.microbatches.held_state import ALL, Held, Kind
-from lightning_harmony.microbatches.reads import Reads, Uses, Watched, version_of
-from lightning_harmony.microbatches.variables import MISSING
-from lightning_harmony.microbatches.walk import modules_of
+from lightning_harmony.held.held_state import ALL, Held, Kind
+from lightning_harmony.held.reads import Reads, Uses, Watched, version_of
+from lightning_harmony.held.variables import MISSING
+from lightning_harmony.held.walk import modules_of
 
 # Equal ones are the same, whichever object they are.
 _COMPARED = (bool, int, float, complex, str, bytes)

@@ -30,11 +30,11 @@ from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
-from lightning_harmony.microbatches.files import is_users
-from lightning_harmony.microbatches.held_state import FUNCTIONS, PLAIN, Held, mark_of
-from lightning_harmony.microbatches.reads import Watched, version_of
-from lightning_harmony.microbatches.variables import attributes_of, slots_of
-from lightning_harmony.microbatches.walk import is_looked_into
+from lightning_harmony.held.files import is_users
+from lightning_harmony.held.held_state import FUNCTIONS, PLAIN, Held, mark_of
+from lightning_harmony.held.reads import Watched, version_of
+from lightning_harmony.held.variables import attributes_of, slots_of
+from lightning_harmony.held.walk import is_looked_into
 
 _OF_FILES = ("_io", "io")
 # A flag of classes, as CPython has it: those of C are such.

@@ -18,14 +18,14 @@ from lightning_harmony.engine.devices.recording import RecordingChangedError
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.step import Listeners
 from lightning_harmony.errors import CapacityError, PlanError, UnsupportedModelError
-from lightning_harmony.microbatches.held_state import Held, Kind
+from lightning_harmony.held.held_state import Held, Kind
+from lightning_harmony.held.places import Places
 from lightning_harmony.microbatches.lane_attributes import (
     KnownChanges,
     LaneAttributes,
 )
 from lightning_harmony.microbatches.logs import MicrobatchLogs
 from lightning_harmony.microbatches.microbatch_ends import MicrobatchEnds
-from lightning_harmony.microbatches.places import Places
 from lightning_harmony.microbatches.stale_reads import StaleReads
 from lightning_harmony.microbatches.state_elsewhere import StateElsewhere
 from lightning_harmony.microbatches.step_undo import Undo, Versions

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.derived import OutOfReach
 from lightning_harmony.engine.structures.containers import put_content
-from lightning_harmony.microbatches.held_state import ALL, Held, Kind
-from lightning_harmony.microbatches.places import Contents, Places, Together
-from lightning_harmony.microbatches.variables import MISSING, VariableOfClosure, put_value
+from lightning_harmony.held.held_state import ALL, Held, Kind
+from lightning_harmony.held.places import Contents, Places, Together
+from lightning_harmony.held.variables import MISSING, VariableOfClosure, put_value
 
 _PASSED_BY = frozenset((__name__.partition(".")[0], "torch", "threading", "lightning", "pytorch_lightning"))
 NUMBERS = (int, float)

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.structures.containers import copied_content, have_same_content, put_content
-from lightning_harmony.microbatches.held_state import Held, Kind
+from lightning_harmony.held.held_state import Held, Kind
+from lightning_harmony.held.places import Contents, Places
+from lightning_harmony.held.variables import MISSING, put_value
 from lightning_harmony.microbatches.lane_attributes import NUMBERS
-from lightning_harmony.microbatches.places import Contents, Places
-from lightning_harmony.microbatches.variables import MISSING, put_value
 
 
 class _Place(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_harmony.microbatches.walk import modules_of
+from lightning_harmony.held.walk import modules_of
 from lightning_harmony.setup import compat
 
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.tree import tensors_of
+from lightning_harmony.held.held_state import ALL, Held, Kind
+from lightning_harmony.held.reads import Reads, Uses, version_of
+from lightning_harmony.held.variables import MISSING
 from lightning_harmony.microbatches.carried_state import are_same, target_of
-from lightning_harmony.microbatches.held_state import ALL, Held, Kind
 from lightning_harmony.microbatches.lane_attributes import KnownChanges, in_words
-from lightning_harmony.microbatches.reads import Reads, Uses, version_of
-from lightning_harmony.microbatches.variables import MISSING
 
 
 class _State(NamedTuple):

@@ -28,12 +28,12 @@ from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
-from lightning_harmony.microbatches.cached_functions import CacheThen, cached_in, filling_of
-from lightning_harmony.microbatches.held_state import Held, Kind, mark_of
-from lightning_harmony.microbatches.places import Places, Together
-from lightning_harmony.microbatches.reads import version_of
+from lightning_harmony.held.cached_functions import CacheThen, cached_in, filling_of
+from lightning_harmony.held.held_state import Held, Kind, mark_of
+from lightning_harmony.held.places import Places, Together
+from lightning_harmony.held.reads import version_of
+from lightning_harmony.held.variables import Chosen, put_value
 from lightning_harmony.microbatches.step_undo import undo_of
-from lightning_harmony.microbatches.variables import Chosen, put_value
 
 
 class _Same(NamedTuple):

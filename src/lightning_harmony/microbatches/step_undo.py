@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_harmony.engine.structures.object_state import restore_of
-from lightning_harmony.microbatches.held_state import Held, mark_of, state_of_generator
+from lightning_harmony.held.held_state import Held, mark_of, state_of_generator
+from lightning_harmony.held.reads import version_of
+from lightning_harmony.held.shared_settings import NOT_SWITCHED
 from lightning_harmony.microbatches.lane_attributes import Draws, KnownChanges
-from lightning_harmony.microbatches.reads import version_of
-from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED
 from lightning_harmony.microbatches.snapshot import undo_of_tensor
 from lightning_harmony.setup import compat
 

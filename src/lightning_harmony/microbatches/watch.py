@@ -19,9 +19,7 @@ from lightning_harmony.engine.lanes.ambient import OF_PROCESS
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.step.step import OnCall
 from lightning_harmony.engine.structures.containers import have_same_content
-from lightning_harmony.microbatches.carried_state import CarriedState, Found, are_same
-from lightning_harmony.microbatches.fingerprints import Fingerprints
-from lightning_harmony.microbatches.held_state import (
+from lightning_harmony.held.held_state import (
     ALL,
     Held,
     Kind,
@@ -31,6 +29,11 @@ from lightning_harmony.microbatches.held_state import (
     mark_of,
     state_of_generator,
 )
+from lightning_harmony.held.places import Contents, Places, Together
+from lightning_harmony.held.shared_settings import NOT_SWITCHED, context_now
+from lightning_harmony.held.variables import MISSING
+from lightning_harmony.microbatches.carried_state import CarriedState, Found, are_same
+from lightning_harmony.microbatches.fingerprints import Fingerprints
 from lightning_harmony.microbatches.lane_attributes import (
     Draws,
     KnownChanges,
@@ -38,10 +41,7 @@ from lightning_harmony.microbatches.lane_attributes import (
     in_words,
     is_switched,
 )
-from lightning_harmony.microbatches.places import Contents, Places, Together
 from lightning_harmony.microbatches.read_metrics import ReadMetrics
-from lightning_harmony.microbatches.shared_settings import NOT_SWITCHED, context_now
-from lightning_harmony.microbatches.variables import MISSING
 
 # Of a step, watching takes at most this share, beside one microbatch at whose calls everything is looked at.
 _SHARE = 0.01

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from lightning_harmony.microbatches.variables import attributes_of
+from lightning_harmony.held.variables import attributes_of
 
 LIBRARIES = frozenset(
     (

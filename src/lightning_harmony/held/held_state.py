@@ -25,8 +25,8 @@ from lightning_harmony.engine.structures.seekable import (
     make_seekable,
 )
 from lightning_harmony.engine.structures.tree import is_parameter
-from lightning_harmony.microbatches.cached_functions import cached_in
-from lightning_harmony.microbatches.variables import MISSING, EntriesOf, Variables
+from lightning_harmony.held.cached_functions import cached_in
+from lightning_harmony.held.variables import MISSING, EntriesOf, Variables
 
 # What is in these, lanes can switch: of other classes nobody knows how they are changed.
 SWITCHED = (list, deque, set, dict, OrderedDict, defaultdict)

@@ -8,7 +8,7 @@ from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
-from lightning_harmony.microbatches.held_state import SWITCHED
+from lightning_harmony.held.held_state import SWITCHED
 
 _ADDING = frozenset(("append", "extend", "add", "update"))
 # What goes on elsewhere in the code.

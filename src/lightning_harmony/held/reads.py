@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.structures.tree import tensors_of
-from lightning_harmony.microbatches.additions import added_to
-from lightning_harmony.microbatches.held_state import ALL
-from lightning_harmony.microbatches.variables import MISSING, StandIn
+from lightning_harmony.held.additions import added_to
+from lightning_harmony.held.held_state import ALL
+from lightning_harmony.held.variables import MISSING, StandIn
 
 # They write a tensor, or ask what it is, and compute nothing with what it holds.
 _READ_NOTHING = frozenset(

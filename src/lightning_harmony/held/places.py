@@ -13,9 +13,9 @@ from torch._C._dynamo.guards import dict_version
 
 from lightning_harmony.engine.model.attributes import LONGEST
 from lightning_harmony.engine.structures.containers import copied_content, have_same_content, size_of
-from lightning_harmony.microbatches.held_state import SWITCHED, Held
-from lightning_harmony.microbatches.variables import MISSING, VariableOfClosure, Variables
-from lightning_harmony.microbatches.walk import HOOKS_OF_BACKWARD, Walk, modules_of
+from lightning_harmony.held.held_state import SWITCHED, Held
+from lightning_harmony.held.variables import MISSING, VariableOfClosure, Variables
+from lightning_harmony.held.walk import HOOKS_OF_BACKWARD, Walk, modules_of
 
 
 class Together:

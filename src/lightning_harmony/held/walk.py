@@ -33,9 +33,9 @@ from lightning_harmony.engine.lanes.ambient import share_thread_local
 from lightning_harmony.engine.model.attributes import HOOKS, LONGEST, OF_TORCH
 from lightning_harmony.engine.structures.containers import size_of
 from lightning_harmony.engine.structures.seekable import seekable
-from lightning_harmony.microbatches.files import LIBRARIES, Code, is_users
-from lightning_harmony.microbatches.held_state import FUNCTIONS, PLAIN, SWITCHED, Held, Kind, Leads
-from lightning_harmony.microbatches.variables import (
+from lightning_harmony.held.files import LIBRARIES, Code, is_users
+from lightning_harmony.held.held_state import FUNCTIONS, PLAIN, SWITCHED, Held, Kind, Leads
+from lightning_harmony.held.variables import (
     AttributesOfClass,
     EntriesOf,
     PartsOf,
