@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from queue import Queue
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -37,7 +37,7 @@ class Wide(pl.LightningModule):
     """Many weights and few activations. Looks at reports where nothing waits for it."""
 
     # Not in a list: what one microbatch adds there, the next one could find.
-    seen: ClassVar[SimpleQueue[Any]] = SimpleQueue()
+    seen: ClassVar[Queue[Any]] = Queue()
     reports: Sequence[Any] = ()
 
     def __init__(self) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
+import itertools
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +25,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*normalize with the statistics of microbatches"),
 ]
 WIDTH, BATCH, STEPS = 32, 8, 3
+# Validation after the fit would count, too.
+NO_CHECK: dict[str, Any] = {"num_sanity_val_steps": 0, "limit_val_batches": 0}
 
 
 def samples(number: int = BATCH * STEPS, width: int = WIDTH) -> TensorDataset:
@@ -359,6 +364,101 @@ def test_a_first_batch_that_does_not_fit_is_undone_and_layers_are_swapped(
     assert strategy.plan is not None
     assert "layers are swapped from now on" in caplog.text
     assert_equal(plain, harmony)
+
+
+class OnAClass(Model):
+    steps = 0
+
+    def loss(self, batch: Any) -> Tensor:
+        OnAClass.steps += 1
+        return super().loss(batch) * OnAClass.steps
+
+
+_schedule = {"steps": 0}
+
+
+class InAGlobal(Model):
+    def loss(self, batch: Any) -> Tensor:
+        _schedule["steps"] += 1
+        return super().loss(batch) * _schedule["steps"]
+
+
+def counted(function: Callable[[int], float]) -> Callable[[], float]:
+    number = 0
+
+    def count() -> float:
+        nonlocal number
+        number += 1
+        return function(number)
+
+    return count
+
+
+class InAClosure(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = counted(lambda number: 1.0 / number)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.scale() * super().loss(batch)
+
+
+class ByAnIterator(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = itertools.cycle([1.0, 0.5, 0.25])
+
+    def loss(self, batch: Any) -> Tensor:
+        return next(self.scales) * super().loss(batch)
+
+
+class ByAGenerator(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [(1.0 / number for number in itertools.count(1))]
+
+    def loss(self, batch: Any) -> Tensor:
+        return next(self.scales[0]) * super().loss(batch)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("kind", [OnAClass, InAGlobal, InAClosure, ByAnIterator, ByAGenerator])
+def test_what_python_holds_is_what_it_was_when_a_batch_did_not_fit(kind: type[Model]) -> None:
+    """The step that was undone had counted, and the one that ran in its place counted again: other weights."""
+
+    def begun() -> Model:
+        torch.manual_seed(SEED)
+        OnAClass.steps = _schedule["steps"] = 0
+        return kind()
+
+    plain = fit(
+        begun(), "auto", samples(), BATCH // 2, accumulate_grad_batches=2, callbacks=[SeedMicrobatches(2)], **NO_CHECK
+    )
+    strategy = HarmonyStrategy(device_memory=lasting_bytes(Model()) + 1024, num_microbatches=2)
+    module = begun()
+    scales = getattr(module, "scales", None)
+    harmony = fit(module, strategy, samples(), BATCH, **NO_CHECK)
+    assert strategy.plan is not None
+    assert_equal(plain, harmony)
+    assert getattr(module, "scales", None) is scales
+
+
+@pytest.mark.cpu
+def test_what_an_undone_step_has_left_for_good_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Hashed(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = hashlib.sha256()
+
+        def loss(self, batch: Any) -> Tensor:
+            self.seen.update(b"a step")
+            return super().loss(batch)
+
+    strategy = HarmonyStrategy(device_memory=lasting_bytes(Model()) + 1024, num_microbatches=2)
+    with caplog.at_level("INFO"):
+        fit(Hashed(), strategy, samples(), BATCH, **NO_CHECK)
+    assert strategy.plan is not None
+    assert re.search("HASH.* stays as that step has left it.*layers are swapped from now on", caplog.text)
 
 
 @pytest.mark.cpu

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from queue import SimpleQueue
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from support.taking_turns import ONE_AFTER_THE_OTHER, takes_turns
 SIZE = 32
 SAMPLES = torch.randn(24, SIZE, generator=torch.Generator().manual_seed(1))
 # Where products found elements, in the forward and in the backward. Of a list here, microbatches could read what others add.
-FOUND: SimpleQueue[tuple[str, torch.device, int]] = SimpleQueue()
+FOUND: Queue[tuple[str, torch.device, int]] = Queue()
 
 
 class Coded(nn.Parameter):
@@ -198,7 +198,7 @@ KINDS = [InState, StateMadeInTheForward, AnewInEachCall]
 MOVED = [MovedByApply, JoinedByApply, LeftBehind]
 
 
-def taken_from(queue: SimpleQueue[Any]) -> list[Any]:
+def taken_from(queue: Queue[Any]) -> list[Any]:
     return [queue.get() for _ in range(queue.qsize())]
 
 

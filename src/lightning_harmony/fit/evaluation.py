@@ -61,18 +61,20 @@ class Evaluation:
         whole = Microbatch(lambda: outputs.append(self._on_root(step(*args, **kwargs))), 1.0, None)
         try:
             run_without_backward(self.engine, [whole], elements)
+            if before is not None:
+                before.let_go()
             return outputs[0]
         except CapacityError:
             if before is None or samples is None:
                 raise
         # Not within the except clause: the error's frames hold what the attempt has allocated.
         gc.collect()
-        before.restore()
+        left = before.restore()
         self.engine.forget_evaluations()
         self._too_large[name] = elements
         self.tree.warn(
             f"a batch of {sum(sizes)} samples exceeds the device's memory in {name}, which is run again in {len(sizes)} "
-            "microbatches: what it logs and returns is averaged and joined over them"
+            f"microbatches: what it logs and returns is averaged and joined over them{left}"
         )
         return self._run_in_microbatches(name, step, samples, sizes, args, kwargs)
 

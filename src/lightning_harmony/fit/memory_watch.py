@@ -73,6 +73,7 @@ class MemoryWatch:
             if most() <= capacity:
                 self.peak_bytes = max(self.peak_bytes or 0, most())
                 self._largest[name] = num_elements(args)
+                before.let_go()
                 return result
             error = f"{format_bytes(most())} are needed"
             # The device has had the room for it, but the user lets the process have less.
@@ -81,10 +82,10 @@ class MemoryWatch:
             error = str(shortage)
         # Not within the except clause: the error's frames hold what the attempt has allocated.
         gc.collect()
-        before.restore()
+        left = before.restore()
         raise DoesNotFit(
             f"a batch does not fit into {format_bytes(capacity)} beside {format_bytes(self.lasting.total)} of weights, "
-            f"gradients and optimizer state ({error})"
+            f"gradients and optimizer state ({error}){left}"
         )
 
     @contextmanager

@@ -104,8 +104,10 @@ class Training:
             # Not within the except clause: the error's frames hold what the attempt has allocated.
             del parts, steps
             gc.collect()
-            before.restore()
+            left = before.restore()
             self.engine.start_over()
+            if left:
+                self.tree.warn(f"a batch does not fit, and its step runs again in more microbatches{left}")
         for why, names in groupby(self.engine.recordings.news(), itemgetter(1)):
             layers = [name for name, _ in names]
             more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""

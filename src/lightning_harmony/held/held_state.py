@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_harmony.engine.structures.containers import copied_content, have_same_content
-from lightning_harmony.engine.structures.object_state import Access
+from lightning_harmony.engine.model.attributes import OF_TORCH
+from lightning_harmony.engine.structures.containers import copied_content, have_same_content, put_content
+from lightning_harmony.engine.structures.object_state import Access, restore_of
 from lightning_harmony.engine.structures.seekable import (
     Position,
     Seekable,
@@ -26,7 +27,7 @@ from lightning_harmony.engine.structures.seekable import (
 )
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.held.cached_functions import cached_in
-from lightning_harmony.held.variables import MISSING, EntriesOf, Variables
+from lightning_harmony.held.variables import MISSING, EntriesOf, Variables, put_value
 
 # What is in these, lanes can switch: of other classes nobody knows how they are changed.
 SWITCHED = (list, deque, set, dict, OrderedDict, defaultdict)
@@ -145,6 +146,30 @@ class Held:
         """Let iterators be what the user has put there."""
         if any(type(value) is Seekable for _, value in self.marked):
             exchange(self.content, self.newest, given_back)
+
+    def undo_in_place(self) -> list[Callable[[], None]]:
+        """What takes back, of each, changes in place of generators, iterators and arrays in it."""
+        found = (restore_of(value) for _, value in self.marked if not issubclass(type(value), Tensor))
+        return [each for each in found if each is not None]
+
+    def put(self, before: Any) -> None:
+        """Let the same be in it as in a copy."""
+        content = self.content
+        if self.is_as(before):
+            return
+        if not self.is_named:
+            put_content(content, before)
+            return
+        for name in [name for name in content if name not in before and not self._leaves_alone(name)]:
+            del content[name]
+        # One by one: whoever sets a name in a class makes Python forget what it knows of the class.
+        for name, value in before.items():
+            if (name not in content or content[name] is not value) and not self._leaves_alone(name):
+                put_value(content, name, value)
+
+    def _leaves_alone(self, name: Any) -> bool:
+        """Whether a name is one of Python's, of a compiler's, which adds what it has compiled to globals, or of torch's."""
+        return isinstance(name, str) and (name.startswith("__") or (self.kind is Kind.MODULE and name in OF_TORCH))
 
     def let_go(self) -> None:
         """Keep no tensors for longer than the user does."""

@@ -19,6 +19,8 @@ from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.object_state import restore_of
+from lightning_harmony.held.places import Places
+from lightning_harmony.microbatches.fingerprints import Fingerprints
 from lightning_harmony.setup import compat
 
 # Larger arrays are data.
@@ -35,8 +37,9 @@ class Snapshot:
     """What a module is now, to be made so again.
 
     Attributes of every submodule, with objects, lists, dicts, sets and deques to any depth, arrays, and tensors but for
-    parameters: buffers, and the state of metrics. Also what Lightning has collected from `self.log`, and the random number
-    generators. Left alone is what is data and not a count, and what other threads may change.
+    parameters: buffers, and the state of metrics. Also what Python holds elsewhere for its code, such as globals and
+    iterators, what Lightning has collected from `self.log`, and the random number generators. Left alone is what is data and
+    not a count, and what other threads may change.
 
     Args:
         trainer: the module that it runs is remembered, but its parameters, which no step may change.
@@ -46,6 +49,11 @@ class Snapshot:
     def __init__(self, trainer: Any, devices: Sequence[Device]) -> None:
         self._cuda_devices = [device.torch_device for device in devices if device.torch_device.type == "cuda"]
         self._random, self._cuda = self._states()
+        self._places = Places(trainer.lightning_module)
+        held = [(each, copy) for each, copy in self._places.look() if not each.is_of_threads]
+        self._elsewhere = [(each, copy, each.undo_in_place()) for each, copy in held]
+        hidden = ((each, [item for item in each.items() if not _is_array(item[1])]) for each, _ in held)
+        self._silent = Fingerprints(hidden)
         self._undo: list[Callable[[], None]] = []
         self._seen: set[int] = {id(trainer)}
         results = compat.logged_results(trainer)
@@ -63,17 +71,31 @@ class Snapshot:
         same = all(torch.equal(one, other) for one, other in tensors)
         return not same or (now.python, now.numpy) != (self._random.python, self._random.numpy)
 
-    def restore(self) -> None:
-        """Make everything what it was."""
+    def restore(self) -> str:
+        """Make everything what it was.
+
+        Returns:
+            What cannot be made so, such as a hash, in words; empty if nothing is left.
+        """
         # What is restored here, streams may still be reading.
         for device in self._cuda_devices:
             torch.cuda.synchronize(device)
         with torch.no_grad():
             for undo in self._undo:
                 undo()
+        for held, before, in_place in self._elsewhere:
+            for undo in in_place:
+                undo()
+            held.put(before)
         self._random.restore(None)
         for device, state in zip(self._cuda_devices, self._cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
+        left = self._silent.changed()
+        return "" if left is None else f"; {left} stays as that step has left it, for nothing can take that back"
+
+    def let_go(self) -> None:
+        """It is not needed any more: the user's iterators are what they were."""
+        self._places.let_go()
 
     def _states(self) -> tuple[RandomState, list[Tensor]]:
         return RandomState.capture(None), [torch.cuda.get_rng_state(device) for device in self._cuda_devices]
@@ -109,6 +131,10 @@ class Snapshot:
         elif _is_countable(value):
             self._seen.add(id(value))
             self._remember_attributes(value)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor) or is_ndarray(value)
 
 
 def _undo_of(value: Any) -> Callable[[], None] | None:

@@ -164,7 +164,10 @@ class SplitCheck:
             return
         finally:
             trainer.loggers = loggers
-            before.restore()
+            left = before.restore()
+            before.let_go()
+            if left:
+                splitting.tree.warn(f"the check of the loss has run the step{left}: HarmonyStrategy(check_loss=False)")
         is_narrow = "16" in str(precision.precision)
         found = explain_difference(whole, losses, halves, reduction=self.settings.reduction, is_narrow=is_narrow)
         if found is not None and not has_drawn and math.isfinite(whole + sum(losses)):

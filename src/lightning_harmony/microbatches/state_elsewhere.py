@@ -20,10 +20,8 @@ from torch._C import DisableTorchFunctionSubclass
 
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.stash import Stashed, is_small
-from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.model.derived import OutOfReach
 from lightning_harmony.engine.step.step import OnCall
-from lightning_harmony.engine.structures.containers import put_content
 from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.engine.structures.tree import is_parameter
@@ -32,8 +30,7 @@ from lightning_harmony.held.cached_functions import CacheThen, cached_in, fillin
 from lightning_harmony.held.held_state import Held, Kind, mark_of
 from lightning_harmony.held.places import Places, Together
 from lightning_harmony.held.reads import version_of
-from lightning_harmony.held.variables import Chosen, put_value
-from lightning_harmony.microbatches.step_undo import undo_of
+from lightning_harmony.held.variables import Chosen
 
 
 class _Same(NamedTuple):
@@ -64,7 +61,7 @@ class _Moment:
             held: the place, which was looked at.
             keep: keeps a tensor.
         """
-        self._has_tensors, self._undo = held.has_tensors, _undo_of(held)
+        self._has_tensors, self._undo = held.has_tensors, held.undo_in_place()
         self._cached = {name: CacheThen(value) for name, value in held.cached} if held.is_named else {}
         self._content = _exchanged(held.newest, Tensor, keep) if held.has_tensors else held.newest
 
@@ -76,7 +73,7 @@ class _Moment:
         content = _exchanged(self._content, (KeptTensor, _Same), load) if self._has_tensors else self._content
         if self._cached:
             content = {**content, **{name: each.again() for name, each in self._cached.items()}}
-        _put(held, content)
+        held.put(content)
 
 
 class _Changed(OutOfReach):
@@ -256,7 +253,7 @@ class StateElsewhere:
                 # A graph may be kept for longer than its step.
                 numbers, copies = list(range(len(found))), [held.look() for held in together.places]
             # Of all, before any is as it was: several places may hold one generator.
-            undo = {number: _undo_of(together.places[number]) for number in numbers}
+            undo = {number: together.places[number].undo_in_place() for number in numbers}
             for number in numbers:
                 found[number].put(together.places[number])
         try:
@@ -267,19 +264,13 @@ class StateElsewhere:
                 for number, all_of in undo.items():
                     for each in all_of:
                         each()
-                    _put(together.places[number], copies[number])
+                    together.places[number].put(copies[number])
 
 
 def _differing(one: list[_Moment], other: list[_Moment]) -> list[int]:
     if one is other:
         return []
     return [number for number, (now, then) in enumerate(zip(one, other, strict=True)) if now is not then]
-
-
-def _undo_of(held: Held) -> list[Callable[[], None]]:
-    """What takes back changes in place of generators and arrays in a place."""
-    found = (undo_of(value) for _, value in held.marked if not issubclass(type(value), Tensor))
-    return [each for each in found if each is not None]
 
 
 def _load(place: str, kept: KeptTensor | _Same) -> Any:
@@ -299,24 +290,3 @@ def _exchanged(content: Any, kind: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(content, dict):
         return {name: exchange(value) for name, value in content.items()}
     return type(content)(map(exchange, content))
-
-
-def _put(held: Held, before: Any) -> None:
-    """Let a place be as it was."""
-    content = held.content
-    if held.is_as(before):
-        return
-    if not held.is_named:
-        put_content(content, before)
-        return
-    for name in [name for name in content if name not in before and not _is_left_alone(held, name)]:
-        del content[name]
-    # One by one: whoever sets a name in a class makes Python forget what it knows of the class.
-    for name, value in before.items():
-        if (name not in content or content[name] is not value) and not _is_left_alone(held, name):
-            put_value(content, name, value)
-
-
-def _is_left_alone(held: Held, name: Any) -> bool:
-    """Whether a name is one of Python's own, of a compiler's, which adds what it has compiled to globals, or of torch's."""
-    return isinstance(name, str) and (name.startswith("__") or (held.kind is Kind.MODULE and name in OF_TORCH))
