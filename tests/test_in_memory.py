@@ -443,6 +443,29 @@ def test_what_python_holds_is_what_it_was_when_a_batch_did_not_fit(kind: type[Mo
     assert getattr(module, "scales", None) is scales
 
 
+class OutsideOfARequest:
+    """As the proxies of web frameworks, which raise where nobody has asked for a page."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("outside of a request")
+
+
+_requests: list[Any] = [OutsideOfARequest()]
+
+
+class NamesAProxy(Model):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * len(_requests)
+
+
+@pytest.mark.cpu
+def test_a_step_that_may_be_undone_asks_proxies_nothing() -> None:
+    strategy = HarmonyStrategy(device_memory=lasting_bytes(Model()) + 1024, num_microbatches=2)
+    fit(NamesAProxy(), strategy, samples(), BATCH)
+    assert strategy.plan is not None
+
+
 @pytest.mark.cpu
 def test_what_an_undone_step_has_left_for_good_is_named(caplog: pytest.LogCaptureFixture) -> None:
     class Hashed(Model):

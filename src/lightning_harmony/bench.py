@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_harmony.engine.measure.this_machine import measure_machine
+from lightning_harmony.engine.measure.this_machine import describe_versions, measure_machine
 from lightning_harmony.errors import CapacityError
 from lightning_harmony.estimating.estimation import estimate
 from lightning_harmony.estimating.result import Estimate
@@ -33,7 +32,7 @@ from lightning_harmony.plan.drawing.page import format_seconds
 from lightning_harmony.plan.values.card_memory import limit_for
 from lightning_harmony.plan.values.machine import Machine
 from lightning_harmony.plan.values.memory_size import format_bytes
-from lightning_harmony.reporting.figures import refuse_format
+from lightning_harmony.reporting.figures import refuse_format, refuse_without_folder
 from lightning_harmony.reporting.speed_curve import OURS, PLAIN, Point, Series, draw_curve
 
 # The first step measures and the next ones make the plan; on a GPU, memory is page-locked and the allocator settles.
@@ -289,8 +288,8 @@ def run(
     on_gpu = accelerator == "gpu"
     precision = precision_name(precision or ("bf16-mixed" if on_gpu else "32-true"))
     refuse_format(picture)
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ValueError(f"{json_file}: there is no folder {json_file.parent}")
+    if json_file is not None:
+        refuse_without_folder(json_file)
     candidates = [replace(each, **sizes) for each in (GPU_SIZES if on_gpu else [CPU_SIZES])]
     with _quiet():
         bench = _fitting(candidates, precision, steps, accelerator)
@@ -348,7 +347,6 @@ def _estimate(sizes: Sizes, precision: str, machine: Machine, limit: int | None)
 def _describe(bench: Bench) -> list[str]:
     """Model, machine and versions."""
     sizes, outlook = bench.sizes, bench.outlook
-    names = ("lightning-harmony", "torch", "lightning")
     where = bench.machine.name
     if bench.accelerator == "cpu":
         where = (
@@ -358,16 +356,8 @@ def _describe(bench: Bench) -> list[str]:
         f"transformer, {outlook.num_parameters / 1e6:.3g} M parameters, {sizes.layers} layers of {sizes.hidden}, "
         f"{bench.precision}, AdamW; {sizes.batch_size * sizes.length:,} tokens a step, {sizes.num_microbatches} microbatches",
         where,
-        f"python {platform.python_version()}, " + ", ".join(f"{name} {_version(name)}" for name in names),
+        describe_versions(),
     ]
-
-
-def _version(package: str) -> str:
-    """That of a package; this one may run from its sources."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "from sources"
 
 
 def _cpu_name() -> str:

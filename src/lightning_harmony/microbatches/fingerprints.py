@@ -30,6 +30,7 @@ from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.held.cached_functions import Cached, filling_of
 from lightning_harmony.held.files import is_users
 from lightning_harmony.held.held_state import FUNCTIONS, PLAIN, Held, mark_of
 from lightning_harmony.held.reads import Watched, version_of
@@ -48,6 +49,11 @@ _SOON_READ_BYTES = 1 << 20
 _OF_TRAINING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_harmony")
 
 
+def is_of_numbers(value: Any) -> bool:
+    """Whether a value is a tensor or an array; by its type, for proxies answer otherwise by the user's code."""
+    return issubclass(type(value), Tensor) or is_ndarray(value)
+
+
 class _Print:
     """A fingerprint.
 
@@ -62,7 +68,7 @@ class _Print:
 
     def __init__(self, in_words: str, value: Any) -> None:
         self.in_words, self._kind = in_words, type(value)
-        is_large = (issubclass(self._kind, Tensor) or is_ndarray(value)) and value.nbytes > _SOON_READ_BYTES
+        is_large = is_of_numbers(value) and value.nbytes > _SOON_READ_BYTES
         self.is_soon_taken = not is_large
         self._value: Callable[[], Any] = weakref.ref(value) if issubclass(self._kind, Tensor) else lambda: value
         self._state = _state_of(value)
@@ -291,10 +297,11 @@ def _told_by(value: Any) -> list[Any]:
     Hashes tell their digest, caches of `functools` how often they were filled, and others, such as queues, what they refer to,
     also in a list.
     """
-    for name, read in _TOLD.items():
-        asked = getattr(value, name, None)
-        if isinstance(asked, BuiltinFunctionType):
-            return [read(asked)]
+    if issubclass(type(value), Cached):
+        return [filling_of(value)]
+    digest = getattr(value, "hexdigest", None)
+    if isinstance(digest, BuiltinFunctionType):
+        return [_digest(digest)]
     referents = gc.get_referents(value)
     listed = [each for found in referents if type(found) is list and len(found) <= LONGEST for each in found]
     return [each if type(each) in PLAIN else id(each) for each in (*referents, *listed)]
@@ -306,10 +313,6 @@ def _digest(asked: Any) -> Any:
     except TypeError:
         # It is of any length.
         return asked(32)
-
-
-# By names of methods.
-_TOLD: dict[str, Callable[[Any], Any]] = {"hexdigest": _digest, "cache_info": lambda asked: asked()[1:]}
 
 
 class _TooMuchError(Exception):

@@ -20,7 +20,7 @@ from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.object_state import restore_of
 from lightning_harmony.held.places import Places
-from lightning_harmony.microbatches.fingerprints import Fingerprints
+from lightning_harmony.microbatches.fingerprints import Fingerprints, is_of_numbers
 from lightning_harmony.setup import compat
 
 # Larger arrays are data.
@@ -52,7 +52,7 @@ class Snapshot:
         self._places = Places(trainer.lightning_module)
         held = [(each, copy) for each, copy in self._places.look() if not each.is_of_threads]
         self._elsewhere = [(each, copy, each.undo_in_place()) for each, copy in held]
-        hidden = ((each, [item for item in each.items() if not _is_array(item[1])]) for each, _ in held)
+        hidden = ((each, [item for item in each.items() if not is_of_numbers(item[1])]) for each, _ in held)
         self._silent = Fingerprints(hidden)
         self._undo: list[Callable[[], None]] = []
         self._seen: set[int] = {id(trainer)}
@@ -131,10 +131,6 @@ class Snapshot:
         elif _is_countable(value):
             self._seen.add(id(value))
             self._remember_attributes(value)
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor) or is_ndarray(value)
 
 
 def _undo_of(value: Any) -> Callable[[], None] | None:

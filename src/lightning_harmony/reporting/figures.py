@@ -32,5 +32,14 @@ def refuse_format(file: Path) -> None:
     formats = figure_class()().canvas.get_supported_filetypes()
     if file.suffix[1:].lower() not in formats:
         raise ValueError(f"{file}: a picture is a file such as {file.stem or 'step'}.png, .svg or .pdf")
+    refuse_without_folder(file)
+
+
+def refuse_without_folder(file: Path) -> None:
+    """Refuse a file that nothing can be written to.
+
+    Raises:
+        ValueError: if there is no such folder.
+    """
     if not file.absolute().parent.is_dir():
         raise ValueError(f"{file}: there is no folder {file.parent}")

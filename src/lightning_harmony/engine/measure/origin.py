@@ -73,12 +73,17 @@ def _machine(devices: Sequence[Device]) -> str:
     return f"{len(devices)} x {', '.join(names)}; {os.cpu_count()} cores, {torch.get_num_threads()} threads; {platform.node()}"
 
 
-def _versions() -> str:
+def own_version() -> str:
+    """The version of this package, which may run from its sources."""
     try:
-        own = version("lightning-harmony")
+        return version("lightning-harmony")
     except PackageNotFoundError:
-        own = "of no installation"
-    return f"lightning-harmony {own}, torch {torch.__version__}, CUDA {torch.version.cuda}, python {platform.python_version()}"
+        return "of no installation"
+
+
+def _versions() -> str:
+    python = platform.python_version()
+    return f"lightning-harmony {own_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}, python {python}"
 
 
 @cache

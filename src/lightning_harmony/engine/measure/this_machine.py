@@ -16,6 +16,7 @@ from lightning_harmony.engine.devices.cuda_memory import CudaBudget
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.free_memory import free_host_bytes
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.measure.origin import own_version
 from lightning_harmony.plan.values.machine import Machine
 from lightning_harmony.plan.values.memory_size import format_bytes
 
@@ -25,11 +26,15 @@ _UPDATED_PARAMETERS = 8 * 2**20
 _CALL_SECONDS = 3.5e-4
 
 
+def describe_versions() -> str:
+    """The versions of Python, of this package and of those that it needs."""
+    needed = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning"))
+    return f"python {platform.python_version()}, lightning-harmony {own_version()}, {needed}"
+
+
 def describe_machine() -> list[str]:
     """Versions, and the memory that a training could take, a line each."""
-    names = ("lightning-harmony", "torch", "lightning")
-    lines = [", ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)])]
-    lines.append(f"host: {format_bytes(free_host_bytes())} free")
+    lines = [describe_versions(), f"host: {format_bytes(free_host_bytes())} free"]
     for index in range(torch.cuda.device_count()):
         usable = format_bytes(CudaBudget.of(torch.device("cuda", index), None).capacity_bytes)
         lines.append(

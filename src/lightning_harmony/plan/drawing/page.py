@@ -105,10 +105,7 @@ def to_html(plan: Plan, steps: Mapping[str, Prediction], title: str) -> str:
         scales = _Scales(longest or 1.0, most or 1, capacity, streams_of(devices.values()))
         for name, device in devices.items():
             heading = f"device {number}, {name}" if len(steps) > 1 else f"device {number}"
-            names, drawing = (
-                "".join(_names(device, scales)),
-                "".join(_drawing(plan, steps[name], number, scales)),
-            )
+            names, drawing = "".join(_names(device, scales)), "".join(_drawing(plan, steps[name], number, scales))
             drawings.append(
                 f"<h3>{heading}</h3><div class=device><div class=names>{names}</div><div class=wide>{drawing}</div></div>"
             )
@@ -191,10 +188,8 @@ def _drawing(plan: Plan, step: Prediction, number: int, scales: _Scales) -> Iter
     device = step.devices[number]
     yield f'<svg height="{scales.bottom + 22}">'
     for moment in ticks(scales.seconds, _NUM_TICKS):
-        x, anchor = (
-            scales.across(moment),
-            "start" if moment == 0 else "end" if moment > 0.98 * scales.seconds else "middle",
-        )
+        x = scales.across(moment)
+        anchor = "start" if moment == 0 else "end" if moment > 0.98 * scales.seconds else "middle"
         yield f'<line x1="{x}" x2="{x}" y1="0" y2="{scales.bottom}" stroke="{_GRID}"/>'
         yield f'<text x="{x}" y="{scales.bottom + 15}" text-anchor="{anchor}">{format_seconds(moment) if moment else 0}</text>'
     if COMPUTE in scales.streams:
