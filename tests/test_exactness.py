@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.plan.values.plan import Plan
@@ -25,6 +27,7 @@ from support.same_training import (
     compare,
     train_harmony,
     train_plain,
+    trainer_for,
     update_for,
 )
 from support.sampling import in_turns
@@ -108,6 +111,42 @@ def test_every_optimizer_trains_bit_for_bit_in_any_number_of_microbatches(
         batch_size=batch_size,
         updates=[update],
     )
+
+
+@pytest.mark.parametrize("update", ["after the backward", "just in time"])
+@pytest.mark.cpu
+def test_a_third_of_a_loss_is_one_of_64_bits_in_double_precision(update: Update) -> None:
+    assert_same_training(
+        build(nets.Frozen, "adamw"),
+        nets.tokens(18),
+        device_memory="176KiB",
+        num_microbatches=3,
+        batch_size=6,
+        updates=[update],
+        precision="64-true",
+    )
+
+
+@pytest.mark.parametrize("memory", [pytest.param(None, marks=pytest.mark.in_memory), "88KiB"])
+@pytest.mark.parametrize("batches", [3, 4])
+@pytest.mark.parametrize("by_code", [False, True])
+def test_losses_of_accumulated_batches_are_divided_once(memory: str | None, batches: int, by_code: bool) -> None:
+    """By three and by three again rounds to something else than by nine."""
+
+    class Own(Net):
+        def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            super().backward(2 * loss)
+
+    torch.manual_seed(0)
+    module = (Own if by_code else Net)(nets.Language())
+    samples, size = nets.tokens(72), 72 // 2 // batches
+    plain = train_plain(copy.deepcopy(module), samples, 3 * batches, 36)
+    strategy = HarmonyStrategy(device_memory=memory, num_microbatches=3)
+    trainer = trainer_for(strategy, 2, [], accumulate_grad_batches=batches)
+    trainer.fit(module, DataLoader(samples, batch_size=size))
+    assert (strategy.plan is None) == (memory is None)
+    for name, value in plain.state.items():
+        assert torch.equal(value, module.state_dict()[name]), name
 
 
 @pytest.mark.parametrize("capacity", [None, "64KiB"])

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -58,7 +59,7 @@ class Evaluation:
             before = Snapshot(self.trainer, self.engine.devices)
         outputs: list[Any] = []
         self.engine.notify()
-        whole = Microbatch(lambda: outputs.append(self._on_root(step(*args, **kwargs))), 1.0, None)
+        whole = Microbatch(lambda: outputs.append(self._on_root(step(*args, **kwargs))), Fraction(1), None)
         try:
             run_without_backward(self.engine, [whole], elements)
             if before is not None:
@@ -106,7 +107,7 @@ class Evaluation:
         # No key of a training step: those are not negative.
         key = (torch.initial_seed(), -1, self.trainer.global_step, batch_number, *rest)
         microbatches = [
-            Microbatch(partial(run, number), 1.0, stream_seed(*key, number)) for number in range(len(sizes))
+            Microbatch(partial(run, number), Fraction(1), stream_seed(*key, number)) for number in range(len(sizes))
         ]
         shared = UnchangedBatch(parts)
         largest = max(map(num_elements, parts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_harmony.engine.batches.merge import loss_of, merge_losses, merge_outputs
+from lightning_harmony.engine.batches.merge import gradient_of, loss_of, merge_losses, merge_outputs
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.lanes.rng import RandomStreams, stream_seed
 from lightning_harmony.engine.model.compiled import is_compiled
@@ -23,6 +24,7 @@ from lightning_harmony.fit.lasting_bytes import LastingBytes
 from lightning_harmony.fit.memory_watch import DoesNotFit, MemoryWatch
 from lightning_harmony.fit.training import DeferredBackward
 from lightning_harmony.fit.unchanged import UnchangedBatch
+from lightning_harmony.fit.user_steps import before_accumulation
 from lightning_harmony.microbatches.logs import MicrobatchLogs
 from lightning_harmony.microbatches.split_check import SplitCheck
 from lightning_harmony.plan.values.memory_size import format_bytes
@@ -174,6 +176,7 @@ class InMemory:
     def _run(self, args: Any, kwargs: Any, sizes: tuple[int, ...], parts: Sequence[Any], *, predicts: bool) -> Any:
         """Run microbatches one after the other; where the gradient of each loss is predicted, with its backward."""
         rest, weights = args[1:], self.settings.weights(sizes)
+        batches = self.trainer.accumulate_grad_batches
         shared = UnchangedBatch(parts)
         logs = MicrobatchLogs(compat.logged_results(self.trainer), sizes) if len(sizes) > 1 else None
         zeroed = self._zeroed() if predicts else []
@@ -194,7 +197,8 @@ class InMemory:
                 if isinstance(loss, Tensor):
                     refuse_several_losses([loss])
                     if predicts and loss.requires_grad:
-                        _differentiate(loss, self._upstream(loss), weight, None)
+                        gradient = gradient_of(loss, self._scale(loss), weight / batches)
+                        torch.autograd.backward(loss, gradient)
                     losses.append(loss.detach().requires_grad_(loss.requires_grad) if predicts else loss)
                 outputs.append(map_tensors(Tensor.detach, output) if predicts else output)
                 del output, loss
@@ -210,25 +214,27 @@ class InMemory:
             loss = DeferredBackward.apply(anchored(torch.zeros((), requires_grad=True), parameters), loss, backward)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
-    def _backward(self, losses: Sequence[Tensor], weights: Sequence[float], gradient: Tensor, node: Any) -> None:
+    def _backward(self, losses: Sequence[Tensor], weights: Sequence[Fraction], gradient: Tensor, node: Any) -> None:
         """The gradient of the batch's loss has come, for which the graphs of all microbatches wait."""
         every = frozenset(self._module.parameters())
         requested = requested_gradients(node, every, "the module")
+        inputs = None if requested == every else list(requested)
+        batches = self.trainer.accumulate_grad_batches
+        whole = before_accumulation(gradient, self._scale(gradient), batches)
         for loss, weight in zip(losses, weights, strict=True):
-            _differentiate(loss, gradient, weight, None if requested == every else requested)
+            torch.autograd.backward(loss, gradient_of(loss, whole, weight / batches), inputs=inputs)
 
     def _give(self, made: Sequence[tuple[nn.Parameter, Tensor]], gradient: Tensor, node: Any) -> None:
         """The gradient of the batch's loss has come as predicted: Lightning has zeroed what these take the place of."""
         for parameter, own in made:
             parameter.grad = own
 
-    def _upstream(self, loss: Tensor) -> Tensor:
-        """The gradient that Lightning brings to the loss of a batch, rounded as it rounds it."""
+    def _scale(self, like: Tensor) -> Tensor:
+        """The gradient that Lightning brings to the sum over all batches of a step."""
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        one = torch.ones((), dtype=loss.dtype, device=loss.device)
+        one = torch.ones((), dtype=like.dtype, device=like.device)
         scaled: Tensor = one if scaler is None else scaler.scale(one)
-        upstream: Tensor = scaled / self.trainer.accumulate_grad_batches
-        return upstream
+        return scaled
 
     def _zeroed(self) -> list[nn.Parameter]:
         """The parameters whose gradients Lightning zeroes between the forward of this batch and its backward."""
@@ -271,12 +277,6 @@ class InMemory:
     @property
     def _module(self) -> Any:
         return self.trainer.lightning_module
-
-
-def _differentiate(loss: Tensor, upstream: Tensor, weight: float, requested: frozenset[nn.Parameter] | None) -> None:
-    """Run the backward of a microbatch's loss, for some parameters or for all."""
-    gradient = (upstream.to(loss.device) * weight).to(loss.dtype).expand_as(loss)
-    torch.autograd.backward(loss, gradient, inputs=None if requested is None else list(requested))
 
 
 def move_optimizer_state(optimizers: Sequence[Optimizer], device: torch.device) -> None:

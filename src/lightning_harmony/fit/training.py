@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -23,7 +24,7 @@ from lightning_harmony.engine.updates.optimizer_twin import by_value
 from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.fit.unchanged import UnchangedBatch, UnchangedParameters
-from lightning_harmony.fit.user_steps import TrainingStep, run_without_backward
+from lightning_harmony.fit.user_steps import TrainingStep, before_accumulation, run_without_backward
 from lightning_harmony.microbatches.interleaving import Interleaving
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.microbatches.split_check import SplitCheck, batch_norms
@@ -146,7 +147,7 @@ class Training:
         """Run the microbatches of a batch."""
         weights, shared = self.settings.weights(sizes), UnchangedBatch(parts)
         with self.split_check.explaining(sizes):
-            self._forward(steps, weights, sizes)
+            self._forward(steps, [weight / self.trainer.accumulate_grad_batches for weight in weights], sizes)
         shared.check()
         output = merge_outputs([each.output for each in steps], sizes)
         losses = [each.loss for each in steps if each.loss is not None]
@@ -184,11 +185,11 @@ class Training:
         ]
         engine.notify()
         with without_caches(module):
-            microbatches = [Microbatch(step, 1.0, None) for step in steps]
+            microbatches = [Microbatch(step, Fraction(1), None) for step in steps]
             run_without_backward(engine, microbatches, _largest(steps))
         return [step.loss for step in steps]
 
-    def _forward(self, steps: Sequence[TrainingStep], weights: Sequence[float], sizes: Sequence[int]) -> None:
+    def _forward(self, steps: Sequence[TrainingStep], weights: Sequence[Fraction], sizes: Sequence[int]) -> None:
         batch_number = self.trainer.fit_loop.epoch_loop.total_batch_idx
         seed = torch.initial_seed()
         seeds = [stream_seed(seed, batch_number, number) if len(steps) > 1 else None for number in range(len(steps))]
@@ -217,19 +218,19 @@ class Training:
         return self.deferred.policy.choose()[0] == "deferred"
 
     def _predicted_gradient(self) -> float | None:
-        """The gradient that Lightning will bring to the batch's loss.
+        """The gradient that Lightning will bring to the sum over all batches of a step.
 
         None where it adds to earlier gradients, where gradients come to tensors that are none of the module's, for Lightning
         zeroes those when it knows the loss, or where the user's own `backward` may bring any other, or ask for some
         parameters: to rescale what was computed from a wrong prediction would round otherwise.
         """
-        batches: int = self.trainer.accumulate_grad_batches
-        # In the first batches there is nothing to add to. A power of two divides without rounding, whatever the loss's type.
-        adds = batches > 1 and (batches & (batches - 1) or any(p.grad is not None for p in self._module.parameters()))
-        if adds or self._is_backward_own() or self._trains_others():
-            return None
+        # In the first batches of a step there is nothing to add to.
+        adds = self.trainer.accumulate_grad_batches > 1 and any(p.grad is not None for p in self._module.parameters())
+        return None if adds or self._is_backward_own() or self._trains_others() else self._scale()
+
+    def _scale(self) -> float:
         scaler = self.deferred.policy.scaler
-        return (1.0 if scaler is None else float(scaler.get_scale())) / batches
+        return 1.0 if scaler is None else float(scaler.get_scale())
 
     def _trains_others(self) -> bool:
         """Whether an optimizer has parameters that the module has not, such as latents of samples."""
@@ -243,7 +244,7 @@ class Training:
         return self.tree.overrides(self._module, "backward") or plugin.backward is not base.backward
 
     def _backward(self, num_microbatches: int, unchanged: UnchangedParameters, gradient: Tensor, anchor: Any) -> None:
-        """Run the backward of all microbatches, with the gradient of the batch's loss.
+        """Run the backward of all microbatches; the gradient of the batch's loss has come.
 
         Args:
             num_microbatches: how many there are.
@@ -253,7 +254,8 @@ class Training:
         """
         try:
             unchanged.check()
-            self._backward_and_report(gradient, self._requested(anchor), num_microbatches)
+            whole = before_accumulation(gradient, self._scale(), self.trainer.accumulate_grad_batches)
+            self._backward_and_report(whole, self._requested(anchor), num_microbatches)
         finally:
             self._interleaving.finish()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_harmony.engine.batches.merge import loss_of
@@ -47,6 +48,23 @@ class TrainingStep:
         self.loss, self.requires_grad = self._engine.to_root(loss), loss.requires_grad
         self.output = map_tensors(self._engine.to_root, output)
         return loss
+
+
+def before_accumulation(gradient: Tensor, scale: Tensor | float, batches: int) -> Tensor:
+    """The gradient that was brought to a batch's loss, before `accumulate_grad_batches` has divided it.
+
+    A microbatch's loss is divided by all microbatches of a step at once then, as in plain Lightning: to divide twice rounds
+    twice.
+
+    Args:
+        gradient: of the batch's loss.
+        scale: that of a gradient scaler, 1 without one: what Lightning's own code brings, undivided.
+        batches: by how many it was divided.
+    """
+    if batches == 1:
+        return gradient
+    whole = torch.zeros_like(gradient) + scale
+    return torch.where(gradient == whole / batches, whole, gradient * batches)
 
 
 def num_elements(value: Any) -> int:

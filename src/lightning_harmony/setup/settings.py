@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
@@ -187,11 +188,11 @@ class Settings:
         number = self.num_microbatches or NUM_EVALUATION_MICROBATCHES
         return microbatch_sizes(batch_size, num_microbatches=number, microbatch_size=self.microbatch_size)
 
-    def weights(self, sizes: Sequence[int]) -> list[float]:
+    def weights(self, sizes: Sequence[int]) -> list[Fraction]:
         """What each microbatch's loss counts in that of the batch."""
         if self.reduction == "sum":
-            return [1.0] * len(sizes)
-        return [size / sum(sizes) for size in sizes]
+            return [Fraction(1)] * len(sizes)
+        return [Fraction(size, sum(sizes)) for size in sizes]
 
 
 def _whole_number(name: str, value: Any) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Mapping
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
@@ -502,7 +503,7 @@ def test_nested_tensors_are_joined() -> None:
 
 def test_losses_of_one_element_are_added_up_whatever_their_shapes() -> None:
     losses = [torch.tensor([2.0], requires_grad=True), torch.tensor(4.0, requires_grad=True), torch.full((1, 1), 8.0)]
-    loss = merge_losses(losses, [0.25, 0.5, 0.25])
+    loss = merge_losses(losses, [Fraction(1, 4), Fraction(1, 2), Fraction(1, 4)])
     assert loss.shape == ()
     assert loss.item() == 4.5
     loss.backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def parts() -> Sequence[Tensor]:
 
 
 def microbatches(model: Model, parts: Sequence[Tensor]) -> list[Microbatch]:
-    return [Microbatch(lambda part=part: model(part), 0.5, seed) for seed, part in enumerate(parts)]  # type: ignore[misc]
+    return [Microbatch(lambda part=part: model(part), Fraction(1, 2), seed) for seed, part in enumerate(parts)]  # type: ignore[misc]
 
 
 def step(executor: Executor, model: Model, parts: Sequence[Tensor], *, interleave: bool = True) -> None:
@@ -176,7 +177,7 @@ def test_an_error_in_a_microbatch_ends_the_step_and_not_the_next_one(
         if not first:
             step(executor, model, parts)
             gradients(model)
-        broken = [*microbatches(model, parts[:1]), Microbatch(fail, 0.5, 1)]
+        broken = [*microbatches(model, parts[:1]), Microbatch(fail, Fraction(1, 2), 1)]
         with pytest.raises(ZeroDivisionError):
             executor.forward(broken, num_elements=1, predicted_gradient=None)
         assert not executor.is_running

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from itertools import chain
 from typing import Any
 
@@ -65,9 +66,26 @@ def loss_of(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
-def merge_losses(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def merge_losses(losses: Sequence[Tensor], weights: Sequence[Fraction]) -> Tensor:
     """Add up the losses of microbatches, each of one element, whatever their shapes, as accumulation would."""
-    return torch.stack([loss.reshape(()) * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
+    return torch.stack([loss.reshape(()) * float(weight) for loss, weight in zip(losses, weights, strict=True)]).sum()
+
+
+def gradient_of(loss: Tensor, whole: Tensor | float, weight: Fraction) -> Tensor:
+    """The gradient of a microbatch's loss, rounded once, as accumulation rounds it.
+
+    Args:
+        loss: of the microbatch.
+        whole: the gradient of the sum of which the loss is a part.
+        weight: what the loss counts in that sum.
+
+    Returns:
+        A tensor of the shape, type and device of the loss.
+    """
+    # A number is put where it is needed: to copy it to a GPU, the host would wait for all that was launched there.
+    brought = whole.to(loss.device, loss.dtype) if isinstance(whole, Tensor) else loss.detach().new_full((), whole)
+    is_part = weight.numerator == 1
+    return (brought / weight.denominator if is_part else brought * float(weight)).expand_as(loss)
 
 
 def _last(values: Sequence[Any]) -> Any:

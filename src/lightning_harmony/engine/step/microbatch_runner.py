@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_harmony.engine.batches.merge import gradient_of
 from lightning_harmony.engine.glue.functions import functions_as_operations
 from lightning_harmony.engine.glue.glue import Glue
 from lightning_harmony.engine.glue.one_device import OneDevice
@@ -206,17 +207,15 @@ class MicrobatchRunner:
 
     def _run_backward(self, progress: LaneProgress, loss: Tensor) -> None:
         """Differentiate the loss of a microbatch."""
-        if self._step.predicted is None:
-            upstream = self._runtime.sent(self._step.upstream, self._runtime.home(loss))
-        else:
-            # Made where it is needed: to copy it to a GPU, the host would wait for all that was launched there.
-            upstream = torch.full((), self._step.predicted, device=loss.device)
+        whole: Tensor | float | None = self._step.predicted
+        if whole is None:
+            whole = self._runtime.sent(self._step.upstream, self._runtime.home(loss))
         progress.differentiating = True
-        gradient = (upstream.to(loss.device) * progress.microbatch.weight).to(loss.dtype)
+        gradient = gradient_of(loss, whole, progress.microbatch.weight)
         with ExitStack() as stack:
             # Glue's backward begins where its forward ended.
             if progress.glue is not None:
                 stack.enter_context(self._devices[self._runtime.home(loss) or 0].selected())
                 # Hooks, checkpoints and functions of the user's own run glue in it.
                 stack.enter_context(progress.glue)
-            torch.autograd.backward(loss, gradient.expand_as(loss))
+            torch.autograd.backward(loss, gradient)

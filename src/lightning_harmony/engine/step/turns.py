@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from math import inf
 
 from torch import Tensor, nn
@@ -49,12 +50,12 @@ class Microbatch:
 
     Attributes:
         step: the user's step on this microbatch; returns its loss, None if there is nothing to differentiate.
-        weight: the loss's share in the loss of the batch.
+        weight: what its loss counts in the sum whose gradient is brought.
         seed: of its random stream; None to go on with the caller's.
     """
 
     step: Callable[[], Tensor | None]
-    weight: float
+    weight: Fraction
     seed: int | None
 
 
