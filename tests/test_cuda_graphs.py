@@ -236,6 +236,36 @@ class ThroughTuples(Chain):
         return x
 
 
+class IntoADict(Block):
+    """Leaves a result where its caller finds it."""
+
+    def forward(self, x: Any, *others: Tensor) -> Any:
+        x["x"] = super().forward(x["x"])
+
+
+class Through(Chain):
+    def through(self, x: Any) -> Any:
+        x = {"x": x}
+        for block in self.blocks:
+            block(x)
+        return x["x"]
+
+
+class IntoAList(Block):
+    def forward(self, x: Any, *others: Tensor) -> Any:
+        found = super().forward(x[-1])
+        x.append(found)
+        return found.mean()
+
+
+class ThroughLists(Through):
+    def through(self, x: Any) -> Any:
+        found = [x]
+        for block in self.blocks:
+            block(found)
+        return found[-1]
+
+
 class Counted(Block):
     num_calls = 0
 
@@ -262,12 +292,14 @@ def chain_of(block: type[Block], base: type[Chain] = Chain) -> Callable[[], Chai
         (WithAFunction, "out of sight of torch"),
         (WithBatchNorm, "changes inputs or buffers"),
         (Counted, "it changes 'class Counted'"),
+        (IntoADict, "writes into what it is called with"),
+        (IntoAList, "writes into what it is called with"),
     ],
 )
 def test_code_that_does_more_than_compute_runs_in_each_microbatch(
     block: type[Block], why: str, record: Record, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert_same(chain_of(block))
+    assert_same(chain_of(block, {IntoADict: Through, IntoAList: ThroughLists}.get(block, Chain)))
     # Gradients of what comes from outside are not asked for, and come in no order.
     assert set(record.replayed) <= ({"net.blocks.0"} if block is WithAFunction else set())
     assert any(why in reason for reason in record.refused.values())

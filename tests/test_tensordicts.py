@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from lightning_harmony import HarmonyPrecision, HarmonyStrategy
+from lightning_harmony.errors import UnsupportedModelError
 from support.nets import WIDTH
-from support.same_training import Net, assert_same_training
+from support.same_training import Net, assert_same_training, trainer_for
 
 tensordict = pytest.importorskip("tensordict")
 from tensordict import TensorDict  # noqa: E402
@@ -190,6 +193,13 @@ def test_layers_hand_tensordicts_on(name: str, memory: str | None) -> None:
 @pytest.mark.every(2)
 def test_layers_on_two_devices_hand_tensordicts_on(name: str) -> None:
     assert_same_training(Net(STATES[name]()), samples(), devices=2, layers=[Layer])
+
+
+@pytest.mark.parametrize("name", ["written to", "updated"])
+def test_writes_into_a_copy_of_which_tensors_were_cast_are_refused(name: str) -> None:
+    trainer = trainer_for(HarmonyStrategy(layers=[Layer]), 1, [], plugins=HarmonyPrecision("bf16-compute"))
+    with pytest.raises(UnsupportedModelError, match=r"'net.layers.0' writes into a TensorDict .* return a new one"):
+        trainer.fit(Net(STATES[name]()), DataLoader(samples(), batch_size=8))
 
 
 def test_modules_of_tensordict_may_be_the_layers() -> None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_harmony.engine.glue.glue import StandIn
 from lightning_harmony.engine.memory.opaque import is_opaque
 from lightning_harmony.engine.memory.tensor_class import in_place_of
-from lightning_harmony.engine.structures.tree import CONSTANTS, Arguments, flatten
+from lightning_harmony.engine.structures.tree import CONSTANTS, Arguments, WrittenTo, flatten, has_other_nodes
 
 
 class CallArguments:
@@ -50,8 +50,12 @@ class CallArguments:
 
     @property
     def have_objects(self) -> bool:
-        """Whether tensors may hide among the arguments: in objects, or in attributes of tensors."""
-        return any(map(is_opaque, self.leaves)) or any(tensor.__dict__ for tensor in self.tensors)
+        """Whether the layer may change objects among the arguments, in which tensors are, or tensors that have attributes."""
+        return (
+            has_other_nodes(self._given)
+            or any(map(is_opaque, self.leaves))
+            or any(tensor.__dict__ for tensor in self.tensors)
+        )
 
     def brought(self, bring: Callable[[Tensor], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for the layer.
@@ -80,6 +84,10 @@ class CallArguments:
         if not any(id(leaf) in self._before for leaf in leaves):
             return result
         return close(self._before.get(id(leaf), leaf) for leaf in leaves)
+
+    def written_to(self) -> str | None:
+        """The class of a node that the layer has written into, whose caller will not see that; None if there is none."""
+        return None if self._exchanged is None else self._exchanged.written_to()
 
     def give_back(self) -> None:
         """The call is over: the caller's tensors are in its lists and dicts again. Nothing of the caller's is kept."""
@@ -110,7 +118,7 @@ def _prepared(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class _Exchanged:
-    """Puts other tensors in the places of some: in lists and dicts themselves, in copies of tuples.
+    """Puts other tensors in the places of some: in lists and dicts themselves, in copies of tuples and of other nodes.
 
     Args:
         others: by the identities of those whose places they take.
@@ -120,6 +128,7 @@ class _Exchanged:
         self._others = others
         self._containers: list[Any] = []
         self._tuples: list[tuple[Any, Any]] = []
+        self._copies: list[tuple[str, WrittenTo]] = []
 
     def of(self, value: Any) -> Any:
         """A value with the others in it."""
@@ -138,7 +147,14 @@ class _Exchanged:
             exchanged = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
             self._tuples.append((exchanged, value))
             return exchanged
-        return tree_map_only(Tensor, self.of, value)
+        copied = tree_map_only(Tensor, self.of, value)
+        if copied is not value:
+            self._copies.append((type(value).__name__, WrittenTo((copied,), {})))
+        return copied
+
+    def written_to(self) -> str | None:
+        """The class of a copy that was written into; None if there is none."""
+        return next((name for name, written_to in self._copies if written_to.now()), None)
 
     def give_back(self, originals: Mapping[int, Any]) -> None:
         """Put the first ones back."""

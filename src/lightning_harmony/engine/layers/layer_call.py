@@ -98,6 +98,11 @@ class LayerCall(Call):
                 args, kwargs = arguments.brought(bring)
                 with runtime.surroundings.running(residency):
                     result = self._recorded(args, kwargs) if whole else self._run_in_graph(args, kwargs)
+                if (kind := arguments.written_to()) is not None:
+                    raise UnsupportedModelError(
+                        f"layer {layer.name!r} writes into a {kind} that it is called with, whose tensors were cast or are on "
+                        "another device: return a new one, or use HarmonyPrecision('bf16-mixed') and Trainer(devices=1)"
+                    )
                 runtime.note_made(result)
                 return arguments.with_originals(result)
             finally:

@@ -25,7 +25,7 @@ from lightning_harmony.engine.model.layer import SwappedLayer, own_code_of
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import Unseen, detached
 from lightning_harmony.engine.structures.strides import copied, is_dense
-from lightning_harmony.engine.structures.tree import CONSTANTS, flatten
+from lightning_harmony.engine.structures.tree import CONSTANTS, WrittenTo, flatten
 
 
 class CallKey(NamedTuple):
@@ -380,6 +380,7 @@ class RecordedLayer:
         if weights is None:
             weights = [detached(residency.leaves[p]).requires_grad_() for p in self.trained]
         args, kwargs = self._again(inputs, self._leaves)
+        written_to = WrittenTo(args, kwargs)
         attributes = layer.attributes.as_they_were(self._attributes)
         beside = layer.beside(residency.leaves, {})
         with self._ambient.entered(), self._runtime.recomputing() as logged, attributes, beside, _casting_anew():
@@ -391,6 +392,8 @@ class RecordedLayer:
             raise RecordingError(f"its code logs {logged[0]!r}")
         if has_set:
             raise RecordingError("its calls change attributes")
+        if written_to.now():
+            raise RecordingError("it writes into what it is called with")
         if bound.have_read_wide():
             raise RecordingError("it reads weights that are narrow here")
         return result

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_unflatten
 
 # In which no tensors are.
 CONSTANTS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
@@ -46,11 +48,31 @@ class Arguments:
         return tuple(leaves[:number]), dict(zip(names, leaves[number:], strict=True))
 
 
+class WrittenTo:
+    """Tells whether lists, dicts and other nodes among arguments hold other things than they did."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._given = args, kwargs
+        self._leaves, self._arguments = Arguments.flatten(args, kwargs)
+
+    def now(self) -> bool:
+        """Whether they do."""
+        leaves, arguments = Arguments.flatten(*self._given)
+        return arguments.structure != self._arguments.structure or not all(map(is_, leaves, self._leaves))
+
+
 def tensors_of(*values: Any) -> list[Tensor]:
     """The tensors among values, and in lists, tuples and dicts among these."""
     if not _LEAVES.issuperset(map(type, values)):
         values = tuple(tree_leaves(values))
     return [value for value in values if issubclass(type(value), Tensor)]
+
+
+def has_other_nodes(value: Any) -> bool:
+    """Whether a value is, or has in it, another node than a list, tuple or dict, such as a TensorDict."""
+    if isinstance(value, list | tuple | deque | dict):
+        return any(map(has_other_nodes, value.values() if isinstance(value, dict) else value))
+    return type(value) in SUPPORTED_NODES
 
 
 def is_parameter(value: Any) -> bool:
