@@ -9,6 +9,7 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import lightning.pytorch as pl
@@ -70,7 +71,7 @@ class Step:
 
     def seconds(self, num_microbatches: int) -> tuple[float, float]:
         """Run a step; what its forward and its backward take."""
-        microbatches = [Microbatch(self._run_layers, 1.0, number) for number in range(num_microbatches)]
+        microbatches = [Microbatch(self._run_layers, Fraction(1), number) for number in range(num_microbatches)]
         start = time.perf_counter()
         self._executor.forward(microbatches, num_elements=0, predicted_gradient=None)
         between = time.perf_counter()
