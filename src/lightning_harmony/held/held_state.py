@@ -31,14 +31,22 @@ from lightning_harmony.held.variables import MISSING, EntriesOf, Variables, put_
 
 # What is in these, lanes can switch: of other classes nobody knows how they are changed.
 SWITCHED = (list, deque, set, dict, OrderedDict, defaultdict)
-PLAIN = (bool, int, float, complex, str, bytes, type(None), ModuleType)
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, staticmethod, classmethod, property)
 # What is looked into by itself, or does not change: nothing tells by itself that it was changed in place.
-_UNMARKED = frozenset((*PLAIN, *FUNCTIONS, *SWITCHED, tuple, type, nn.Parameter, torch.dtype, torch.device))
+_UNMARKED = frozenset((*_PLAIN, *FUNCTIONS, *SWITCHED, tuple, type, nn.Parameter, torch.dtype, torch.device))
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 # In place of a name: all of a list, set or dict.
 ALL = object()
 Leads = Callable[[Any, Any], "Iterator[Held]"]
+
+
+def is_plain(kind: type) -> bool:
+    """Whether nothing that a step keeps is in objects of a class: numbers, text, and modules of Python.
+
+    A module is of a class of its own where a library imports what is in it when that is first asked for.
+    """
+    return kind in _PLAIN or issubclass(kind, ModuleType)
 
 
 def _nowhere(name: Any, value: Any) -> Iterator[Held]:
@@ -218,7 +226,7 @@ def changed_between(held: Held, before: Any, now: Any) -> list[Any]:
 def mark_of(value: Any) -> Any:
     """What changes when an object is changed in place; None where that cannot be told, or of one that cannot be."""
     kind = type(value)
-    if kind in _UNMARKED or issubclass(kind, nn.Module):
+    if kind in _UNMARKED or issubclass(kind, (nn.Module, ModuleType)):
         return None
     if issubclass(kind, Tensor):
         return None if is_parameter(value) or value.is_inference() else value._version

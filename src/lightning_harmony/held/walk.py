@@ -34,7 +34,7 @@ from lightning_harmony.engine.model.attributes import HOOKS, LONGEST, OF_TORCH
 from lightning_harmony.engine.structures.containers import size_of
 from lightning_harmony.engine.structures.seekable import seekable
 from lightning_harmony.held.files import LIBRARIES, Code, is_users
-from lightning_harmony.held.held_state import FUNCTIONS, PLAIN, SWITCHED, Held, Kind, Leads
+from lightning_harmony.held.held_state import FUNCTIONS, SWITCHED, Held, Kind, Leads, is_plain
 from lightning_harmony.held.variables import (
     AttributesOfClass,
     EntriesOf,
@@ -92,7 +92,7 @@ class Walk:
     def may_lead(self, value: Any) -> bool:
         """Whether there may be places in a value."""
         kind = type(value)
-        if kind in PLAIN or issubclass(kind, Tensor):
+        if is_plain(kind) or issubclass(kind, Tensor):
             return False
         if kind is tuple:
             return any(map(self.may_lead, value))
@@ -126,7 +126,7 @@ class Walk:
         """A place, and those in what is in it."""
         yield held
         for name, value in held.items():
-            if type(value) not in PLAIN:
+            if not is_plain(type(value)):
                 yield from held.leads(name, value)
 
     def _of_module(self, name: str, module: nn.Module, attribute: str, value: Any) -> Iterator[Held]:
@@ -144,7 +144,7 @@ class Walk:
             nested: how many functions hold it.
         """
         kind = type(value)
-        if kind in PLAIN or issubclass(kind, Tensor) or id(value) in self._seen:
+        if is_plain(kind) or issubclass(kind, Tensor) or id(value) in self._seen:
             return
         if issubclass(kind, threading.local):
             share_thread_local(value)

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.held.cached_functions import Cached, filling_of
 from lightning_harmony.held.files import is_users
-from lightning_harmony.held.held_state import FUNCTIONS, PLAIN, Held, mark_of
+from lightning_harmony.held.held_state import FUNCTIONS, Held, is_plain, mark_of
 from lightning_harmony.held.reads import Watched, version_of
 from lightning_harmony.held.variables import attributes_of, slots_of
 from lightning_harmony.held.walk import is_looked_into
@@ -192,7 +192,7 @@ def _shows_memory(value: Any) -> bool:
 def _stands_for_itself(kind: type) -> bool:
     """Whether what an object of a class keeps is looked at elsewhere, or is nobody's."""
     return (
-        issubclass(kind, (nn.Module, type, threading.local, *FUNCTIONS))
+        issubclass(kind, (nn.Module, ModuleType, type, threading.local, *FUNCTIONS))
         or kind.__module__.partition(".")[0] in _OF_TRAINING
     )
 
@@ -304,7 +304,7 @@ def _told_by(value: Any) -> list[Any]:
         return [_digest(digest)]
     referents = gc.get_referents(value)
     listed = [each for found in referents if type(found) is list and len(found) <= LONGEST for each in found]
-    return [each if type(each) in PLAIN else id(each) for each in (*referents, *listed)]
+    return [each if is_plain(type(each)) else id(each) for each in (*referents, *listed)]
 
 
 def _digest(asked: Any) -> Any:
