@@ -550,6 +550,32 @@ def test_recordings_make_way_in_the_middle_of_a_step(
     assert record.replayed
 
 
+@pytest.mark.parametrize("number", [1, 2, 6, 7])
+def test_recordings_make_way_while_something_is_recorded(
+    number: int, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was recorded went on with memory that was gone."""
+    recorded, init, made, all_recordings = VirtualDevice.recorded, Recordings.__init__, [], []
+
+    def noted(recordings: Recordings, *args: Any) -> None:
+        init(recordings, *args)
+        all_recordings.append(recordings)
+
+    def making_way(device: VirtualDevice, work: Any) -> Any:
+        made.append(recorded(device, work))
+        if len(made) == number:
+            assert all_recordings[-1].let_go(device)
+        return made[-1]
+
+    monkeypatch.setattr(Recordings, "__init__", noted)
+    monkeypatch.setattr(VirtualDevice, "recorded", making_way)
+    if root().type != "cpu":
+        pytest.skip("makes way on virtual devices")
+    assert_same(Chain)
+    assert len(made) == number
+    assert set(record.refused.values()) <= {"its memory was needed otherwise"}
+
+
 def test_without_a_device_that_records_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_harmony.strategy.fits", lambda *args: False)
     assert_same(Chain)

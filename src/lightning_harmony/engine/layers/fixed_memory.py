@@ -35,6 +35,7 @@ class FixedMemory:
         # By what it is of and its size, and whose content each has.
         self._packs: dict[tuple[int, int], tuple[Tensor, list[weakref.ref[Tensor]]]] = {}
         self._tensors: dict[tuple[Any, ...], Tensor] = {}
+        self._is_gone = False
 
     def hold(self, residency: Residency) -> None:
         """Have the weights and buffers of a pack, as they are where it resides."""
@@ -82,8 +83,17 @@ class FixedMemory:
         return found
 
     def clear(self) -> None:
-        """Let it go."""
-        self._packs, self._tensors = {}, {}
+        """Let it go, for good."""
+        self._packs, self._tensors, self._is_gone = {}, {}, True
+
+    def refuse_gone(self) -> None:
+        """Refuse what was recorded with memory that has gone meanwhile.
+
+        Raises:
+            RecordingError: if it has.
+        """
+        if self._is_gone:
+            raise RecordingError("its memory was needed otherwise")
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor lies here."""

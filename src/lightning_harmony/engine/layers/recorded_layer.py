@@ -20,16 +20,13 @@ from lightning_harmony.engine.layers.fixed_memory import FixedMemory, signature
 from lightning_harmony.engine.layers.input_uses import InputUses
 from lightning_harmony.engine.layers.recordable import Foreign, graph_of, has_drawn, hooks_within, refuse_draws
 from lightning_harmony.engine.layers.runtime import Runtime
+from lightning_harmony.engine.layers.same_bits import are_alike, are_as_reproducible, are_same, bits_differ
 from lightning_harmony.engine.layers.saved_tensors import drop
 from lightning_harmony.engine.model.layer import SwappedLayer, own_code_of
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.operations import Unseen, detached
 from lightning_harmony.engine.structures.strides import copied, is_dense
 from lightning_harmony.engine.structures.tree import CONSTANTS, WrittenTo, flatten
-
-# How many times as much a recorded gradient may differ from that of the code as the code's own does from run to run: the
-# largest differences of two runs differ, too.
-_MOST_TIMES = 4
 
 
 class CallKey(NamedTuple):
@@ -221,8 +218,9 @@ class RecordedLayer:
         random.restore(index)
         self._forward.replay()
         made = self._forward.made
-        if len(made) != len(outputs) or not all(map(_are_same, outputs, made)):
+        if len(made) != len(outputs) or not all(map(are_same, outputs, made)):
             raise OtherBitsError("what is recorded returns other bits than its code")
+        self._memory.refuse_gone()
 
     def _refuse_results(self, results: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         memories = [each.untyped_storage()._cdata for each in tensors]
@@ -262,11 +260,11 @@ class RecordedLayer:
             changes() is not None
             or not is_as_known
             or has_drawn(before, after) != self.draws
-            or not all(map(_are_alike, outputs, made))
+            or not all(map(are_alike, outputs, made))
         ):
             return torch.ones((), dtype=torch.bool)
         with Unseen():
-            return torch.stack([_bits_differ(one, other) for one, other in zip(outputs, made, strict=True)]).any()
+            return torch.stack([bits_differ(one, other) for one, other in zip(outputs, made, strict=True)]).any()
 
     def _run_forward(self, residency: Residency, given: Sequence[Tensor]) -> tuple[list[Any], list[Any], list[int]]:
         """Run the code, and keep nothing of its graph: what it returns, what that graph is, and the inputs that it uses.
@@ -348,12 +346,13 @@ class RecordedLayer:
                 coming.random.restore(residency.cuda_index)
             recording.replay()
             first, made = [*found.uses, *found.weights], recording.made
-            if not all(map(_are_same, first, made)):
+            if not all(map(are_same, first, made)):
                 if coming.random is not None:
                     coming.random.restore(residency.cuda_index)
                 again = self._differentiate(residency, self._fresh(coming.inputs), coming.gradients)
-                if not all(map(_are_as_reproducible, first, [*again.uses, *again.weights], made)):
+                if not all(map(are_as_reproducible, first, [*again.uses, *again.weights], made)):
                     raise OtherBitsError("what is recorded has other gradients than its code")
+            self._memory.refuse_gone()
             self._backward, self._given = recording, coming.layouts()
 
     def _differentiate(
@@ -425,37 +424,6 @@ def _casting_anew() -> Iterator[None]:
 def _kinds_of(results: Sequence[Any]) -> list[tuple[bool, Any]]:
     """Of what a call returns: whether each is a tensor, and what it is if not."""
     return [(True, None) if isinstance(each, Tensor) else (False, each) for each in results]
-
-
-def _are_as_reproducible(one: Tensor | None, again: Tensor | None, other: Tensor | None) -> bool:
-    """Whether a tensor is the same as another one, or differs from it as little as that does from itself when made again."""
-    if one is None or again is None or other is None or _are_same(one, other):
-        return _are_same(one, other)
-    if not _are_alike(one, again) or not _are_alike(one, other):
-        return False
-    with Unseen():
-        differs = float((one - again).abs().max())
-        return 0 < float((one - other).abs().max()) <= _MOST_TIMES * differs
-
-
-def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return _are_alike(one, other) and not bool(_bits_differ(one, other))
-
-
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.size() == other.size()
-
-
-def _bits_differ(one: Tensor, other: Tensor) -> Tensor:
-    """Whether any bits differ: that a number is none equals itself here."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    one, other = (torch.view_as_real(each) if each.is_complex() else each for each in (one.detach(), other.detach()))
-    if one.element_size() in kinds:
-        kind = kinds[one.element_size()]
-        one, other = one.view(kind), other.view(kind)
-    return (one != other).any()
 
 
 def _nothing(saved: None) -> Tensor:

@@ -225,8 +225,13 @@ class Recordings:
             raise RecordingError("it draws random numbers, which several devices have in common")
 
     def _give_up(self, layer: SwappedLayer, error: Exception) -> None:
-        self._of_layers = {place: known for place, known in self._of_layers.items() if place[0] is not layer}
+        self._drop([place for place in self._of_layers if place[0] is layer])
         self.refused[layer] = str(error).splitlines()[0]
+
+    def _drop(self, places: Iterable[tuple[SwappedLayer, Device]]) -> None:
+        for place in places:
+            for each in self._of_layers.pop(place):
+                each.forget()
 
     def news(self) -> list[tuple[str, str]]:
         """What has been refused since this was last asked for: layers, and why."""
@@ -239,12 +244,9 @@ class Recordings:
         if memory is None:
             return False
         device.forget_recorded()
-        for (layer, place), known in self._of_layers.items():
-            if place is device:
-                self.refused[layer] = "its memory was needed otherwise"
-                for each in known:
-                    each.forget()
-        self._of_layers = {place: known for place, known in self._of_layers.items() if place[1] is not device}
+        places = [place for place in self._of_layers if place[1] is device]
+        self.refused.update((layer, "its memory was needed otherwise") for layer, _ in places)
+        self._drop(places)
         memory.clear()
         device.set_aside_bytes = 0
         return True
