@@ -576,6 +576,19 @@ def test_recordings_make_way_while_something_is_recorded(
     assert set(record.refused.values()) <= {"its memory was needed otherwise"}
 
 
+def test_where_no_plan_leaves_room_for_recordings_there_are_none(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_of_it(recordings: Recordings, *args: Any) -> None:
+        for device in recordings._memories:
+            device.set_aside_bytes = device.capacity_bytes or 0
+
+    monkeypatch.setattr(Recordings, "set_aside", all_of_it)
+    assert_same(Chain)
+    assert not record.replayed
+    assert set(record.refused.values()) == {"what is set aside for it is taken"}
+
+
 def test_without_a_device_that_records_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_harmony.strategy.fits", lambda *args: False)
     assert_same(Chain)

@@ -75,7 +75,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--clip", type=float, help="gradient_clip_val")
     parser.add_argument("--update-on", default="device", choices=["device", "host"], help="of HarmonyStrategy")
     parser.add_argument("--fused", action="store_true", help="AdamW(fused=True)")
-    parser.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, help="of HarmonyStrategy")
+    parser.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, default=True, help="of HarmonyStrategy")
     parser.add_argument("--host-time", action="store_true", help="where the host's time goes, from the sixth step on")
     parser.add_argument(
         "--gpu-time", help="a file.json.gz for all operations of the last step but two; tells waits by cause"

@@ -70,8 +70,8 @@ class StrategyMixin(StreamedCheckpoints):
         profile_cache: whether what was measured of a model is kept for later fits, whose first step is planned then; or the
             folder to keep it in. By default it is one below ``$XDG_CACHE_HOME`` or ``~/.cache``. Results do not depend on it.
         offload_dir: a folder on a fast disk, where optimizer state lives that the host has no room for.
-        cuda_graphs: whether layers are recorded as CUDA graphs, so that their code runs once a step and no longer for each
-            microbatch; None for where there are several GPUs.
+        cuda_graphs: whether layers are recorded as CUDA graphs on GPUs, so that their code runs once a step and no longer for
+            each microbatch. Results have the same bits.
     """
 
     strategy_name = "harmony"
@@ -94,7 +94,7 @@ class StrategyMixin(StreamedCheckpoints):
         plan: Plan | str | Path | None = None,
         profile_cache: bool | str | Path = True,
         offload_dir: str | Path | None = None,
-        cuda_graphs: bool | None = None,
+        cuda_graphs: bool = True,
         *,
         # Of either tree: LightningCLI would refuse those of the one that a type named.
         accelerator: Any = None,

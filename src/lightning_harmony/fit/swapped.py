@@ -182,7 +182,7 @@ class Swapped:
                 records=self._records(layers, devices),
                 store=store,
                 recomputing=partial(unheard, self._trainer),
-                records_layers=len(devices) > 1 if settings.cuda_graphs is None else settings.cuda_graphs,
+                records_layers=settings.cuda_graphs,
             )
 
     def _records(self, layers: list[Layer], devices: Sequence[Device]) -> ProfileCache | None:

@@ -52,7 +52,7 @@ class Settings:
     plan: Plan | None
     profile_cache: bool | Path
     offload_dir: Path | None
-    cuda_graphs: bool | None
+    cuda_graphs: bool
 
     @classmethod
     def of(
@@ -72,7 +72,7 @@ class Settings:
         plan: Plan | str | Path | None,
         profile_cache: bool | str | Path,
         offload_dir: str | Path | None,
-        cuda_graphs: bool | None,
+        cuda_graphs: bool,
     ) -> Settings:
         """Check the arguments as they are given.
 
@@ -95,8 +95,8 @@ class Settings:
         _one_of("parallel", parallel, ("pipeline", "data"))
         if not isinstance(check_loss, bool):
             raise ValueError(f"HarmonyStrategy(check_loss={check_loss!r}): True or False is needed")
-        if not (cuda_graphs is None or isinstance(cuda_graphs, bool)):
-            raise ValueError(f"HarmonyStrategy(cuda_graphs={cuda_graphs!r}): True, False or None is needed")
+        if not isinstance(cuda_graphs, bool):
+            raise ValueError(f"HarmonyStrategy(cuda_graphs={cuda_graphs!r}): True or False is needed")
         if split_batch is not None and not callable(split_batch):
             raise ValueError(
                 f"HarmonyStrategy(split_batch={split_batch!r}): a function is needed, which takes a batch and the samples of "

@@ -61,6 +61,15 @@ class PlanMaker:
             known = {layer.name for layer in self._layers}
             packs = [[name for name in pack if name in known] for pack in self._given.packs]
             return self.of_packs([pack for pack in packs if pack], calls, num_microbatches)
+        plan = self._searched(calls, num_microbatches)
+        if plan.predicted is None and any(device.set_aside_bytes for device in self._devices):
+            # It is too tight to foresee what is done: recordings take none of the room then.
+            for device in self._devices:
+                device.set_aside_bytes = 0
+            plan = self._searched(calls, num_microbatches)
+        return plan
+
+    def _searched(self, calls: Sequence[int], num_microbatches: int) -> Plan:
         plan = decide(
             self._costs(),
             self._names(calls),
