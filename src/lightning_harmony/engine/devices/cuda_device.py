@@ -236,6 +236,11 @@ class CudaDevice(Device):
         super().forget_recorded()
         self._recorder, self._pool_bytes = None, 0
 
+    def release_cached(self) -> None:
+        """Empty the cache of torch's allocator: memory of graphs has a cache of its own, which has to grow."""
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.empty_cache()
+
     def host_buffer(self, num_bytes: int) -> Tensor:
         """A registered buffer of exact size: torch's pinned allocator rounds up to powers of two."""
         buffer = touched_buffer(num_bytes)

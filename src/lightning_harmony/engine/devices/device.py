@@ -219,6 +219,10 @@ class Device(ABC):
         """Nothing that was recorded will be replayed any more: its memory is free. To be told before the recordings go."""
         self.recorded_bytes = 0
 
+    def release_cached(self) -> None:
+        """Give back what is free, but kept for who asks for memory next. It waits for the device; the host keeps nothing."""
+        return
+
     def host_buffer(self, num_bytes: int) -> Tensor:
         """A flat uint8 buffer on the host that this device copies from and to at full speed."""
         return flat_buffer(num_bytes, torch.device("cpu"))

@@ -85,6 +85,7 @@ class CudaRecorder:
 
         Raises:
             RecordingError: if it launches what a graph cannot hold, or asks for a result.
+            torch.OutOfMemoryError: if there is no room for what it allocates.
         """
         if self._first is None:
             # Memory ends with the last graph that has it, and torch lets no other begin there again.
@@ -102,7 +103,7 @@ class CudaRecorder:
                     made = work()
                 finally:
                     self._end(graph)
-            except RecordingError:
+            except (RecordingError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
                 raise RecordingError(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error

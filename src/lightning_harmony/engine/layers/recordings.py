@@ -25,7 +25,7 @@ from lightning_harmony.engine.model.pack import Residency
 
 # Two shapes of batches, the last one of an epoch among them.
 _MOST_KEYS = 2
-# A backward whose kernels add in any order differs from itself: it is compared so often.
+# A backward whose kernels add in any order differs from itself now and then, and memory becomes free: it is tried so often.
 _MOST_TRIES = 3
 # Of a device, for what is recorded.
 _LARGEST_SHARE = 0.25
@@ -181,7 +181,7 @@ class Recordings:
             with random.entered(residency.cuda_index):
                 recorded.record_forward(residency, arguments.tensors, result)
         except (RecordingError, torch.OutOfMemoryError) as error:
-            self._note(layer, error)
+            self._note(layer, residency.device, error)
         else:
             self._of_layers.setdefault(place, []).append(recorded)
             self._compared[recorded] = _Compared(layer, torch.zeros((), dtype=torch.bool), Happened())
@@ -193,12 +193,16 @@ class Recordings:
         try:
             recorded.record_backward(coming, found)
         except (RecordingError, torch.OutOfMemoryError) as error:
-            self._note(layer, error)
+            self._note(layer, coming.residency.device, error)
 
-    def _note(self, layer: SwappedLayer, error: Exception) -> None:
+    def _note(self, layer: SwappedLayer, device: Device, error: Exception) -> None:
         """A recording has failed."""
         self._num_tries[layer] += 1
-        if not isinstance(error, OtherBitsError) or self._num_tries[layer] == _MOST_TRIES:
+        if isinstance(error, torch.OutOfMemoryError):
+            # It may be there, but kept for what is not recorded.
+            device.release_cached()
+        may_succeed = isinstance(error, OtherBitsError | torch.OutOfMemoryError)
+        if not may_succeed or self._num_tries[layer] == _MOST_TRIES:
             self._give_up(layer, error)
 
     def _refuse(self, layer: SwappedLayer, residency: Residency, before: Before, after: RandomState) -> None:
