@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from io import StringIO
 from queue import SimpleQueue
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +25,7 @@ from torchmetrics import MeanMetric
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.microbatches import fingerprints
 from support.chains import BATCH, MICROBATCHES, WIDTH, Block, Chain, build, samples
 from support.same_training import Net, Training, assert_same_training, compare, train_harmony, train_plain
 
@@ -460,6 +461,36 @@ class Ordinary(Between):
         self.last.update(found.detach())
         self.last.compute()
         return found
+
+
+class Library(ModuleType):
+    """Imports what is in it when that is first asked for, as that of `transformers` does."""
+
+    strength = 0.5
+
+
+_library = Library("library")
+
+
+class OfALibrary(Chain):
+    def through(self, x: Tensor) -> Tensor:
+        return _library.strength * super().through(x)
+
+
+def test_modules_of_python_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of `transformers` was written down four times in a step, each time for 40 ms."""
+    seen: list[Any] = []
+    state_of = fingerprints._state_of
+    monkeypatch.setattr(fingerprints, "_state_of", lambda value: (seen.append(value), state_of(value))[1])
+    train_harmony(
+        build(OfALibrary),
+        samples(STEPS),
+        HarmonyStrategy(device_memory=OfALibrary.memory, num_microbatches=MICROBATCHES),
+        BATCH,
+        with_gradients=False,
+    )
+    assert not any(value is _library for value in seen)
+    assert not fingerprints.is_silent(_library)
 
 
 def test_what_stays_as_it_is_lets_microbatches_take_turns(caplog: pytest.LogCaptureFixture) -> None:
