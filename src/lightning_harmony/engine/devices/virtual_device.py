@@ -215,7 +215,7 @@ class _Meter(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if have_composed(types):
+        if types and have_composed(types):
             # Its own code allocates.
             return NotImplemented
         # On a GPU nothing calls this: modes of torch functions see nothing of it, such as the one of glue on several devices.
@@ -224,13 +224,14 @@ class _Meter(TorchDispatchMode):
             device = self.device
             if device is None or result is None:
                 return result
-            # Most are aliases of what is counted here already.
-            if type(result) is Tensor and result.layout is torch.strided:
+            if type(result) is Tensor and result.is_cpu and result.layout is torch.strided:
                 storage = result.untyped_storage()
+                # Most are aliases of what is counted here already.
                 counted = device._live.get(storage._cdata)
-                if counted is not None and counted[0] == storage.nbytes():
-                    return result
-            device.count_results(result)
+                if counted is None or counted[0] != storage.nbytes():
+                    device._count_storage(storage)
+            else:
+                device.count_results(result)
         return result
 
 
