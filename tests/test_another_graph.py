@@ -296,7 +296,7 @@ class Puts(Model):
     ("way", "first_step", "accumulated", "num_microbatches", "devices"),
     in_turns(product(PUTS, [0, 3], [1, 3]), [(1, 1), (4, 1), (2, 2)]),
 )
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_a_tensor_that_a_layer_finds_past_its_arguments_is_that_of_its_microbatch_in_the_backward_too(
     way: str, num_microbatches: int, devices: int, first_step: int, accumulated: int
 ) -> None:

@@ -330,7 +330,7 @@ def refused_on_gpus(name: str, devices: int) -> AbstractContextManager[Any]:
 
 @pytest.mark.parametrize("memory", [None, "240KiB"])
 @pytest.mark.parametrize("name", REACHING)
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_what_reaches_out_of_layers_has_the_gradients_of_plain_training(name: str, memory: str | None) -> None:
     """Graphs are kept with all memory, and recomputed with less."""
     with refused_on_gpus(name, same_training.default_devices):
@@ -340,7 +340,7 @@ def test_what_reaches_out_of_layers_has_the_gradients_of_plain_training(name: st
 
 
 @pytest.mark.parametrize(("name", "update"), in_turns(REACHING, [("after the backward",), ("just in time",)]))
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_what_reaches_out_of_layers_on_two_devices(name: str, update: Update) -> None:
     with refused_on_gpus(name, 2):
         assert_same_training(Net(REACHING[name]()), samples(), devices=2, layers=[Block], updates=[update])
@@ -569,6 +569,7 @@ def change_in_numpy(weight: nn.Parameter) -> None:
     ],
 )
 @pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.every(2)
 def test_a_change_of_a_weights_data_is_found_in_the_step_in_which_it_is_made(
     change: Callable[[Any], Any], num_microbatches: int
 ) -> None:

@@ -100,6 +100,7 @@ def assert_same(kind: Callable[[], Chain], devices: int = 1, **options: Any) -> 
         [(1,), (2,)],
     ),
 )
+@pytest.mark.every(2)
 def test_recorded_layers_have_the_bits_of_their_code(kind: type[Chain], devices: int, record: Record) -> None:
     assert_same(kind, devices)
     assert record.replayed, record.refused

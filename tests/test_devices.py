@@ -108,6 +108,7 @@ def test_weights_and_gradients_cross_the_bus_once_however_many_devices_there_are
 
 
 @pytest.mark.parametrize("net", ["plain", "dropout", "tied-by-code", "skipped", "frozen"])
+@pytest.mark.every(2)
 def test_microbatches_spread_over_devices_differ_by_the_order_of_sums_only_and_always_equally(net: str) -> None:
     """Each device sums the gradients of its own microbatches: the sums of these have other roundings."""
     module = build({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net])

@@ -98,6 +98,7 @@ def test_every_network_trains_bit_for_bit_where_lanes_make_copies_themselves(
     ("num_microbatches", "optimizer", "update"),
     in_turns(product([1, 3, 8], OPTIMIZERS), [("after the backward",), ("just in time",)]),
 )
+@pytest.mark.every(3)
 def test_every_optimizer_trains_bit_for_bit_in_any_number_of_microbatches(
     num_microbatches: int, optimizer: str, update: Update
 ) -> None:

@@ -162,6 +162,7 @@ def undisturbed() -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("phase", "step", "microbatch"), in_turns(product(PHASES, [0, 1]), [(1,), (0,), (2,)]))
+@pytest.mark.every(2)
 def test_an_exception_in_a_lane_surfaces_with_its_traceback_and_the_next_fit_works(
     phase: str, step: int, microbatch: int
 ) -> None:
@@ -379,6 +380,7 @@ def assert_interrupted(module: Faulty, *, validate: bool = False) -> None:
     ),
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
+@pytest.mark.every(2)
 def test_ctrl_c_in_a_lane_ends_the_fit_as_lightning_does(action: Callable[[], None], phase: str, step: int) -> None:
     assert_interrupted(Faulty(Fault(phase, step, 1, action)))
 

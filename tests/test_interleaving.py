@@ -353,7 +353,7 @@ def _process_as_it_was() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("does", [*HAZARDS, *HARMLESS], ids=lambda does: does.__name__)
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_what_a_step_keeps_while_layers_run_is_as_in_plain_lightning(does: Any) -> None:
     stdout, filters = sys.stdout, list(warnings.filters)
     # Both updates are compared on two devices, below, for one of each sort.
@@ -383,6 +383,7 @@ def test_what_a_step_keeps_is_as_in_plain_lightning_on_two_devices_and_in_little
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
+@pytest.mark.every(2)
 def test_what_speaks_against_taking_turns_is_named_once(does: Any, said: str, caplog: Any) -> None:
     takes, messages = takes_turns(Does(does), caplog)
     assert not takes
@@ -392,6 +393,7 @@ def test_what_speaks_against_taking_turns_is_named_once(does: Any, said: str, ca
 
 
 @pytest.mark.parametrize("does", HARMLESS, ids=lambda does: does.__name__)
+@pytest.mark.every(2)
 def test_what_other_microbatches_cannot_find_does_not_keep_them_from_taking_turns(does: Any, caplog: Any) -> None:
     assert takes_turns(Does(does), caplog) == (True, [])
 
@@ -509,7 +511,7 @@ LATE = [
     ),
     ids=lambda value: value.__name__,
 )
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_a_step_in_which_that_shows_late_is_run_again(does: Any, kind: Any) -> None:
     updates = get_args(Update) if kind is Later else ["just in time"]
     assert_same_training(Net(kind(does)), samples(40), batch_size=8, updates=updates)

@@ -234,6 +234,7 @@ def named(value: Any) -> str:
     in_turns(HELD, [(where, number) for number in (4, 1) for where in WHERE]),
     ids=named,
 )
+@pytest.mark.every(2)
 def test_each_value_is_drawn_once_and_in_order(hold: Any, where: str, num_microbatches: int) -> None:
     """Microbatches that took turns drew in another order, and recomputes drew once more: other weights, without a word."""
     plain = train_plain(build(hold, where), samples(32), num_microbatches, 8)

@@ -140,6 +140,7 @@ KEEPING = [
 
 
 @pytest.mark.parametrize(("net", "devices", "memory"), in_turns(KEEPING, [(2, "44KiB"), (1, None), (1, "44KiB")]))
+@pytest.mark.every(2)
 def test_what_a_microbatch_keeps_on_modules_is_its_own(net: type[nn.Module], devices: int, memory: Any) -> None:
     torch.manual_seed(0)
     assert_same_training(
@@ -325,6 +326,7 @@ CHANGES = [by_name, by_flag, by_list, by_function, by_hook, by_hook_within, by_c
 
 
 @pytest.mark.parametrize(("change", "num_microbatches", "devices"), in_turns(CHANGES, [(4, 2), (4, 1), (1, 1)]))
+@pytest.mark.every(2)
 def test_what_is_changed_for_a_part_of_a_step_no_other_microbatch_finds(
     change: Any, num_microbatches: int, devices: int
 ) -> None:

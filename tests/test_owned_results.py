@@ -71,6 +71,7 @@ class Predicting(Net):
 @pytest.mark.parametrize(
     ("way", "memory", "devices"), in_turns(WAYS, [(None, 2), ("12KiB", 1), ("12KiB", 2), (None, 1)])
 )
+@pytest.mark.every(2)
 def test_a_frozen_weight_is_what_it_was(way: str, memory: str | None, devices: int) -> None:
     # It was what lay in its place when it was read.
     torch.manual_seed(0)

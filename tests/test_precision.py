@@ -155,6 +155,7 @@ COMPUTE_NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize(("net", "with_gradients"), in_turns(COMPUTE_NETS, [(True,), (False,)]))
+@pytest.mark.every(2)
 def test_bf16_compute_is_a_bfloat16_copy_with_float32_masters(net: str, with_gradients: bool) -> None:
     make, samples = COMPUTE_NETS[net]
     module = build(make, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))

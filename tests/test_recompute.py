@@ -74,6 +74,7 @@ class CountsInAnArray(nets.Block):
 
 
 @pytest.mark.parametrize(("kind", "num_microbatches"), in_turns(product(ARRAYS, [1, 4]), [()]))
+@pytest.mark.every(2)
 def test_what_a_layer_counts_in_an_array_counts_once(kind: str, num_microbatches: int) -> None:
     """Recomputes counted on: other weights, without a word."""
     assert_same_training(
@@ -253,6 +254,7 @@ BLOCKS = [Counts, BeginsOnce, Collects, CountsInATensor, Measures, TorchGenerato
 
 
 @pytest.mark.parametrize(("block", "devices", "memory"), in_turns(BLOCKS, [(2, "44KiB"), (1, None), (1, "44KiB")]))
+@pytest.mark.every(2)
 def test_a_recompute_finds_what_a_layer_keeps_in_python(block: type[nn.Module], devices: int, memory: Any) -> None:
     torch.manual_seed(0)
     net = Net(Blocks(block))
@@ -294,6 +296,7 @@ GIVEN: dict[str, Any] = {"slices": Slices, "an object": GivesAMask, "calls itsel
     ("name", "smallest", "devices", "memory"),
     in_turns(product(GIVEN, [64, 16 * 1024]), [(1, None), (1, "44KiB"), (2, "44KiB")]),
 )
+@pytest.mark.every(2)
 def test_a_recompute_finds_what_a_layer_is_given_however_it_is_called(
     name: str, smallest: int, devices: int, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -477,6 +480,7 @@ def test_what_would_go_wrong_is_refused(net: Any, memory: Any, message: str, dev
 
 @pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "60KiB"), (2, None), (2, "60KiB")])
 @pytest.mark.parametrize("net", [GivesByAttribute, GivesInAnObject])
+@pytest.mark.every(2)
 def test_a_tensor_that_comes_by_an_attribute_or_in_an_object_keeps_its_gradient(
     net: type[nn.Module], devices: int, memory: Any
 ) -> None:

@@ -119,6 +119,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "devices"), in_turns(OPTIONS, [(2,), (3,)]))
+@pytest.mark.every(2)
 def test_a_spread_head_changes_no_bit(name: str, devices: int) -> None:
     module, options = build(), OPTIONS[name]
     one, several = train(module, 1, **options), train(module, devices, plan_for(devices), **options)

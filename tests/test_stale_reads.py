@@ -283,7 +283,7 @@ def named(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("keep", "when"), in_turns(KEPT, [(when,) for when in WHEN]), ids=named)
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_what_is_first_read_in_a_later_step_is_what_the_microbatch_before_has_left(keep: Any, when: Any) -> None:
     module = Net(Keeps(keep, when))
     assert_same_training(module, samples(32), batch_size=8, device_memory=room("40KiB"), updates=["just in time"])

@@ -249,6 +249,7 @@ KINDS = [
 
 @pytest.mark.devices(1, 2)
 @pytest.mark.parametrize(("kind", "num_microbatches"), in_turns(KINDS, [(1,), (4,)]))
+@pytest.mark.every(2)
 def test_what_a_layer_counts_elsewhere_counts_once(kind: type[Counts], num_microbatches: int) -> None:
     assert_same_training(
         Counting(Model(kind)),

@@ -136,6 +136,7 @@ def plain(optimizer: str, *callbacks: pl.Callback, **options: Any) -> Training:
     ("share", "optimizer", "clips"),
     in_turns([*product([0.5], OPTIMIZERS), *product([1.0], reversed(OPTIMIZERS)), (0.0, "AdamW")], [(False,), (True,)]),
 )
+@pytest.mark.every(2)
 def test_no_bit_depends_on_how_much_lives_on_disk(
     share: float, optimizer: str, clips: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ class Chain(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(32 if IS_WHOLE else 16))
+@pytest.mark.every(2)
 def test_layers_train_the_same_whatever_views_they_are_given(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As small as users' own tests are: what is too small for the stash stays on the device."""
     monkeypatch.setattr("lightning_harmony.engine.memory.stash.SMALLEST_BYTES", 16 * 1024)

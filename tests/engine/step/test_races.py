@@ -289,6 +289,7 @@ def test_nothing_races_the_other_way(
 
 
 @pytest.mark.parametrize(("net", "device_memory"), in_turns(OF_OTHER_DEVICES, [(None,), ("22KiB",)]))
+@pytest.mark.every(2)
 def test_layers_reach_tensors_on_other_devices(monkeypatch: pytest.MonkeyPatch, net: str, device_memory: Any) -> None:
     """Such operations used to be refused by torch, operands of two GPUs in one."""
     assert find_races(monkeypatch, net, device_memory=device_memory) == []
@@ -329,6 +330,7 @@ class Writes(pl.Callback):
         [("own-parameters",), ("frozen",), ("rich",)],
     ),
 )
+@pytest.mark.every(2)
 def test_hooks_may_write_weights(monkeypatch: pytest.MonkeyPatch, hook: str, devices: int, net: str) -> None:
     """The last layers of a validation used to run with what a hook wrote behind it: copies were still to come."""
     options: Any = {"device_memory": "22KiB", "callbacks": (Writes(hook),), "validates": True}
@@ -372,6 +374,7 @@ def test_steps_that_optimize_by_hand_may_write_weights(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("device_memory", [None, "22KiB"])
+@pytest.mark.every(2)
 def test_nothing_races_on_more_devices(monkeypatch: pytest.MonkeyPatch, device_memory: str | None) -> None:
     assert find_races(monkeypatch, "regularized", 3, device_memory=device_memory) == []
 
@@ -481,6 +484,7 @@ def test_nothing_races_where_packs_are_spread(
 
 
 @pytest.mark.parametrize("device_memory", [None, "22KiB"])
+@pytest.mark.every(2)
 def test_what_is_gathered_is_ordered_with_all_that_is_done_to_sums(
     monkeypatch: pytest.MonkeyPatch, device_memory: str | None
 ) -> None:

@@ -76,6 +76,7 @@ def on_disk(disk: DiskHome, optimizer: Optimizer) -> list[bool]:
     ("chosen", "name", "number_of_devices"),
     in_turns(product(CHOSEN, OPTIMIZERS), [(1,), (2,)]),
 )
+@pytest.mark.every(2)
 def test_pieces_from_disk_have_the_bits_of_a_step(
     chosen: str, name: str, number_of_devices: int, disk: DiskHome
 ) -> None:
