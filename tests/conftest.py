@@ -168,9 +168,7 @@ def _sampled_away(items: list[pytest.Item]) -> set[pytest.Item]:
         (in_a_row,) = cases[0].get_closest_marker("every").args
         # Fewer are named on the command line, perhaps one.
         first = crc32(name.encode()) if len(cases) >= in_a_row else 0
-        left_out |= {
-            case for number, case in enumerate(cases) if (number + number // in_a_row + first) % in_a_row != 0
-        }
+        left_out |= {case for number, case in enumerate(cases) if (number + number // in_a_row + first) % in_a_row != 0}
     return left_out
 
 
