@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,10 @@ from torch.distributions import Normal
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from lightning_harmony.engine.layers.owned_results import OwnedResults
+from lightning_harmony.engine.model.host_store import lies_in
+from lightning_harmony.engine.structures.tree import tensors_of
 from support.nets import WIDTH
 from support.same_training import Net, assert_same_training, room, trainer_for, update_for
 from support.sampling import in_turns
@@ -90,3 +95,36 @@ def test_a_prediction_finds_weights_as_they_are(way: str, memory: str | None) ->
     ours = HarmonyStrategy(room(memory), num_microbatches=1, layers=[nn.Linear, Prior])
     plain, found = (trainer_for(s, 1, []).predict(copy.deepcopy(module), loader) for s in ("auto", ours))
     assert torch.equal(torch.stack(plain), torch.stack(found))
+
+
+# ---- by itself ----------------------------------------------------------------------------------------------------------
+
+WEIGHTS = torch.zeros(64, dtype=torch.uint8)
+
+
+def weight() -> Tensor:
+    """A view of the weights, which the memory of others will take the place of."""
+    return WEIGHTS.view(torch.float32)[2:6]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda t: t, lambda t: (t, 3), lambda t: {"a": [t, t]}, lambda t: t.requires_grad_(), lambda t: t.view(2, 2).mT],
+    ids=["it", "a tuple", "a dict", "with a gradient", "a view"],
+)
+def test_what_lies_in_weights_is_copied(make: Any) -> None:
+    given = make(weight())
+    residency: Any = SimpleNamespace(weights=WEIGHTS, device=VirtualDevice(None))
+    owned = OwnedResults(residency).value(given)
+    (before, *_), (tensor, *more) = tensors_of(given), tensors_of(owned)
+    assert lies_in(before, WEIGHTS)
+    assert not lies_in(tensor, WEIGHTS)
+    assert torch.equal(tensor, before)
+    assert all(not lies_in(each, WEIGHTS) for each in more)
+    assert tensor.requires_grad == before.requires_grad
+
+
+def test_what_has_other_memory_is_returned_itself() -> None:
+    residency: Any = SimpleNamespace(weights=WEIGHTS, device=VirtualDevice(None))
+    value = {"a": [torch.ones(2), None]}
+    assert OwnedResults(residency).value(value) is value
