@@ -52,7 +52,7 @@ class CallArguments:
     def have_objects(self) -> bool:
         """Whether the layer may change objects among the arguments, in which tensors are, or tensors that have attributes."""
         return (
-            has_other_nodes(self._given)
+            (not self._arguments.are_leaves and has_other_nodes(self._given))
             or any(map(is_opaque, self.leaves))
             or any(tensor.__dict__ for tensor in self.tensors)
         )

@@ -24,11 +24,12 @@ class Arguments:
 
     Attributes:
         structure: equal for calls that have it in common.
+        are_leaves: whether there are no nodes among them, as in most calls.
     """
 
     def __init__(self, structure: Any, *, are_leaves: bool) -> None:
         self.structure = structure
-        self._are_leaves = are_leaves
+        self.are_leaves = are_leaves
 
     @classmethod
     def flatten(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Arguments]:
@@ -41,7 +42,7 @@ class Arguments:
 
     def of(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments, made of these."""
-        if not self._are_leaves:
+        if not self.are_leaves:
             args, kwargs = tree_unflatten(leaves, self.structure)
             return args, kwargs
         number, names = self.structure
