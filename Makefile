@@ -1,6 +1,6 @@
 # Two commands do everything: `make demo` and `make test`. Both first make the virtual environment that they need.
-# `make quick` runs the tests of the parts and some of the whole, in about two minutes; `make test-whole` those that
-# `make test` samples in all combinations.
+# `make quick` runs the tests of the parts and some of the whole, in about two minutes; `make test-whole` all cases of all
+# tests, of which `make test` runs some.
 # `make coverage` runs the tests of `make test` and tells which lines and branches none of them reaches.
 # `make docs` builds the pages of docs as a site, in build/site; a warning is an error.
 # `make test-oldest` tests with the oldest version of Lightning that is supported, in both of its trees.

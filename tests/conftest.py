@@ -5,8 +5,7 @@ import os
 from collections.abc import Generator, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
-from zlib import crc32
+from typing import get_args
 
 import hypothesis
 import pytest
@@ -18,7 +17,7 @@ from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.devices.virtual_device import VirtualDevice
 from support import cores, same_training
 from support.postponing import postponed  # noqa: F401  (a fixture of several modules)
-from support.sampling import CIRCUMSTANCES, IS_WHOLE
+from support.sampling import IS_WHOLE, one_of, sample_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,10 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests of what devices could change run on one and on two: `@pytest.mark.devices(1, 2)`.
-
-    Those that have several cases beside run each case on one of these numbers, in turns; on each of them in whole matrices.
-    """
+    """Tests of what devices could change run on one and on two: `@pytest.mark.devices(1, 2)`."""
     marker = metafunc.definition.get_closest_marker("devices")
     if marker is not None and metafunc.config.getoption("--devices") is None:
         metafunc.parametrize("num_default_devices", marker.args, indirect=True, ids=lambda number: f"{number}dev")
@@ -117,108 +113,41 @@ hypothesis.settings.load_profile("any-machine")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests run where they are asked for: `pytest -m soak`. On GPUs those run that have to do with an accelerator."""
+    """Tests are chosen: whole matrices have all that the machine can run, `make test` what ten minutes on two cores take.
+
+    Tests and cases that are named on the command line run whatever they are.
+    """
+    of_trainings = Path(__file__).parent
 
     def is_left_out(item: pytest.Item) -> bool:
         if item.get_closest_marker("soak") and "soak" not in config.option.markexpr:
             return True
-        # Tests of parts, in the folders, name their devices.
-        is_of_parts = item.path.parent != Path(__file__).parent
-        if same_training.accelerator == "gpu" and bool(is_of_parts or item.get_closest_marker("cpu")):
-            return True
-        return not IS_WHOLE and not is_in_turn(item)
-
-    cases: dict[str, list[dict[str, int]]] = {}
-
-    def is_in_turn(item: pytest.Item) -> bool:
-        """Whether the turn of a case falls on its number of devices."""
-        callspec = getattr(item, "callspec", None)
-        if callspec is None or "num_default_devices" not in callspec.indices:
-            return True
-        case = {name: index for name, index in callspec.indices.items() if name != "num_default_devices"}
-        known = cases.setdefault(item.nodeid.partition("[")[0], [])
-        if case not in known:
-            known.append(case)
-        num_numbers = len(item.get_closest_marker("devices").args)
-        return not case or known.index(case) % num_numbers == callspec.indices["num_default_devices"]
+        # On GPUs those run that have to do with an accelerator. Tests of parts, in the folders, name their devices.
+        is_of_parts = item.path.parent != of_trainings
+        return same_training.accelerator == "gpu" and bool(is_of_parts or item.get_closest_marker("cpu"))
 
     left_out = {item for item in items if is_left_out(item)}
-    if not IS_WHOLE:
-        left_out |= _sampled_away([item for item in items if item not in left_out])
-        if same_training.accelerator == "cpu":
-            left_out |= _tried_elsewhere([item for item in items if item not in left_out])
+    if not IS_WHOLE and not any("::" in argument for argument in config.args):
+        tests: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            if item.get_closest_marker("nightly"):
+                left_out.add(item)
+            elif item not in left_out and (item.path.parent == of_trainings or item.get_closest_marker("sampled")):
+                tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        for cases in tests.values():
+            left_out |= set(cases) - set(sample_of(cases))
+        for item in items:
+            item.stash[_UPDATES] = (one_of(get_args(same_training.Update), item.nodeid),)
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
-    if not IS_WHOLE:
-        _update_in_turns(items, are_named=any("::" in argument for argument in config.args))
-
-
-def _sampled_away(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The cases of a test marked `every(n)` but for one of each n in a row: whole matrices have all of them.
-
-    It is another one of each n, since values of a parameter may come in turns. The name of a test says with which case it
-    begins: tests with the same cases run different ones of them.
-    """
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("every") is not None:
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out = set()
-    for name, cases in tests.items():
-        (in_a_row,) = cases[0].get_closest_marker("every").args
-        # Fewer are named on the command line, perhaps one.
-        first = crc32(name.encode()) if len(cases) >= in_a_row else 0
-        left_out |= {case for number, case in enumerate(cases) if (number + number // in_a_row + first) % in_a_row != 0}
-    return left_out
-
-
-def _tried_elsewhere(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of cases of a whole training that differ in their circumstances alone, every second one.
-
-    A test begins with the first or with the second of them, as its name says: all circumstances come, but not in each test. On
-    GPUs, where fewer tests run, each of them does.
-    """
-    groups: dict[tuple[str, Any], list[pytest.Item]] = {}
-    for item in items:
-        callspec = getattr(item, "callspec", None)
-        if callspec is None or item.path.parent != Path(__file__).parent or not CIRCUMSTANCES & callspec.indices.keys():
-            continue
-        others = tuple((name, index) for name, index in callspec.indices.items() if name not in CIRCUMSTANCES)
-        groups.setdefault((item.nodeid.partition("[")[0], others), []).append(item)
-    # Of four in pairs, the first and the last, or the two between them: each value of either parameter.
-    return {
-        case
-        for (name, others), cases in groups.items()
-        for position, case in enumerate(cases)
-        if len(cases) > 1 and (position + position // 2 + sum(index for _, index in others) + crc32(name.encode())) % 2
-    }
 
 
 _UPDATES = pytest.StashKey[tuple[same_training.Update, ...]]()
 
 
-def _update_in_turns(items: list[pytest.Item], *, are_named: bool) -> None:
-    """Of a test with several cases, some are updated after the backward, and some just in time: of many, two and two.
-
-    Two, since capacities or devices may come in turns of one. Tests with one case take one of the two ways, as their names
-    say, unless tests are named on the command line.
-    """
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    ways = get_args(same_training.Update)
-    for name, cases in tests.items():
-        in_a_row = 2 if len(cases) >= 2 * len(ways) else 1
-        if len(cases) == 1 and are_named:
-            continue
-        # Another bit of the name than the one that chooses circumstances.
-        for number, item in enumerate(cases, crc32(name.encode()) >> 1 if len(cases) == 1 else 0):
-            item.stash[_UPDATES] = (ways[number // in_a_row % len(ways)],)
-
-
 @pytest.fixture(autouse=True)
 def default_updates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When harmony updates where a test doesn't say."""
+    """When harmony updates where a test doesn't say: in one of the two ways, as its name says; else in both."""
     monkeypatch.setattr(
         same_training, "default_updates", request.node.stash.get(_UPDATES, get_args(same_training.Update))
     )

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from support.same_training import Net, assert_same_training, trainer_for
-from support.sampling import in_turns
+from support.sampling import combined
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -61,7 +61,7 @@ REACHES: dict[str, Callable[[Model], Callable[[], nn.Parameter]]] = {
 }
 
 
-@pytest.mark.parametrize(("way", "num_microbatches", "devices"), in_turns(REACHES, [(1, 1), (4, 1), (2, 2)]))
+@pytest.mark.parametrize(("way", "num_microbatches", "devices"), combined(REACHES, [(1, 1), (4, 1), (2, 2)]))
 def test_a_parameter_that_is_reached_past_its_module_is_refused_when_that_sets_in(
     way: str, num_microbatches: int, devices: int
 ) -> None:
@@ -294,9 +294,8 @@ class Puts(Model):
 
 @pytest.mark.parametrize(
     ("way", "first_step", "accumulated", "num_microbatches", "devices"),
-    in_turns(product(PUTS, [0, 3], [1, 3]), [(1, 1), (4, 1), (2, 2)]),
+    combined(product(PUTS, [0, 3], [1, 3]), [(1, 1), (4, 1), (2, 2)]),
 )
-@pytest.mark.every(4)
 def test_a_tensor_that_a_layer_finds_past_its_arguments_is_that_of_its_microbatch_in_the_backward_too(
     way: str, num_microbatches: int, devices: int, first_step: int, accumulated: int
 ) -> None:
@@ -399,8 +398,7 @@ class Loss(nn.Module):
         return x.float().square().mean()
 
 
-@pytest.mark.parametrize(("read", "num_microbatches"), in_turns(READS, [(1,), (4,)]))
-@pytest.mark.every(2)
+@pytest.mark.parametrize(("read", "num_microbatches"), combined(READS, [(1,), (4,)]))
 def test_a_weight_that_autocast_alone_has_read_is_as_wide_as_it_is_when_code_reads_it(
     read: str, num_microbatches: int
 ) -> None:

@@ -30,6 +30,7 @@ TINY = [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_the_table_the_picture_and_the_rows_go_from_the_least_that_trains_to_all_in_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,8 +23,8 @@ from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from lightning_harmony.engine.layers.layer_call import LayerCall
 from support import same_training
 from support.nets import WIDTH
-from support.same_training import Net, Update, assert_same_training, trainer_for, update_for
-from support.sampling import in_turns
+from support.same_training import Net, Update, assert_same_training, trainer_for
+from support.sampling import combined
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*does not have many workers")
 
@@ -330,17 +330,13 @@ def refused_on_gpus(name: str, devices: int) -> AbstractContextManager[Any]:
 
 @pytest.mark.parametrize("memory", [None, "240KiB"])
 @pytest.mark.parametrize("name", REACHING)
-@pytest.mark.every(3)
 def test_what_reaches_out_of_layers_has_the_gradients_of_plain_training(name: str, memory: str | None) -> None:
     """Graphs are kept with all memory, and recomputed with less."""
     with refused_on_gpus(name, same_training.default_devices):
-        assert_same_training(
-            Net(REACHING[name]()), samples(), device_memory=memory, layers=[Block], updates=update_for(memory)
-        )
+        assert_same_training(Net(REACHING[name]()), samples(), device_memory=memory, layers=[Block])
 
 
-@pytest.mark.parametrize(("name", "update"), in_turns(REACHING, [("after the backward",), ("just in time",)]))
-@pytest.mark.every(3)
+@pytest.mark.parametrize(("name", "update"), combined(REACHING, [("after the backward",), ("just in time",)]))
 def test_what_reaches_out_of_layers_on_two_devices(name: str, update: Update) -> None:
     with refused_on_gpus(name, 2):
         assert_same_training(Net(REACHING[name]()), samples(), devices=2, layers=[Block], updates=[update])
@@ -378,9 +374,7 @@ class ChangesWhatItMade(Relu):
 @pytest.mark.parametrize("block", [Relu, AddsInPlace, ChangesWhatItMade])
 def test_a_layer_may_change_in_place_what_plain_training_lets_it_change(block: type[Relu], memory: str | None) -> None:
     """It was refused, as its backward ran on copies of its inputs."""
-    assert_same_training(
-        Net(Stack(block)), samples(), device_memory=memory, layers=[block, nn.Linear], updates=update_for(memory)
-    )
+    assert_same_training(Net(Stack(block)), samples(), device_memory=memory, layers=[block, nn.Linear])
 
 
 class ReadsWhatLayersChanged(Stack):
@@ -569,7 +563,6 @@ def change_in_numpy(weight: nn.Parameter) -> None:
     ],
 )
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.every(2)
 def test_a_change_of_a_weights_data_is_found_in_the_step_in_which_it_is_made(
     change: Callable[[Any], Any], num_microbatches: int
 ) -> None:

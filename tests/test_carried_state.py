@@ -249,13 +249,11 @@ IN_ORDER = [
 
 @pytest.mark.devices(1, 2)
 @pytest.mark.parametrize("net", [*CARRIED, *IN_ORDER])
-@pytest.mark.every(3)
 def test_what_a_batch_leaves_to_the_next_is_as_in_plain_lightning(net: type[Carries]) -> None:
     assert_same_training(Net(net()), samples(), batch_size=8, updates=["just in time"])
 
 
 @pytest.mark.parametrize("net", CARRIED)
-@pytest.mark.every(2)
 def test_microbatches_that_pass_something_on_run_one_after_the_other(
     net: type[Carries], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -240,6 +240,7 @@ test_checkpoints.train({str(path)!r}, {kill_at!r}, {step})
     assert ended.exit_code == -signal.SIGKILL, ended.said
 
 
+@pytest.mark.nightly
 def test_killed_in_a_save_and_in_a_step_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
     killed.mkdir()

@@ -121,7 +121,6 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("in_global", [False, True], ids=["attribute", "global"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.every(2)
 def test_a_step_reads_what_it_holds_past_its_code(kind: str, in_global: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Each look at transformers' activation functions made new ones, so microbatches ran one after the other."""
     held = KINDS[kind]()

@@ -42,6 +42,7 @@ def test_a_command_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert "machine" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_measured_machine_can_be_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["machine", "--measure"]) == 0
     file = tmp_path / "machine.json"

@@ -138,6 +138,7 @@ def test_validation_runs_compiled_and_afterwards_the_module_is_as_it_was() -> No
     assert torch.isfinite(module.net(nets.tokens(8)))
 
 
+@pytest.mark.nightly
 def test_an_estimate_compiles_nothing() -> None:
     backend = Counting()
     compiled, plain = (estimate(build(nets.Language, each), nets.tokens(8)) for each in (backend, None))

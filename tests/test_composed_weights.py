@@ -44,7 +44,6 @@ def stack(kind: type[Any]) -> nn.Module:
 @pytest.mark.devices(1, 2)
 @pytest.mark.parametrize("device_memory", [None, "80KiB"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.every(2)
 def test_adapters_beside_a_composed_weight_train_with_equal_bits(kind: type[Any], device_memory: str | None) -> None:
     assert_same_training(Net(stack(kind)), SAMPLES, device_memory=room(device_memory))
 
@@ -59,7 +58,6 @@ def test_parts_alone_are_swapped_in() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.every(2)
 def test_a_fit_leaves_the_users_weights_what_they_were(kind: type[Any]) -> None:
     module = Net(stack(kind))
     weights = {name: p for name, p in module.named_parameters() if isinstance(p, Composed)}
@@ -118,7 +116,6 @@ class Evaluating(Net):
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.every(2)
 def test_evaluations_are_those_of_plain_lightning(kind: type[Any], devices: int) -> None:
     module = Evaluating(stack(kind))
     results = []
@@ -278,7 +275,6 @@ NETS: dict[str, Callable[[type[Any]], nn.Module]] = {
 @pytest.mark.devices(1, 2)
 @pytest.mark.parametrize("kind", [Packed, Unsteady, Scaled, Nested, Views])
 @pytest.mark.parametrize("place", NETS)
-@pytest.mark.every(4)
 def test_composed_weights_may_be_wherever_plain_ones_may(place: str, kind: type[Any]) -> None:
     assert_same_training(Net(NETS[place](kind)), SAMPLES)
 
@@ -286,7 +282,6 @@ def test_composed_weights_may_be_wherever_plain_ones_may(place: str, kind: type[
 @pytest.mark.devices(1, 2)
 @pytest.mark.parametrize("change", ["replaced", "of another class", "in place", "in a part"])
 @pytest.mark.parametrize("kind", [Packed, Nested])
-@pytest.mark.every(2)
 def test_layers_may_change_composed_buffers(kind: type[Any], change: str) -> None:
     assert_same_training(Net(Stack(*[Buffered(kind, change) for _ in range(3)])), SAMPLES)
 
@@ -338,7 +333,6 @@ class Requantizing(Net):
 
 @pytest.mark.parametrize("how", ["in place", "parts", "swapped"])
 @pytest.mark.parametrize("kind", [Packed, Nested])
-@pytest.mark.every(2)
 def test_weights_that_hooks_change_are_followed(kind: type[Any], how: str) -> None:
     assert_same_training(Requantizing(stack(kind), kind, how), torch.randn(24, SIZE))
 

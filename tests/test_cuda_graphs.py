@@ -23,7 +23,7 @@ from lightning_harmony.engine.layers.recordings import Recordings
 from support import chains
 from support.chains import BATCH, MICROBATCHES, WIDTH, Block, Chain, build, samples
 from support.same_training import Net, Training, compare, root, train_harmony, train_plain
-from support.sampling import in_turns
+from support.sampling import combined
 
 STEPS = 6
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
@@ -86,7 +86,7 @@ def assert_same(kind: Callable[[], Chain], devices: int = 1, **options: Any) -> 
 
 @pytest.mark.parametrize(
     ("kind", "devices"),
-    in_turns(
+    combined(
         [
             Chain,
             chains.UsedBetweenLayers,
@@ -100,7 +100,6 @@ def assert_same(kind: Callable[[], Chain], devices: int = 1, **options: Any) -> 
         [(1,), (2,)],
     ),
 )
-@pytest.mark.every(2)
 def test_recorded_layers_have_the_bits_of_their_code(kind: type[Chain], devices: int, record: Record) -> None:
     assert_same(kind, devices)
     assert record.replayed, record.refused

@@ -32,7 +32,7 @@ from support.same_training import (
     train_plain,
     trainer_for,
 )
-from support.sampling import in_turns
+from support.sampling import combined
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -54,8 +54,7 @@ def in_one_order(training: Training) -> Training:
     return training
 
 
-@pytest.mark.parametrize(("net", "devices"), in_turns([*NETS, "tied-by-code", "used-twice"], [(2,), (3,)]))
-@pytest.mark.every(2)
+@pytest.mark.parametrize(("net", "devices"), combined([*NETS, "tied-by-code", "used-twice"], [(2,), (3,)]))
 def test_the_number_of_devices_changes_no_bit(net: str, devices: int) -> None:
     module = build({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net])
     # One device has the bits of plain Lightning, but where that sums in another order.
@@ -108,7 +107,6 @@ def test_weights_and_gradients_cross_the_bus_once_however_many_devices_there_are
 
 
 @pytest.mark.parametrize("net", ["plain", "dropout", "tied-by-code", "skipped", "frozen"])
-@pytest.mark.every(2)
 def test_microbatches_spread_over_devices_differ_by_the_order_of_sums_only_and_always_equally(net: str) -> None:
     """Each device sums the gradients of its own microbatches: the sums of these have other roundings."""
     module = build({**NETS, **SUMMED_IN_ANOTHER_ORDER}[net])

@@ -118,7 +118,6 @@ def train(
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.every(2)
 def test_the_bytes_of_each_layer_and_the_packs_are_those_that_training_finds(precision: str) -> None:
     capacity = 1_400_000
     result = estimate(
@@ -137,6 +136,7 @@ def test_the_bytes_of_each_layer_and_the_packs_are_those_that_training_finds(pre
     assert max(report.peak_device_bytes) <= result.outlook.peak_bytes <= capacity
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("precision", "capacity"), [("bf16-true", 1_800_000), ("bf16-true", 2_500_000), ("32-true", 2_500_000)]
 )
@@ -217,7 +217,6 @@ class Wrapped(pl.LightningModule):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("net", [Language, Tied, TiedByCode, OwnParameters, Frozen])
-@pytest.mark.every(2)
 def test_a_rehearsal_counts_what_the_executor_measures(net: type[nn.Module], precision: str) -> None:
     data, size = tokens(16), 4
     strategy: Any = train(Wrapped(net()), data, strategy={"microbatch_size": size}, precision=precision)
@@ -258,6 +257,7 @@ def trains_in(capacity: int, num_microbatches: int) -> bool:
     return True
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_what_fits_trains_and_what_is_far_from_it_does_not(num_microbatches: int) -> None:
     """The estimate is on the safe side: it may ask for a fifth more than training can do with, never for less."""
@@ -315,6 +315,7 @@ class Convolutions(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("make", "data", "num_microbatches"),
     [
@@ -326,7 +327,6 @@ class Convolutions(pl.LightningModule):
     ],
     ids=["logits", "logits-16-microbatches", "head-registered-first", "attention", "convolutions"],
 )
-@pytest.mark.every(2)
 def test_the_least_capacity_for_taking_turns_lies_between_1_percent_above_and_15_percent_below_the_estimate(
     make: Callable[[], pl.LightningModule], data: Tensor, num_microbatches: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -402,6 +402,7 @@ def test_nothing_is_allocated_and_the_module_stays_as_it_was() -> None:
     assert built[0].built_on == "meta"
 
 
+@pytest.mark.nightly
 def test_a_model_of_70_billion_parameters_takes_no_memory() -> None:
     config = transformers.LlamaConfig(
         hidden_size=8192,
@@ -462,6 +463,7 @@ def test_an_outlook_is_what_a_replay_of_its_plan_tells() -> None:
     assert {**device.swapped_out_bytes} == {kind: n for kind, n in outlook.swapped_out_bytes.items() if n}
 
 
+@pytest.mark.nightly
 def test_many_microbatches_are_told_from_few() -> None:
     given = partial(estimate, GPT, batch_of(96), device_memory=2_000_000, machine=MACHINE)
     many = given(num_microbatches=96).outlook

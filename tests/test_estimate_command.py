@@ -204,6 +204,7 @@ def test_rates_of_a_data_sheet_are_said_to_be_unmeasured() -> None:
     assert not any("nobody measured them" in note for note in fitted.notes)
 
 
+@pytest.mark.nightly
 def test_the_host_of_a_card_is_unknown_until_it_is_said() -> None:
     config = CONFIGURATIONS["LlamaForCausalLM"]
     unknown = estimate(config, machine="l40s")
@@ -215,6 +216,7 @@ def test_the_host_of_a_card_is_unknown_until_it_is_said() -> None:
     assert estimate(config, machine="l40s", host_memory="1GiB").fits
 
 
+@pytest.mark.nightly
 def test_what_a_host_has_no_room_for_at_once_fits_one_after_the_other() -> None:
     """It was said not to fit, and trained."""
     given = partial(estimate, CONFIGURATIONS["LlamaForCausalLM"], machine="l40s", num_microbatches=8)

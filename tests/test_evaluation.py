@@ -207,6 +207,7 @@ def test_a_batch_that_may_not_be_split_must_fit(arguments: Any) -> None:
         trainer_for(harmony(**(TIGHT | arguments))).validate(Evaluated(), batches(), verbose=False)
 
 
+@pytest.mark.nightly
 def test_a_fit_with_a_validation_that_is_split_trains_as_one_without_and_after_any_evaluation() -> None:
     train = DataLoader(nets.tokens(48), batch_size=16)
 

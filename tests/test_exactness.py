@@ -28,9 +28,8 @@ from support.same_training import (
     train_harmony,
     train_plain,
     trainer_for,
-    update_for,
 )
-from support.sampling import in_turns
+from support.sampling import combined
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -70,11 +69,10 @@ def assert_trains_as_plain(net: str, capacity: str, update: Update, tolerance: f
 @pytest.mark.parametrize(
     ("net", "capacity", "update"),
     [
-        *in_turns(NETS, [("some", "just in time"), ("all", "just in time")]),
-        *in_turns(NETS, [("tight", "after the backward"), ("all", "after the backward")]),
+        *combined(NETS, [("some", "just in time"), ("all", "just in time")]),
+        *combined(NETS, [("tight", "after the backward"), ("all", "after the backward")]),
     ],
 )
-@pytest.mark.every(2)
 def test_every_network_trains_bit_for_bit_as_plain_lightning(net: str, capacity: str, update: Update) -> None:
     plan = assert_trains_as_plain(net, capacity, update)
     if capacity == "some":
@@ -83,9 +81,8 @@ def test_every_network_trains_bit_for_bit_as_plain_lightning(net: str, capacity:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize(
-    ("net", "capacity", "update"), in_turns(NETS, [("some", "after the backward"), ("tight", "just in time")])
+    ("net", "capacity", "update"), combined(NETS, [("some", "after the backward"), ("tight", "just in time")])
 )
-@pytest.mark.every(2)
 def test_every_network_trains_bit_for_bit_where_lanes_make_copies_themselves(
     net: str, capacity: str, update: Update, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,9 +93,8 @@ def test_every_network_trains_bit_for_bit_where_lanes_make_copies_themselves(
 
 @pytest.mark.parametrize(
     ("num_microbatches", "optimizer", "update"),
-    in_turns(product([1, 3, 8], OPTIMIZERS), [("after the backward",), ("just in time",)]),
+    combined(product([1, 3, 8], OPTIMIZERS), [("after the backward",), ("just in time",)]),
 )
-@pytest.mark.every(3)
 def test_every_optimizer_trains_bit_for_bit_in_any_number_of_microbatches(
     num_microbatches: int, optimizer: str, update: Update
 ) -> None:
@@ -193,7 +189,7 @@ class Casts(nets.Language):
         return super().body(x)
 
 
-@pytest.mark.parametrize(("changes", "capacity"), in_turns([False, True], [(None,), ("96KiB",)]))
+@pytest.mark.parametrize(("changes", "capacity"), combined([False, True], [(None,), ("96KiB",)]))
 def test_weights_are_narrow_only_where_autocast_alone_reads_them(changes: bool, capacity: str | None) -> None:
     module = build(lambda: Casts(changes=changes))
     assert_same_training(module, nets.tokens(), device_memory=capacity, precision="bf16-mixed")
@@ -201,15 +197,13 @@ def test_weights_are_narrow_only_where_autocast_alone_reads_them(changes: bool, 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("net", SUMMED_IN_ANOTHER_ORDER)
-@pytest.mark.every(2)
 def test_gradients_with_several_sources_differ_by_the_rounding_of_their_sum_only(net: str, capacity: str) -> None:
     """Plain Lightning adds the sources of one microbatch, then microbatches; here each source adds its microbatches."""
-    for update in update_for(CAPACITIES[capacity]):
+    for update in same_training.default_updates:
         assert_trains_as_plain(net, capacity, update, tolerance=2e-6)
 
 
 @pytest.mark.parametrize("net", SUMMED_IN_ANOTHER_ORDER)
-@pytest.mark.every(2)
 def test_the_result_does_not_depend_on_the_plan_even_where_plain_lightning_sums_in_another_order(net: str) -> None:
     """Capacity, packs and how long they stay change nothing. The other networks have the bits of plain Lightning."""
     strategies = [
@@ -269,10 +263,10 @@ def _hugging_face(name: str) -> nn.Module:
     return nets.HuggingFace(models[name]())
 
 
-@pytest.mark.parametrize(("name", "capacity"), in_turns(["gpt2", "llama", "bert"], [("100KiB",), (None,)]))
+@pytest.mark.parametrize(("name", "capacity"), combined(["gpt2", "llama", "bert"], [("100KiB",), (None,)]))
 def test_models_of_hugging_face_train_bit_for_bit_as_plain_lightning(name: str, capacity: str | None) -> None:
     module = build(lambda: _hugging_face(name), "adamw")
-    assert_same_training(module, nets.tokens(), device_memory=capacity, updates=update_for(capacity))
+    assert_same_training(module, nets.tokens(), device_memory=capacity)
 
 
 class LargeVocabulary(nets.Language):

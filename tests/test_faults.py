@@ -26,7 +26,7 @@ from lightning_harmony.engine.devices.stream import HostStream
 from lightning_harmony.errors import CapacityError
 from support import nets
 from support.same_training import Net, trainer_for
-from support.sampling import in_turns
+from support.sampling import combined
 
 pytestmark = [
     # By a thread: what hangs after Ctrl-C may hear no signal any more.
@@ -161,8 +161,7 @@ def undisturbed() -> list[Tensor]:
 # --- Lanes. The first step is measured and defers its update; later ones are planned, fused and update just in time.
 
 
-@pytest.mark.parametrize(("phase", "step", "microbatch"), in_turns(product(PHASES, [0, 1]), [(1,), (0,), (2,)]))
-@pytest.mark.every(2)
+@pytest.mark.parametrize(("phase", "step", "microbatch"), combined(product(PHASES, [0, 1]), [(1,), (0,), (2,)]))
 def test_an_exception_in_a_lane_surfaces_with_its_traceback_and_the_next_fit_works(
     phase: str, step: int, microbatch: int
 ) -> None:
@@ -192,7 +191,7 @@ def test_an_exception_in_a_lane_that_the_user_catches_around_a_layer_is_the_user
 
 
 @pytest.mark.parametrize(
-    ("microbatch", "phase"), in_turns(range(NUM_MICROBATCHES), [("layer forward",), ("layer backward",)])
+    ("microbatch", "phase"), combined(range(NUM_MICROBATCHES), [("layer forward",), ("layer backward",)])
 )
 def test_an_exception_surfaces_from_a_fit_that_validates(microbatch: int, phase: str) -> None:
     module = Faulty(Fault(phase, 1, microbatch))
@@ -318,7 +317,6 @@ def faulty_stream(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], list[
 @pytest.mark.cpu
 @pytest.mark.parametrize("number", [1, 4, 8])
 @pytest.mark.parametrize("stream", ["swap-in", "swap-out", "update"])
-@pytest.mark.every(2)
 def test_an_exception_in_a_helper_thread_surfaces(
     stream: str, number: int, faulty_stream: Callable[[str, int], list[str]]
 ) -> None:
@@ -370,7 +368,7 @@ def assert_interrupted(module: Faulty, *, validate: bool = False) -> None:
 @pytest.mark.usefixtures("default_sigint")
 @pytest.mark.parametrize(
     ("action", "phase", "step"),
-    in_turns(
+    combined(
         [
             *((interrupt, phase) for phase in ("layer forward", "layer backward")),
             *((raise_signal, phase) for phase in ("layer backward", "layer forward")),
@@ -380,7 +378,6 @@ def assert_interrupted(module: Faulty, *, validate: bool = False) -> None:
     ),
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
-@pytest.mark.every(2)
 def test_ctrl_c_in_a_lane_ends_the_fit_as_lightning_does(action: Callable[[], None], phase: str, step: int) -> None:
     assert_interrupted(Faulty(Fault(phase, step, 1, action)))
 

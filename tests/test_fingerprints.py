@@ -283,7 +283,6 @@ class LeftInTheContext(Between):
         *(AHash, AHashWithAKey, AHashOfAnyLength, AQueue, AQueueOfAClassOfItsOwn),
     ],
 )
-@pytest.mark.every(2)
 def test_what_changes_and_tells_nobody_is_each_microbatch_s_own(
     make: type[Between], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -92,7 +92,6 @@ def steps_in(checkpoint: dict[str, Any]) -> set[int]:
 @pytest.mark.parametrize("update", ["auto", "just-in-time", "deferred"])
 @pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("kind", ["on exception", "model checkpoint", "own"])
-@pytest.mark.every(3)
 def test_what_a_callback_saves_while_a_backward_unwinds_is_of_one_step(
     kind: str, error: BaseException, update: Any, tmp_path: Path
 ) -> None:

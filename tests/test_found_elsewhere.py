@@ -21,7 +21,7 @@ from support import another_file, nets
 from support.another_file import Context
 from support.another_file import context as CONTEXT
 from support.same_training import Net, assert_same_training, room, root, trainer_for
-from support.sampling import in_turns
+from support.sampling import combined
 from support.taking_turns import ONE_AFTER_THE_OTHER, samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -156,8 +156,7 @@ def test_what_a_thread_keeps_for_itself_its_lanes_find(
 
 
 @pytest.mark.devices(1, 2)
-@pytest.mark.parametrize(("place", "value", "num_microbatches"), in_turns(product(PLACES, VALUES), [(1,), (4,)]))
-@pytest.mark.every(4)
+@pytest.mark.parametrize(("place", "value", "num_microbatches"), combined(product(PLACES, VALUES), [(1,), (4,)]))
 def test_what_is_set_for_each_layer_its_recompute_finds(place: str, value: str, num_microbatches: int) -> None:
     """The recompute of each found what was set for the last one: other weights, without a word."""
 
@@ -195,7 +194,6 @@ def averaged_anew(model: Model) -> Any:
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("code", [drawn, averaged, averaged_tensor, averaged_anew])
-@pytest.mark.every(2)
 def test_what_a_layers_own_code_changes_in_place_its_recompute_finds_as_the_call_did(
     code: Callable[[Model], Any], num_microbatches: int
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from support.nets import WIDTH, Language, tokens
 from support.same_training import Net, Update, assert_same_training, room, train_harmony
-from support.sampling import in_turns
+from support.sampling import combined
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:lightning",
@@ -106,7 +106,7 @@ class Around(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize(("use", "num_microbatches", "devices"), in_turns(USES, [(4, 2), (1, 1), (4, 1), (1, 2)]))
+@pytest.mark.parametrize(("use", "num_microbatches", "devices"), combined(USES, [(4, 2), (1, 1), (4, 1), (1, 2)]))
 def test_a_function_between_layers_may_be_given_parameters(use: str, num_microbatches: int, devices: int) -> None:
     # It computed with the stand-in, and the gradient that it returned went to no parameter.
     torch.manual_seed(1)
@@ -179,7 +179,7 @@ TRANSFORMS: Mapping[str, Callable[[Tensor, Any], Tensor]] = {
 
 @pytest.mark.parametrize(
     ("use", "devices", "update"),
-    in_turns(product(TRANSFORMS, [1, 2]), [("after the backward",), ("just in time",)]),
+    combined(product(TRANSFORMS, [1, 2]), [("after the backward",), ("just in time",)]),
 )
 def test_a_transform_between_layers_may_find_parameters(use: str, devices: int, update: Update) -> None:
     torch.manual_seed(1)

@@ -80,7 +80,6 @@ def sights(strategy: Any, owner: pl.LightningModule | pl.Callback, hook: str, wr
         (partial(ModelCheckpoint, save_top_k=0), "on_train_batch_end"),
     ],
 )
-@pytest.mark.every(4)
 def test_a_wrapper_on_the_instance_sees_what_it_would(make: Callable[..., Any], hook: str, wrapper: str) -> None:
     # Lightning's helper takes a wrapper for the hook that it wraps, and says that nothing is overridden: such a one found no
     # gradients, and weights from before the update.

@@ -88,6 +88,7 @@ def test_just_in_time_needs_the_gradients_of_few_packs() -> None:
     assert max(fit(strategy()).host_bytes()) <= 12 + RING_BYTES
 
 
+@pytest.mark.nightly
 def test_a_slow_update_does_not_make_gradients_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     submit = HostStream.submit
 

@@ -36,7 +36,6 @@ def on_two(module: Net) -> Training:
 
 
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
-@pytest.mark.every(2)
 def test_gradients_are_summed_in_the_order_of_one_device(kind: type[Chain]) -> None:
     plain = train_plain(build(kind), samples(), MICROBATCHES, BATCH)
     assert all(map(torch.isfinite, plain.losses))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lightning_harmony import HarmonyStrategy
 from support import nets
 from support.same_training import Net, Update, assert_same_training, placed, room, trainer_for
-from support.sampling import in_turns
+from support.sampling import combined
 from support.taking_turns import ONE_AFTER_THE_OTHER, samples, takes_turns
 
 pytestmark = [
@@ -353,7 +353,6 @@ def _process_as_it_was() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("does", [*HAZARDS, *HARMLESS], ids=lambda does: does.__name__)
-@pytest.mark.every(3)
 def test_what_a_step_keeps_while_layers_run_is_as_in_plain_lightning(does: Any) -> None:
     stdout, filters = sys.stdout, list(warnings.filters)
     # Both updates are compared on two devices, below, for one of each sort.
@@ -383,7 +382,6 @@ def test_what_a_step_keeps_is_as_in_plain_lightning_on_two_devices_and_in_little
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-@pytest.mark.every(2)
 def test_what_speaks_against_taking_turns_is_named_once(does: Any, said: str, caplog: Any) -> None:
     takes, messages = takes_turns(Does(does), caplog)
     assert not takes
@@ -393,7 +391,6 @@ def test_what_speaks_against_taking_turns_is_named_once(does: Any, said: str, ca
 
 
 @pytest.mark.parametrize("does", HARMLESS, ids=lambda does: does.__name__)
-@pytest.mark.every(2)
 def test_what_other_microbatches_cannot_find_does_not_keep_them_from_taking_turns(does: Any, caplog: Any) -> None:
     assert takes_turns(Does(does), caplog) == (True, [])
 
@@ -506,12 +503,11 @@ LATE = [
 
 @pytest.mark.parametrize(
     ("does", "kind"),
-    in_turns(
+    combined(
         LATE, [(Later,), (WithStatistics,), (WithStatisticsOfNoLayer,), (WithLateStatistics,), (Draws,), (DrawsBehind,)]
     ),
     ids=lambda value: value.__name__,
 )
-@pytest.mark.every(4)
 def test_a_step_in_which_that_shows_late_is_run_again(does: Any, kind: Any) -> None:
     updates = get_args(Update) if kind is Later else ["just in time"]
     assert_same_training(Net(kind(does)), samples(40), batch_size=8, updates=updates)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_harmony import HarmonyStrategy
 from support import nets
 from support.same_training import SEED, Net, Training, compare, room, train_harmony, train_plain
-from support.sampling import in_turns
+from support.sampling import combined
 from support.taking_turns import samples, takes_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -231,10 +231,9 @@ def named(value: Any) -> str:
 @pytest.mark.devices(1, 2)
 @pytest.mark.parametrize(
     ("hold", "where", "num_microbatches"),
-    in_turns(HELD, [(where, number) for number in (4, 1) for where in WHERE]),
+    combined(HELD, [(where, number) for number in (4, 1) for where in WHERE]),
     ids=named,
 )
-@pytest.mark.every(2)
 def test_each_value_is_drawn_once_and_in_order(hold: Any, where: str, num_microbatches: int) -> None:
     """Microbatches that took turns drew in another order, and recomputes drew once more: other weights, without a word."""
     plain = train_plain(build(hold, where), samples(32), num_microbatches, 8)

@@ -65,7 +65,6 @@ class AloneAtTheEnd(Layer):
 @pytest.mark.parametrize("kind", [Layer, AloneAtTheEnd])
 @pytest.mark.parametrize("function", [Product, InAnObject])
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
-@pytest.mark.every(2)
 def test_weights_that_a_function_keeps_on_its_context_are_those_of_its_forward(
     kind: type[Layer], function: type[torch.autograd.Function], frozen: bool
 ) -> None:

@@ -15,8 +15,8 @@ from torchmetrics import SumMetric
 from lightning_harmony.held.places import Places
 from lightning_harmony.microbatches.lane_attributes import KnownChanges, LaneAttributes
 from support import nets
-from support.same_training import Net, assert_same_training, update_for
-from support.sampling import in_turns
+from support.same_training import Net, assert_same_training
+from support.sampling import combined
 from support.stateful import ReadsWhatLayersSet, SetsWhatLayersRead, samples
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
@@ -139,8 +139,7 @@ KEEPING = [
 ]
 
 
-@pytest.mark.parametrize(("net", "devices", "memory"), in_turns(KEEPING, [(2, "44KiB"), (1, None), (1, "44KiB")]))
-@pytest.mark.every(2)
+@pytest.mark.parametrize(("net", "devices", "memory"), combined(KEEPING, [(2, "44KiB"), (1, None), (1, "44KiB")]))
 def test_what_a_microbatch_keeps_on_modules_is_its_own(net: type[nn.Module], devices: int, memory: Any) -> None:
     torch.manual_seed(0)
     assert_same_training(
@@ -150,7 +149,6 @@ def test_what_a_microbatch_keeps_on_modules_is_its_own(net: type[nn.Module], dev
         batch_size=4,
         devices=devices,
         device_memory=memory,
-        updates=update_for(memory),
     )
 
 
@@ -325,8 +323,7 @@ class ChangesForAWhile(Blocks):
 CHANGES = [by_name, by_flag, by_list, by_function, by_hook, by_hook_within, by_context]
 
 
-@pytest.mark.parametrize(("change", "num_microbatches", "devices"), in_turns(CHANGES, [(4, 2), (4, 1), (1, 1)]))
-@pytest.mark.every(2)
+@pytest.mark.parametrize(("change", "num_microbatches", "devices"), combined(CHANGES, [(4, 2), (4, 1), (1, 1)]))
 def test_what_is_changed_for_a_part_of_a_step_no_other_microbatch_finds(
     change: Any, num_microbatches: int, devices: int
 ) -> None:

@@ -174,7 +174,6 @@ class Steps(Net):
         Statistics,
     ],
 )
-@pytest.mark.every(3)
 def test_a_buffer_that_is_read_between_layers_is_what_its_layer_has_left(net: Any, num_microbatches: int) -> None:
     module = Steps(net())
     assert_same_training(

@@ -21,7 +21,7 @@ from lightning_harmony.errors import UnsupportedModelError
 from support import nets
 from support.nets import VOCABULARY, WIDTH
 from support.same_training import SEED, Net, Update, assert_same_training, trainer_for
-from support.sampling import in_turns
+from support.sampling import combined
 from support.taking_turns import ONE_AFTER_THE_OTHER
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
@@ -773,7 +773,7 @@ SUMMED_IN_ANOTHER_ORDER = {
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo asks.
-@pytest.mark.parametrize(("name", "update"), in_turns(CASES, [("just in time",), ("after the backward",)]))
+@pytest.mark.parametrize(("name", "update"), combined(CASES, [("just in time",), ("after the backward",)]))
 def test_a_model_that_swaps_trains_bit_for_bit_as_plain_lightning(name: str, update: Update) -> None:
     case = CASES[name]
     assert_same_and_swapped(build(case.net), case.samples(), case.memory, layers=case.layers, updates=[update])
@@ -790,12 +790,11 @@ def test_a_model_with_tied_or_shared_sources_differs_by_the_rounding_of_sums_onl
 @pytest.mark.devices(2)
 @pytest.mark.parametrize(
     ("name", "update"),
-    in_turns(
+    combined(
         ["vit", "gemma2", "mixture-of-experts", "unet", "vae", "buffers", "checkpoint-around", "lora"],
         [("just in time",), ("after the backward",)],
     ),
 )
-@pytest.mark.every(2)
 def test_a_model_that_swaps_on_several_devices_trains_bit_for_bit_as_plain_lightning(name: str, update: Update) -> None:
     case = CASES[name]
     assert_same_and_swapped(build(case.net), case.samples(), case.memory, layers=case.layers, updates=[update])

@@ -553,7 +553,6 @@ class Scheduled(Model):
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.every(2)
 def test_schedulers_of_every_interval_give_equal_bits(name: str) -> None:
     # The frequency counts batches, of which plain Lightning would have one for each microbatch.
     number = {"num_microbatches": 1} if name.endswith("every-2-steps") else {}

@@ -16,7 +16,7 @@ from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.updates import streamed_update, update_stage
 from support import nets, same_training
 from support.same_training import SEED, Net, assert_same_training, compare, train_harmony, train_plain, trainer_for
-from support.sampling import in_turns
+from support.sampling import combined
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -47,8 +47,7 @@ def build(optimizer: str, net: Callable[[], Any] = nets.Language) -> Net:
     return Net(net(), OPTIMIZERS[optimizer])
 
 
-@pytest.mark.parametrize(("optimizer", "is_clipped"), in_turns(OPTIMIZERS, [(True,), (False,)]))
-@pytest.mark.every(2)
+@pytest.mark.parametrize(("optimizer", "is_clipped"), combined(OPTIMIZERS, [(True,), (False,)]))
 def test_training_is_that_of_plain_lightning_on_the_same_device(optimizer: str, is_clipped: bool) -> None:
     clip = {"gradient_clip_val": 0.05} if is_clipped else {}
     assert_same_training(build(optimizer), nets.tokens(), device_memory=CAPACITY, updates=("just in time",), **clip)
@@ -56,7 +55,7 @@ def test_training_is_that_of_plain_lightning_on_the_same_device(optimizer: str, 
 
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
-    in_turns(["AdamW", "momentum", "Adafactor"], [("bf16-true",), ("bf16-mixed",), ("64-true",)]),
+    combined(["AdamW", "momentum", "Adafactor"], [("bf16-true",), ("bf16-mixed",), ("64-true",)]),
 )
 def test_training_is_that_of_plain_lightning_in_each_precision(optimizer: str, precision: str) -> None:
     assert_same_training(

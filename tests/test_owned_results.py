@@ -19,8 +19,8 @@ from lightning_harmony.engine.layers.owned_results import OwnedResults
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.structures.tree import tensors_of
 from support.nets import WIDTH
-from support.same_training import Net, assert_same_training, room, trainer_for, update_for
-from support.sampling import in_turns
+from support.same_training import Net, assert_same_training, room, trainer_for
+from support.sampling import combined
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -74,9 +74,8 @@ class Predicting(Net):
 
 
 @pytest.mark.parametrize(
-    ("way", "memory", "devices"), in_turns(WAYS, [(None, 2), ("12KiB", 1), ("12KiB", 2), (None, 1)])
+    ("way", "memory", "devices"), combined(WAYS, [(None, 2), ("12KiB", 1), ("12KiB", 2), (None, 1)])
 )
-@pytest.mark.every(2)
 def test_a_frozen_weight_is_what_it_was(way: str, memory: str | None, devices: int) -> None:
     # It was what lay in its place when it was read.
     torch.manual_seed(0)
@@ -84,11 +83,10 @@ def test_a_frozen_weight_is_what_it_was(way: str, memory: str | None, devices: i
     module.net.prior.requires_grad_(False)  # type: ignore[operator, union-attr]
     samples = torch.randn(24, WIDTH)
     layers = [nn.Linear, Prior]
-    updates = update_for(memory)
-    assert_same_training(module, samples, device_memory=room(memory), devices=devices, layers=layers, updates=updates)
+    assert_same_training(module, samples, device_memory=room(memory), devices=devices, layers=layers)
 
 
-@pytest.mark.parametrize(("way", "memory"), in_turns(WAYS, [(None,), ("12KiB",)]))
+@pytest.mark.parametrize(("way", "memory"), combined(WAYS, [(None,), ("12KiB",)]))
 def test_a_prediction_finds_weights_as_they_are(way: str, memory: str | None) -> None:
     torch.manual_seed(0)
     module, loader = Predicting(Matched(way)), DataLoader(torch.randn(24, WIDTH), batch_size=8)

@@ -14,7 +14,7 @@ import torch
 from lightning_harmony.plan.simulate.replay import predict
 from lightning_harmony.plan.values.machine import H200
 from lightning_harmony.plan.values.plan import Plan
-from support.sampling import in_turns
+from support.sampling import combined
 
 pytestmark = [
     pytest.mark.cpu,
@@ -69,13 +69,12 @@ def refuse_other_bytes(measured: Any, plan: Plan, counted: Any, *, far: float = 
 
 
 @pytest.mark.parametrize("row", ["per microbatch", "grouping", "just in time", "packing", "prefetch"])
-@pytest.mark.every(2)
 def test_replay_counts_what_one_device_copies_in_each_row(paper: Any, row: str) -> None:
     refuse_other_bytes(*run(paper, "gpt2-xl", row, 1, "pipeline", TIGHT))
 
 
 @pytest.mark.parametrize(
-    ("row", "parallel"), in_turns(["per microbatch", "grouping", "just in time"], [("data",), ("pipeline",)])
+    ("row", "parallel"), combined(["per microbatch", "grouping", "just in time"], [("data",), ("pipeline",)])
 )
 def test_replay_counts_what_two_devices_copy(paper: Any, row: str, parallel: str) -> None:
     measured, plan, counted = run(paper, "gpt2-xl", row, 2, parallel, AMPLE)

@@ -117,7 +117,6 @@ def trained(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("kind", [Scaled, QLoRA, Offset])
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.every(2)
 def test_attributes_of_weights_reach_the_forward(kind: type[nn.Module], devices: int) -> None:
     torch.manual_seed(0)
     net = Stack(*(kind(16) for _ in range(3)))  # type: ignore[call-arg]

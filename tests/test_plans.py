@@ -33,7 +33,7 @@ from support import nets
 from support.cases import NETS, SUMMED_IN_ANOTHER_ORDER
 from support.copies import Late, Prompt
 from support.same_training import SEED, Net, Reports, compare, room, train_harmony, trainer_for
-from support.sampling import in_turns
+from support.sampling import combined
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -191,7 +191,6 @@ class TestPrediction:
 
     @pytest.mark.parametrize("joined", [(), (2, 3), (1, 3, 4)])
     @pytest.mark.parametrize("capacity", [None, "96KiB", "64KiB"])
-    @pytest.mark.every(2)
     def test_lanes_are_granted_in_the_order_that_the_schedule_tells(
         self, capacity: str | None, joined: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -291,7 +290,6 @@ class TestForeseen:
 
     @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 8])
     @pytest.mark.parametrize("net", [Wide])
-    @pytest.mark.every(2)
     def test_bytes_and_peaks_of_steps_are_those_foreseen(
         self, num_microbatches: int, net: type[torch.nn.Module]
     ) -> None:
@@ -314,7 +312,6 @@ class TestForeseen:
 
     @pytest.mark.parametrize("update", ["auto", "deferred"])
     @pytest.mark.parametrize("net", [Wide, nets.SkipConnections])
-    @pytest.mark.every(2)
     def test_bytes_do_not_depend_on_how_fast_copies_are(
         self, net: type[torch.nn.Module], update: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -329,7 +326,6 @@ class TestForeseen:
                     self.compare(device, report)
 
     @pytest.mark.parametrize("capacity", ["640KiB", "896KiB", "1280KiB"])
-    @pytest.mark.every(2)
     def test_to_fetch_ahead_swaps_no_more(self, capacity: str) -> None:
         run = swept(capacity, 4, Wide)
         assert run is not None
@@ -440,11 +436,10 @@ class TestGiven:
 class TestForwardPacks:
     @pytest.mark.parametrize(
         ("net", "capacity"),
-        in_turns(
+        combined(
             ["plain", "dropout", "tied-by-code", "skipped", "own-parameters", "used-twice"], [(None,), ("128KiB",)]
         ),
     )
-    @pytest.mark.every(2)
     def test_a_turn_of_the_forward_that_takes_several_packs_changes_no_bit(
         self, net: str, capacity: str | None
     ) -> None:
@@ -488,7 +483,7 @@ class TestReuse:
     @pytest.mark.cpu
     @pytest.mark.parametrize(
         ("reuse", "num_devices", "parallel"),
-        in_turns(["none", "visit", "just-in-time"], [(2, "pipeline"), (3, "data"), (1, "pipeline")]),
+        combined(["none", "visit", "just-in-time"], [(2, "pipeline"), (3, "data"), (1, "pipeline")]),
     )
     def test_changes_what_is_copied_and_nothing_else(self, reuse: Any, num_devices: int, parallel: Any) -> None:
         names = ["net.embed", *(f"net.blocks.{i}" for i in range(4)), "net.head"]

@@ -35,7 +35,7 @@ from support.lightning_fits import (
     values,
 )
 from support.same_training import root
-from support.sampling import in_turns
+from support.sampling import combined
 
 pytestmark = [
     pytest.mark.timeout(60, method="thread"),
@@ -95,7 +95,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     ("clip", "optimizer"),
     [*(("norm", name) for name in OPTIMIZERS), ("never reached", "AdamW"), ("value", "SGD"), ("none", "momentum")],
 )
-@pytest.mark.every(2)
 def test_an_update_as_late_as_can_be_gives_equal_bits(clip: str, optimizer: str, postponed: list[bool]) -> None:
     plain = fit("plain", Model(OPTIMIZERS[optimizer]), max_epochs=2, **CLIPS[clip])
     swapped = fit(
@@ -163,7 +162,7 @@ def test_a_shared_parameter_is_updated_once(options: dict[str, Any], postponed: 
     assert any(postponed)
 
 
-@pytest.mark.parametrize(("way", "parallel"), in_turns(WAYS, [("pipeline",), ("data",)]))
+@pytest.mark.parametrize(("way", "parallel"), combined(WAYS, [("pipeline",), ("data",)]))
 def test_several_devices_wait_for_a_postponed_update(way: str, parallel: Any, postponed: list[bool]) -> None:
     runs = [
         fit(
@@ -271,7 +270,6 @@ def assert_same_sights(make: Callable[[], Any], of: Callable[[Any], Any], **opti
 
 @BOTH_WAYS
 @pytest.mark.parametrize("hooks", [*([hook] for hook in BETWEEN), AROUND], ids=lambda hooks: hooks[0])
-@pytest.mark.every(2)
 def test_callbacks_see_finished_weights(hooks: list[str], options: dict[str, Any], postponed: list[bool]) -> None:
     seen = assert_same_sights(lambda: (Model(), [Looks(hooks)]), lambda trainer: trainer.callbacks[0].seen, **options)
     assert set(seen) >= set(hooks) - {"on_save_checkpoint"}
@@ -281,7 +279,7 @@ def test_callbacks_see_finished_weights(hooks: list[str], options: dict[str, Any
 
 @pytest.mark.parametrize(
     ("hook", "way"),
-    in_turns(
+    combined(
         [
             "on_train_batch_start",
             "on_train_batch_end",
@@ -295,7 +293,6 @@ def test_callbacks_see_finished_weights(hooks: list[str], options: dict[str, Any
     ),
 )
 @pytest.mark.usefixtures("postponed")
-@pytest.mark.every(2)
 def test_the_module_sees_finished_weights(hook: str, way: str) -> None:
     options = WAYS[way]
     seen = assert_same_sights(lambda: (LooksBack(hook), []), lambda trainer: trainer.lightning_module.seen, **options)

@@ -26,7 +26,7 @@ from support.same_training import (
     train_plain,
     trainer_for,
 )
-from support.sampling import in_turns
+from support.sampling import combined
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -154,8 +154,7 @@ COMPUTE_NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("net", "with_gradients"), in_turns(COMPUTE_NETS, [(True,), (False,)]))
-@pytest.mark.every(2)
+@pytest.mark.parametrize(("net", "with_gradients"), combined(COMPUTE_NETS, [(True,), (False,)]))
 def test_bf16_compute_is_a_bfloat16_copy_with_float32_masters(net: str, with_gradients: bool) -> None:
     make, samples = COMPUTE_NETS[net]
     module = build(make, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))

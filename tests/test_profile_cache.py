@@ -26,7 +26,7 @@ from lightning_harmony.plan.values.record import Record
 from lightning_harmony.setup.profile_cache import ProfileCache
 from support import nets
 from support.same_training import SEED, Net, Training, compare, room, train_harmony, train_plain
-from support.sampling import in_turns
+from support.sampling import combined
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -155,7 +155,7 @@ class TestFirstStep:
 
     @pytest.mark.parametrize(
         ("net", "precision", "update"),
-        in_turns(
+        combined(
             [
                 (nets.Language, "32-true"),
                 (nets.Language, "bf16-mixed"),
@@ -171,7 +171,6 @@ class TestFirstStep:
             [("auto",), ("deferred",)],
         ),
     )
-    @pytest.mark.every(3)
     def test_changes_no_bit(self, net: Any, precision: str, update: str, folder: Path) -> None:
         options: Any = {"device_memory": "128KiB", "precision": precision}
         expected = train(False, net, **options)

@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_harmony import HarmonyStrategy, UnsupportedModelError
 from lightning_harmony.engine.lanes.rng import stream_seed
 from support import nets
-from support.same_training import SEED, Net, assert_same_training, placed, room, root, update_for
-from support.sampling import in_turns
+from support.same_training import SEED, Net, assert_same_training, placed, room, root
+from support.sampling import combined
 from support.stateful import Blocks, CountsInATensor, GivesAMask, Measures, samples
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
@@ -73,8 +73,7 @@ class CountsInAnArray(nets.Block):
         return super().forward(x) * (1 + 0.1 * (float(calls[where]) % 3))
 
 
-@pytest.mark.parametrize(("kind", "num_microbatches"), in_turns(product(ARRAYS, [1, 4]), [()]))
-@pytest.mark.every(2)
+@pytest.mark.parametrize(("kind", "num_microbatches"), combined(product(ARRAYS, [1, 4]), [()]))
 def test_what_a_layer_counts_in_an_array_counts_once(kind: str, num_microbatches: int) -> None:
     """Recomputes counted on: other weights, without a word."""
     assert_same_training(
@@ -82,7 +81,6 @@ def test_what_a_layer_counts_in_an_array_counts_once(kind: str, num_microbatches
         samples(),
         num_microbatches=num_microbatches,
         device_memory=room("40KiB"),
-        updates=update_for("40KiB"),
     )
 
 
@@ -253,8 +251,7 @@ def test_a_recompute_uses_the_kernels_that_a_step_chooses_for_a_while(devices: i
 BLOCKS = [Counts, BeginsOnce, Collects, CountsInATensor, Measures, TorchGenerator, OtherGenerators]
 
 
-@pytest.mark.parametrize(("block", "devices", "memory"), in_turns(BLOCKS, [(2, "44KiB"), (1, None), (1, "44KiB")]))
-@pytest.mark.every(2)
+@pytest.mark.parametrize(("block", "devices", "memory"), combined(BLOCKS, [(2, "44KiB"), (1, None), (1, "44KiB")]))
 def test_a_recompute_finds_what_a_layer_keeps_in_python(block: type[nn.Module], devices: int, memory: Any) -> None:
     torch.manual_seed(0)
     net = Net(Blocks(block))
@@ -265,13 +262,12 @@ def test_a_recompute_finds_what_a_layer_keeps_in_python(block: type[nn.Module], 
         batch_size=4,
         devices=devices,
         device_memory=memory,
-        updates=update_for(memory),
     )
 
 
 @pytest.mark.parametrize(
     ("net", "devices", "memory"),
-    in_turns([EvaluatedThenTrained, Lists, Dicts], [(1, None), (1, "44KiB"), (2, "44KiB")]),
+    combined([EvaluatedThenTrained, Lists, Dicts], [(1, None), (1, "44KiB"), (2, "44KiB")]),
 )
 def test_a_recompute_finds_what_a_layer_is_given(net: type[nn.Module], devices: int, memory: Any) -> None:
     torch.manual_seed(0)
@@ -285,7 +281,6 @@ def test_a_recompute_finds_what_a_layer_is_given(net: type[nn.Module], devices: 
         devices=devices,
         device_memory=memory,
         tolerance=tolerance,
-        updates=update_for(memory),
     )
 
 
@@ -294,9 +289,8 @@ GIVEN: dict[str, Any] = {"slices": Slices, "an object": GivesAMask, "calls itsel
 
 @pytest.mark.parametrize(
     ("name", "smallest", "devices", "memory"),
-    in_turns(product(GIVEN, [64, 16 * 1024]), [(1, None), (1, "44KiB"), (2, "44KiB")]),
+    combined(product(GIVEN, [64, 16 * 1024]), [(1, None), (1, "44KiB"), (2, "44KiB")]),
 )
-@pytest.mark.every(2)
 def test_a_recompute_finds_what_a_layer_is_given_however_it_is_called(
     name: str, smallest: int, devices: int, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,7 +307,6 @@ def test_a_recompute_finds_what_a_layer_is_given_however_it_is_called(
         batch_size=4,
         devices=devices,
         device_memory=memory,
-        updates=update_for(memory),
     )
 
 
@@ -480,7 +473,6 @@ def test_what_would_go_wrong_is_refused(net: Any, memory: Any, message: str, dev
 
 @pytest.mark.parametrize(("devices", "memory"), [(1, None), (1, "60KiB"), (2, None), (2, "60KiB")])
 @pytest.mark.parametrize("net", [GivesByAttribute, GivesInAnObject])
-@pytest.mark.every(2)
 def test_a_tensor_that_comes_by_an_attribute_or_in_an_object_keeps_its_gradient(
     net: type[nn.Module], devices: int, memory: Any
 ) -> None:
@@ -492,7 +484,6 @@ def test_a_tensor_that_comes_by_an_attribute_or_in_an_object_keeps_its_gradient(
         batch_size=4,
         devices=devices,
         device_memory=memory,
-        updates=update_for(memory),
     )
 
 
@@ -525,7 +516,6 @@ def test_layers_that_share_a_norm_keep_each_other_s_statistics_to_rounding_as_su
         tolerance=1e-4,
         parallel=parallel,
         devices=devices,
-        updates=update_for(device_memory),
     )
 
 

@@ -623,7 +623,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.every(2)
 def test_a_parameter_changed_within_the_step_is_refused(change: str) -> None:
     module = Glue()
     module.change = CHANGES[change]

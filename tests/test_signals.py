@@ -29,7 +29,7 @@ from support.lightning_fits import (
     trainer_for,
     values,
 )
-from support.sampling import in_turns
+from support.sampling import combined
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -147,7 +147,7 @@ def test_after_sigterm_the_step_is_finished_and_the_fit_ends_as_in_plain_lightni
 
 @pytest.mark.parametrize(
     ("name", "update"),
-    in_turns(["SIGTERM", "SIGALRM", "SIGXCPU", "SIGCONT", "SIGINT"], [("just-in-time",), ("deferred",)]),
+    combined(["SIGTERM", "SIGALRM", "SIGXCPU", "SIGCONT", "SIGINT"], [("just-in-time",), ("deferred",)]),
 )
 def test_a_handler_of_any_signal_saves_the_state_after_a_whole_step(
     name: str, update: Any, handled: Any, tmp_path: Any

@@ -90,6 +90,7 @@ class Busy(Model):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_steps", [80, pytest.param(2000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
 def test_nothing_grows_with_the_number_of_steps(num_steps: int, tmp_path: Path) -> None:
     usages = Usages()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_harmony import HarmonyStrategy
 from support.same_training import trainer_for
-from support.sampling import in_turns
+from support.sampling import combined
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -84,8 +84,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "memory"), in_turns(KINDS, [("32KiB",), (None,)]))
-@pytest.mark.every(2)
+@pytest.mark.parametrize(("kind", "memory"), combined(KINDS, [("32KiB",), (None,)]))
 def test_a_batch_of_certain_samples_trains_as_under_accumulation(kind: str, memory: str | None) -> None:
     """Of a list of samples, each sample's own tensor was cut: every microbatch had a part of all samples."""
     collate, tensors = KINDS[kind]
@@ -143,7 +142,7 @@ UNCERTAIN: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "memory"), in_turns(UNCERTAIN, [("32KiB",), (None,)]))
+@pytest.mark.parametrize(("kind", "memory"), combined(UNCERTAIN, [("32KiB",), (None,)]))
 def test_a_batch_of_uncertain_samples_runs_whole_and_says_so_once(kind: str, memory: str | None) -> None:
     collate, tensors, why = UNCERTAIN[kind]
     data = DataLoader(samples(), 8, collate_fn=collate)

@@ -33,7 +33,7 @@ from support.same_training import (
     train_plain,
     trainer_for,
 )
-from support.sampling import in_turns
+from support.sampling import combined
 from support.spreading import spread_packs
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
@@ -118,8 +118,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "devices"), in_turns(OPTIONS, [(2,), (3,)]))
-@pytest.mark.every(2)
+@pytest.mark.parametrize(("name", "devices"), combined(OPTIONS, [(2,), (3,)]))
 def test_a_spread_head_changes_no_bit(name: str, devices: int) -> None:
     module, options = build(), OPTIONS[name]
     one, several = train(module, 1, **options), train(module, devices, plan_for(devices), **options)
@@ -154,7 +153,6 @@ def test_room_is_made_for_sums_and_what_comes_before_they_are_there(monkeypatch:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("devices", [2, 3, 4])
-@pytest.mark.every(2)
 def test_the_bytes_that_a_spread_head_takes_are_reported(devices: int) -> None:
     """Each device brings the head, its gradients leave once, and those of each microbatch come to its home."""
     module = build()
@@ -195,9 +193,8 @@ ON_ONE_DEVICE: dict[str, Training] = {}
 
 @pytest.mark.parametrize(
     ("net", "which", "memory"),
-    in_turns([*NETS, "tied-by-code", "used-twice"], [("last", None), ("some", "96KiB"), ("all", "72KiB")]),
+    combined([*NETS, "tied-by-code", "used-twice"], [("last", None), ("some", "96KiB"), ("all", "72KiB")]),
 )
-@pytest.mark.every(3)
 def test_whatever_is_spread_changes_no_bit(
     net: str, which: str, memory: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

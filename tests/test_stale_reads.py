@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_harmony.held.reads import Uses, Watched, version_of
 from support import nets
 from support.same_training import Net, assert_same_training, room, root
-from support.sampling import in_turns
+from support.sampling import combined
 from support.taking_turns import samples, takes_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -282,8 +282,7 @@ def named(value: Any) -> str:
     return getattr(value, "__name__", "") or "{} to {} from {} by {}".format(*value)
 
 
-@pytest.mark.parametrize(("keep", "when"), in_turns(KEPT, [(when,) for when in WHEN]), ids=named)
-@pytest.mark.every(3)
+@pytest.mark.parametrize(("keep", "when"), combined(KEPT, [(when,) for when in WHEN]), ids=named)
 def test_what_is_first_read_in_a_later_step_is_what_the_microbatch_before_has_left(keep: Any, when: Any) -> None:
     module = Net(Keeps(keep, when))
     assert_same_training(module, samples(32), batch_size=8, device_memory=room("40KiB"), updates=["just in time"])

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from support import nets
 from support.counters import counter
 from support.same_training import Net, assert_same_training
-from support.sampling import in_turns
+from support.sampling import combined
 from support.taking_turns import samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -248,8 +248,7 @@ KINDS = [
 
 
 @pytest.mark.devices(1, 2)
-@pytest.mark.parametrize(("kind", "num_microbatches"), in_turns(KINDS, [(1,), (4,)]))
-@pytest.mark.every(2)
+@pytest.mark.parametrize(("kind", "num_microbatches"), combined(KINDS, [(1,), (4,)]))
 def test_what_a_layer_counts_elsewhere_counts_once(kind: type[Counts], num_microbatches: int) -> None:
     assert_same_training(
         Counting(Model(kind)),

@@ -27,7 +27,7 @@ from lightning_harmony.engine.updates.disk_home import NUM_BUFFERS
 from lightning_harmony.plan.values.host_need import num_on_disk
 from lightning_harmony.updating.optimizer_state import state_bytes
 from support.same_training import Net, Training, _fit, _result, compare, train_plain, trainer_for
-from support.sampling import in_turns
+from support.sampling import combined
 
 pytestmark = [
     pytest.mark.cpu,
@@ -134,9 +134,8 @@ def plain(optimizer: str, *callbacks: pl.Callback, **options: Any) -> Training:
 # Each optimizer with both shares, and with an update just in time and one after the backward.
 @pytest.mark.parametrize(
     ("share", "optimizer", "clips"),
-    in_turns([*product([0.5], OPTIMIZERS), *product([1.0], reversed(OPTIMIZERS)), (0.0, "AdamW")], [(False,), (True,)]),
+    combined([*product([0.5], OPTIMIZERS), *product([1.0], reversed(OPTIMIZERS)), (0.0, "AdamW")], [(False,), (True,)]),
 )
-@pytest.mark.every(2)
 def test_no_bit_depends_on_how_much_lives_on_disk(
     share: float, optimizer: str, clips: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -308,6 +307,7 @@ with pytest.MonkeyPatch.context() as patch:
 """
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_of_a_fit_that_was_killed(tmp_path: Path) -> None:
     (disk := tmp_path / "disk").mkdir()
     code = KILLED.format(tests=str(Path(__file__).parent), folder=str(disk))

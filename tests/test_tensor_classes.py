@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from support.nets import WIDTH
-from support.same_training import Net, assert_same_training, room, update_for
-from support.sampling import in_turns
+from support.same_training import Net, assert_same_training, room
+from support.sampling import combined
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -89,7 +89,7 @@ class Chain(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "memory", "devices"), in_turns(KINDS, [("48KiB", 1), (None, 2), ("48KiB", 2), (None, 1)])
+    ("kind", "memory", "devices"), combined(KINDS, [("48KiB", 1), (None, 2), ("48KiB", 2), (None, 1)])
 )
 def test_layers_compute_by_what_they_see(kind: str, memory: str | None, devices: int) -> None:
     """Attributes reached no layer in training, and a class none that was run again: gradients were silently wrong."""
@@ -101,7 +101,6 @@ def test_layers_compute_by_what_they_see(kind: str, memory: str | None, devices:
         device_memory=room(memory),
         devices=devices,
         layers=[Seeing],
-        updates=update_for(memory),
     )
 
 

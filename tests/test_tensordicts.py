@@ -184,13 +184,11 @@ def samples() -> Tensor:
 
 @pytest.mark.parametrize("memory", [None, "240KiB"])
 @pytest.mark.parametrize("name", STATES)
-@pytest.mark.every(4)
 def test_layers_hand_tensordicts_on(name: str, memory: str | None) -> None:
     assert_same_training(Net(STATES[name]()), samples(), device_memory=memory, layers=[Layer])
 
 
 @pytest.mark.parametrize("name", STATES)
-@pytest.mark.every(4)
 def test_layers_on_two_devices_hand_tensordicts_on(name: str) -> None:
     assert_same_training(Net(STATES[name]()), samples(), devices=2, layers=[Layer])
 

@@ -69,7 +69,6 @@ def fit(module: Model, *callbacks: pl.Callback) -> pl.Trainer:
 
 @pytest.mark.parametrize("change", [clamp, replace, freeze])
 @pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.every(2)
 def test_a_hook_of_the_module_may_not_change_parameters(hook: str, change: Callable[[Model], Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"net\.2\.weight.*Model\.{hook} is overridden.*on_train_batch"):
         fit(from_third_step(Model(), hook, change))

@@ -32,7 +32,7 @@ from support.device_updates import (
     train,
 )
 from support.same_training import Net, Training, compare, train_plain
-from support.sampling import in_turns
+from support.sampling import combined
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -126,7 +126,7 @@ def test_packs_that_devices_update_train_as_plain_lightning_in_every_precision(p
 
 @pytest.mark.cpu
 @pytest.mark.parametrize(
-    ("precision", "optimizer"), in_turns(["bf16-mixed", "32-true", "bf16-true"], [("AdamW",), ("Adafactor",)])
+    ("precision", "optimizer"), combined(["bf16-mixed", "32-true", "bf16-true"], [("AdamW",), ("Adafactor",)])
 )
 def test_weights_that_stay_for_their_update_are_those_of_the_host(
     optimizer: str, precision: Any, monkeypatch: pytest.MonkeyPatch

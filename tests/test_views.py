@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from support.nets import WIDTH
 from support.same_training import Net, Update, assert_same_training, room
-from support.sampling import IS_WHOLE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
 
@@ -87,8 +86,7 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("seed", range(32 if IS_WHOLE else 16))
-@pytest.mark.every(2)
+@pytest.mark.parametrize("seed", range(32))
 def test_layers_train_the_same_whatever_views_they_are_given(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As small as users' own tests are: what is too small for the stash stays on the device."""
     monkeypatch.setattr("lightning_harmony.engine.memory.stash.SMALLEST_BYTES", 16 * 1024)

@@ -205,7 +205,6 @@ def taken_from(queue: Queue[Any]) -> list[Any]:
 @pytest.mark.devices(1, 2)
 @pytest.mark.parametrize("device_memory", [None, "28KiB"])
 @pytest.mark.parametrize("kind", [*KINDS, AsAttribute, *MOVED])
-@pytest.mark.every(3)
 def test_weights_in_objects_train_with_equal_bits(kind: type[nn.Module], device_memory: str | None) -> None:
     assert_same_training(Net(Stack(*[Adapted(kind(), SIZE) for _ in range(4)])), SAMPLES, device_memory=device_memory)
 
@@ -230,7 +229,6 @@ def test_a_backward_that_no_saved_tensor_announces_finds_the_weight(kind: type[n
 
 @pytest.mark.parametrize("is_alone", [False, True])
 @pytest.mark.parametrize("kind", [*KINDS, *MOVED])
-@pytest.mark.every(2)
 def test_products_find_elements_and_scales_on_the_device_and_nowhere_else(
     kind: type[nn.Module], is_alone: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

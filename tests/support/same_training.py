@@ -18,7 +18,6 @@ from lightning_harmony import HarmonyStrategy, StepReport
 from lightning_harmony.engine.lanes.rng import stream_seed
 from lightning_harmony.engine.structures.parts import is_composed, parts_of
 from lightning_harmony.plan.values.memory_size import parse_bytes
-from support.sampling import IS_WHOLE
 
 SEED = 7
 Update = Literal["after the backward", "just in time"]
@@ -251,13 +250,6 @@ def assert_same_training(
         if device_memory is not None:
             assert_within(reports, device_memory)
     return reports
-
-
-def update_for(device_memory: Any) -> tuple[Update, ...]:
-    """One update for each capacity: for what is about neither, and is tried in each of them. In whole matrices, both."""
-    if IS_WHOLE:
-        return get_args(Update)
-    return ("after the backward",) if device_memory is None else ("just in time",)
 
 
 def compare(plain: Training, other: Training, tolerance: float = 0.0) -> None:

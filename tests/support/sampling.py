@@ -1,30 +1,54 @@
-"""Pairs out of a matrix of cases: each row and each column comes, not each of their combinations."""
+"""Cases of tests: all combinations, and the few of them that `make test` runs."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
+from zlib import crc32
 
-# `make test-whole` runs all combinations.
+import pytest
+
+Value = TypeVar("Value")
+
+# `make test-whole` runs all cases of all tests.
 IS_WHOLE = bool(os.environ.get("WHOLE_MATRICES"))
-# Parameters that say where a model trains, and not what is tried there.
-CIRCUMSTANCES = frozenset(
-    [
-        *("num_default_devices", "devices", "num_devices", "parallel"),
-        *("device_memory", "memory", "capacity"),
-        *("num_microbatches", "update"),
-    ]
-)
 
 
-def in_turns(rows: Iterable[Any], columns: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Each row with one of the columns, these in turns; with each of them if whole matrices are asked for.
+def combined(rows: Iterable[Any], columns: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Each row with each of the columns.
 
     Args:
         rows: values of one parameter, or tuples of several parameters' values.
         columns: tuples of the other parameters' values.
     """
-    pairs = product(rows, columns) if IS_WHOLE else ((row, columns[i % len(columns)]) for i, row in enumerate(rows))
-    return [(*(row if isinstance(row, tuple) else (row,)), *column) for row, column in pairs]
+    return [(*(row if isinstance(row, tuple) else (row,)), *column) for row, column in product(rows, columns)]
+
+
+def one_of(values: Sequence[Value], name: str) -> Value:
+    """One of some values, the same in every run."""
+    return values[crc32(name.encode()) % len(values)]
+
+
+def sample_of(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Some of the cases of a test: as many as the natural logarithm of their number says, and one at least.
+
+    Each is the one with most values that none before it has, and of equals one that the names say: the same in every run, and
+    another one in a test with the same parameters.
+    """
+    left = sorted(cases, key=lambda case: crc32(case.nodeid.encode()))
+    chosen: list[pytest.Item] = []
+    seen: set[tuple[str, int]] = set()
+    for _ in range(max(1, int(math.log(len(cases))))):
+        chosen.append(max(left, key=lambda case: len(_values_of(case) - seen)))
+        left.remove(chosen[-1])
+        seen |= _values_of(chosen[-1])
+    return chosen
+
+
+def _values_of(case: pytest.Item) -> set[tuple[str, int]]:
+    # Values are objects of the test's module, which all cases share.
+    callspec = getattr(case, "callspec", None)
+    return set() if callspec is None else {(name, id(value)) for name, value in callspec.params.items()}

@@ -134,7 +134,7 @@ def repacked(plan: Plan, sizes: list[int], **changes: Any) -> Plan:
     ids=["layers", "layers that keep graphs", "packs", "packs that keep graphs", "all in one"],
 )
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
-@pytest.mark.every(4)
+@pytest.mark.sampled
 def test_there_is_room_for_what_a_visit_allocates(
     sizes: list[int], kept: tuple[int, ...], fused: bool, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +151,7 @@ def test_there_is_room_for_what_a_visit_allocates(
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+@pytest.mark.sampled
 def test_there_is_room_for_the_backward_of_a_loss_on_the_last_of_several_devices(
     fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

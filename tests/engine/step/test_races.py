@@ -26,7 +26,7 @@ from lightning_harmony.plan.values.plan import Plan
 from support import nets
 from support.cases import NETS, SUMMED_IN_ANOTHER_ORDER
 from support.same_training import SEED, Gradients, Net, trainer_for
-from support.sampling import IS_WHOLE, in_turns
+from support.sampling import combined
 from support.spreading import spread_packs
 from support.stateful import Blocks, CountsInATensor, GivesAMask, Measures, ReadsWhatLayersSet, SetsWhatLayersRead
 from support.stateful import samples as pairs
@@ -34,6 +34,7 @@ from support.streams import Detector, FakeCudaDevice, detecting, on_root
 
 pytestmark = [
     pytest.mark.cpu,
+    pytest.mark.sampled,
     pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*"),
 ]
 
@@ -50,11 +51,6 @@ ALL: Mapping[str, Callable[[], nn.Module]] = {
 }
 # Those in which most goes from device to device, and most makes gradients of one parameter.
 MOST_ENTANGLED = ("skip-connections", "own-parameters", "used-twice", "regularized")
-
-
-def entangled(first: int) -> tuple[str, ...]:
-    """The same, from one of them on: of every second one, each comes in some test."""
-    return (*MOST_ENTANGLED[first:], *MOST_ENTANGLED[:first])
 
 
 # Layers with tensors in attributes, of which those of other devices' layers are on another one.
@@ -272,30 +268,30 @@ def find_races(
     return [f"{race.what}:\n  {race.first}\n  {race.second}" for race in detector.races]
 
 
-@pytest.mark.parametrize(("net", "device_memory", "parallel"), in_turns(ALL, [(None, "data"), ("22KiB", "pipeline")]))
-@pytest.mark.every(3)
+@pytest.mark.parametrize(("net", "device_memory", "parallel"), combined(ALL, [(None, "data"), ("22KiB", "pipeline")]))
 def test_nothing_races(monkeypatch: pytest.MonkeyPatch, net: str, device_memory: str | None, parallel: Any) -> None:
     assert find_races(monkeypatch, net, device_memory=device_memory, parallel=parallel) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("net", "device_memory", "parallel"), in_turns(entangled(0), [(None, "pipeline"), ("22KiB", "data")])
+    ("net", "device_memory", "parallel"), combined(MOST_ENTANGLED, [(None, "pipeline"), ("22KiB", "data")])
 )
-@pytest.mark.every(2)
 def test_nothing_races_the_other_way(
     monkeypatch: pytest.MonkeyPatch, net: str, device_memory: str | None, parallel: Any
 ) -> None:
     assert find_races(monkeypatch, net, device_memory=device_memory, parallel=parallel) == []
 
 
-@pytest.mark.parametrize(("net", "device_memory"), in_turns(OF_OTHER_DEVICES, [(None,), ("22KiB",)]))
-@pytest.mark.every(2)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("net", "device_memory"), combined(OF_OTHER_DEVICES, [(None,), ("22KiB",)]))
 def test_layers_reach_tensors_on_other_devices(monkeypatch: pytest.MonkeyPatch, net: str, device_memory: Any) -> None:
     """Such operations used to be refused by torch, operands of two GPUs in one."""
     assert find_races(monkeypatch, net, device_memory=device_memory) == []
 
 
-@pytest.mark.parametrize(("net", "device_memory"), in_turns(THAT_FIND_TENSORS, [(None,), ("22KiB",)]))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("net", "device_memory"), combined(THAT_FIND_TENSORS, [(None,), ("22KiB",)]))
 def test_transforms_and_layers_find_tensors_on_other_devices(
     monkeypatch: pytest.MonkeyPatch, net: str, device_memory: Any
 ) -> None:
@@ -303,8 +299,7 @@ def test_transforms_and_layers_find_tensors_on_other_devices(
     assert find_races(monkeypatch, net, device_memory=device_memory) == []
 
 
-@pytest.mark.parametrize(("net", "device_memory"), in_turns(OF_THE_BACKWARD, [(None,), ("40KiB",)]))
-@pytest.mark.every(2)
+@pytest.mark.parametrize(("net", "device_memory"), combined(OF_THE_BACKWARD, [(None,), ("40KiB",)]))
 def test_glue_in_the_backward_is_on_one_device(monkeypatch: pytest.MonkeyPatch, net: str, device_memory: Any) -> None:
     """It used to meet operands on two GPUs, which torch refuses."""
     assert find_races(monkeypatch, net, device_memory=device_memory, update="deferred") == []
@@ -323,14 +318,14 @@ class Writes(pl.Callback):
                     tensor.mul_(0.99)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("hook", "devices", "net"),
-    in_turns(
+    combined(
         product(["on_train_batch_end", "on_validation_batch_end"], [2, 1]),
         [("own-parameters",), ("frozen",), ("rich",)],
     ),
 )
-@pytest.mark.every(2)
 def test_hooks_may_write_weights(monkeypatch: pytest.MonkeyPatch, hook: str, devices: int, net: str) -> None:
     """The last layers of a validation used to run with what a hook wrote behind it: copies were still to come."""
     options: Any = {"device_memory": "22KiB", "callbacks": (Writes(hook),), "validates": True}
@@ -367,14 +362,14 @@ class ByHand(OnGpu):
             parameter.mul_(0.99)
 
 
-@pytest.mark.parametrize(("net", "devices"), in_turns(["frozen", "plain", "skip-connections"], [(2,), (1,)]))
+@pytest.mark.parametrize(("net", "devices"), combined(["frozen", "plain", "skip-connections"], [(2,), (1,)]))
 def test_steps_that_optimize_by_hand_may_write_weights(monkeypatch: pytest.MonkeyPatch, net: str, devices: int) -> None:
     monkeypatch.setattr("test_races.OnGpu", ByHand)
     assert find_races(monkeypatch, net, devices, device_memory="22KiB") == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("device_memory", [None, "22KiB"])
-@pytest.mark.every(2)
 def test_nothing_races_on_more_devices(monkeypatch: pytest.MonkeyPatch, device_memory: str | None) -> None:
     assert find_races(monkeypatch, "regularized", 3, device_memory=device_memory) == []
 
@@ -391,16 +386,18 @@ AFTER_THE_BACKWARD: Mapping[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("why", "net"), in_turns(AFTER_THE_BACKWARD, [("own-parameters",), ("dropout",)]))
+@pytest.mark.parametrize(("why", "net"), combined(AFTER_THE_BACKWARD, [("own-parameters",), ("dropout",)]))
 def test_nothing_races_with_an_update_after_the_backward(monkeypatch: pytest.MonkeyPatch, why: str, net: str) -> None:
     assert find_races(monkeypatch, net, device_memory="22KiB", **AFTER_THE_BACKWARD[why]()) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("net", ["dropout", "own-parameters"])
 def test_nothing_races_in_evaluation(monkeypatch: pytest.MonkeyPatch, net: str) -> None:
     assert find_races(monkeypatch, net, device_memory="22KiB", validates=True) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("device_memory", [None, "40KiB"])
 def test_nothing_races_where_a_turn_of_the_forward_takes_several_packs(
     monkeypatch: pytest.MonkeyPatch, device_memory: str | None
@@ -412,7 +409,8 @@ def test_nothing_races_where_a_turn_of_the_forward_takes_several_packs(
     assert find_races(monkeypatch, "dropout", **options) == []
 
 
-@pytest.mark.parametrize(("device_memory", "precision"), in_turns([None, "64KiB"], [("32-true",), ("bf16-mixed",)]))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("device_memory", "precision"), combined([None, "64KiB"], [("32-true",), ("bf16-mixed",)]))
 def test_nothing_races_in_updates_on_devices(
     monkeypatch: pytest.MonkeyPatch, device_memory: str | None, precision: str
 ) -> None:
@@ -435,7 +433,8 @@ def test_nothing_races_in_updates_on_devices(
     assert set(left) == set(range(6))
 
 
-@pytest.mark.parametrize(("device_memory", "num_devices"), in_turns([None, "40KiB"], [(1,), (2,)]))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("device_memory", "num_devices"), combined([None, "40KiB"], [(1,), (2,)]))
 def test_nothing_races_in_updates_that_go_on_under_the_next_forward(
     monkeypatch: pytest.MonkeyPatch, device_memory: str | None, num_devices: int
 ) -> None:
@@ -468,12 +467,8 @@ def postpone_updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return launched
 
 
-# Those in which several packs make gradients of one parameter, or nobody knows who visits a pack next.
-SPREAD = ALL if IS_WHOLE else (*MOST_ENTANGLED, "dropout", "reordered", "returned-parameter", "rich", "tied")
-
-
-@pytest.mark.parametrize(("net", "device_memory", "which"), in_turns(SPREAD, [(None, "last"), ("22KiB", "all")]))
-@pytest.mark.every(3)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("net", "device_memory", "which"), combined(ALL, [(None, "last"), ("22KiB", "all")]))
 def test_nothing_races_where_packs_are_spread(
     monkeypatch: pytest.MonkeyPatch, net: str, device_memory: str | None, which: str
 ) -> None:
@@ -483,8 +478,8 @@ def test_nothing_races_where_packs_are_spread(
     assert all(plan.spread for plan in made)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("device_memory", [None, "22KiB"])
-@pytest.mark.every(2)
 def test_what_is_gathered_is_ordered_with_all_that_is_done_to_sums(
     monkeypatch: pytest.MonkeyPatch, device_memory: str | None
 ) -> None:
@@ -494,6 +489,7 @@ def test_what_is_gathered_is_ordered_with_all_that_is_done_to_sums(
     assert find_races(monkeypatch, "dropout", device_memory=device_memory, callbacks=(ScalesTheLoss(),)) == []
 
 
+@pytest.mark.nightly
 def test_gradients_cross_over_beside_all_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy runs on a stream of the device that they come from, and that waits for the stream of the sums."""
     spread_packs(monkeypatch, "last")
@@ -563,6 +559,7 @@ def test_memory_of_a_lane_is_not_used_again_while_nodes_of_a_layer_read_it(
     assert find_races(monkeypatch, net, **options) == []
 
 
+@pytest.mark.nightly
 def test_gradients_that_come_from_another_device_are_ready_for_the_nodes_of_a_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -608,21 +605,22 @@ def test_what_has_been_sent_is_not_changed_before_it_is_there(monkeypatch: pytes
     assert any("transfer.py" in race and "zero_" in race for race in races) == (not waits)
 
 
+@pytest.mark.nightly
 def test_glue_waits_for_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     races = find_races(monkeypatch, "own-parameters", left_out=("visit",))
     assert any("swap.py" in race and "glue.py" in race for race in races)
 
 
-@pytest.mark.parametrize(("net", "parallel"), in_turns(entangled(1), [("pipeline",), ("data",)]))
-@pytest.mark.every(2)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("net", "parallel"), combined(MOST_ENTANGLED, [("pipeline",), ("data",)]))
 def test_nothing_races_where_everything_makes_way(monkeypatch: pytest.MonkeyPatch, net: str, parallel: Any) -> None:
     """Devices are always full: each visit starts with everything else on its way out."""
     monkeypatch.setattr(FakeCudaDevice, "room_for", lambda device, num_bytes: False)
     assert find_races(monkeypatch, net, device_memory="22KiB", parallel=parallel) == []
 
 
-@pytest.mark.parametrize("net", entangled(2))
-@pytest.mark.every(2)
+@pytest.mark.nightly
+@pytest.mark.parametrize("net", MOST_ENTANGLED)
 def test_nothing_races_where_sums_make_way_for_what_is_gathered(monkeypatch: pytest.MonkeyPatch, net: str) -> None:
     spread_packs(monkeypatch, "all")
     monkeypatch.setattr(FakeCudaDevice, "room_for", lambda device, num_bytes: False)

@@ -19,7 +19,7 @@ from lightning_harmony.engine.model.disk_store import BLOCK
 from lightning_harmony.engine.updates.disk_home import NUM_BUFFERS, DiskHome
 from lightning_harmony.engine.updates.optimizer_twin import Share
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
-from support.sampling import in_turns
+from support.sampling import combined
 
 # Pieces of 16 KiB.
 CAPACITY = 32 * 4 * BLOCK
@@ -74,9 +74,9 @@ def on_disk(disk: DiskHome, optimizer: Optimizer) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("chosen", "name", "number_of_devices"),
-    in_turns(product(CHOSEN, OPTIMIZERS), [(1,), (2,)]),
+    combined(product(CHOSEN, OPTIMIZERS), [(1,), (2,)]),
 )
-@pytest.mark.every(2)
+@pytest.mark.sampled
 def test_pieces_from_disk_have_the_bits_of_a_step(
     chosen: str, name: str, number_of_devices: int, disk: DiskHome
 ) -> None:

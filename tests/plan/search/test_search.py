@@ -150,6 +150,7 @@ class TestBruteForce:
 
 
 class TestLeastSeconds:
+    @pytest.mark.nightly
     @given(plans(), machines)
     @settings(max_examples=300)
     def test_no_replay_takes_less(self, planned: tuple[Plan, tuple[Cost, ...]], machine: MachineLimits) -> None:
