@@ -324,6 +324,7 @@ class AddsInAnyOrder(Block):
         return InAnyOrder.apply(super().forward(x))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("factor", [1.0, 1.001])
 def test_code_that_is_not_reproducible_is_recorded_if_that_differs_no_more(
     factor: float, record: Record, monkeypatch: pytest.MonkeyPatch
@@ -569,13 +570,12 @@ def test_recordings_make_way_while_something_is_recorded(
 
     monkeypatch.setattr(Recordings, "__init__", noted)
     monkeypatch.setattr(VirtualDevice, "recorded", making_way)
-    if root().type != "cpu":
-        pytest.skip("makes way on virtual devices")
     assert_same(Chain)
     assert len(made) == number
     assert set(record.refused.values()) <= {"its memory was needed otherwise"}
 
 
+@pytest.mark.cpu
 def test_where_no_plan_leaves_room_for_recordings_there_are_none(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:

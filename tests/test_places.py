@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from lightning_harmony.engine.model.attributes import LONGEST
+from lightning_harmony.held import held_state
 from lightning_harmony.held import places as places_module
+from lightning_harmony.held.held_state import Held, Kind
 from lightning_harmony.held.places import Places
 from lightning_harmony.held.walk import Walk
 from support.counters import counter
@@ -237,3 +239,24 @@ def test_variables_are_places_where_a_function_sets_them() -> None:
     assert [name for name in names if name.endswith("calls")] == ["hidden[1].function.calls"]
     module.hidden = [read]
     assert not any("calls" in held.name for held in Places(module).look().places)
+
+
+def test_of_a_list_that_grows_what_is_new_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list to which each step adds its loss was looked through in each turn: steps took ever longer."""
+    asked: list[Any] = []
+    mark_of = held_state.mark_of
+    monkeypatch.setattr(held_state, "mark_of", lambda value: (asked.append(value), mark_of(value))[1])
+    content = [torch.zeros(()) for _ in range(1000)]
+    held = Held("losses", content, Kind.CONTAINER)
+    before, num_asked = held.marks.now(), len(asked)
+    content.append(torch.zeros(()))
+    assert held.look() == content
+    assert len(asked) == num_asked + 1
+    assert held.marks.now() == [[*before[0], 0]]
+    # What was there before still tells of changes in place, asked for in one go.
+    content[5].add_(1)
+    assert held.marks.now() != [[*before[0], 0]]
+    assert len(asked) == num_asked + 1
+    content[0] = torch.zeros(())
+    held.look()
+    assert held.marks.tensors == content

@@ -5,17 +5,25 @@ from __future__ import annotations
 import pickle
 import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from functools import partial
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction
 
 from lightning_harmony.engine.model.attributes import OF_TORCH
-from lightning_harmony.engine.structures.containers import copied_content, have_same_content, put_content
+from lightning_harmony.engine.structures.containers import (
+    copied_content,
+    entries_of,
+    have_same_content,
+    num_kept,
+    put_content,
+)
 from lightning_harmony.engine.structures.object_state import Access, restore_of
 from lightning_harmony.engine.structures.seekable import (
     Position,
@@ -38,6 +46,7 @@ _UNMARKED = frozenset((*_PLAIN, *FUNCTIONS, *SWITCHED, tuple, type, nn.Parameter
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 # In place of a name: all of a list, set or dict.
 ALL = object()
+_VERSION = attrgetter("_version")
 Leads = Callable[[Any, Any], "Iterator[Held]"]
 
 
@@ -63,6 +72,37 @@ class Kind(Enum):
     OBJECT = auto()
 
 
+class Marks:
+    """What changes when objects in a place are changed in place.
+
+    Attributes:
+        tensors: those that count it.
+        others: generators of random numbers, iterators, arrays and locks.
+    """
+
+    __slots__ = ("others", "tensors")
+
+    def __init__(self, tensors: Sequence[Tensor] = (), others: Sequence[Any] = ()) -> None:
+        self.tensors, self.others = tensors, others
+
+    def now(self) -> list[Any]:
+        """What is equal as long as none is changed: how often each tensor was, and the marks of the others."""
+        return [self.versions(), *map(mark_of, self.others)]
+
+    def versions(self) -> list[int]:
+        """How often each of the tensors was changed in place."""
+        # All in one go: lists of thousands are looked at in each turn.
+        with DisableTorchFunction():
+            return list(map(_VERSION, self.tensors))
+
+    def and_of(self, values: Iterable[Any]) -> Marks:
+        """Those of some more objects, too."""
+        values = list(values)
+        tensors = [value for value in values if issubclass(type(value), Tensor)]
+        others = [value for value in values if not issubclass(type(value), Tensor)]
+        return Marks([*self.tensors, *tensors], [*self.others, *others])
+
+
 class Held:
     """What may be changed in one place: the attributes of a module or object, a list, set or dict, or a module's hooks.
 
@@ -77,12 +117,14 @@ class Held:
         key: tells it from all others, and is the same whenever it is looked at.
         newest: a copy of what was in it when it was looked at last: the same one as long as the same things are in it.
         marked: the objects in that which may be changed in place, with their names or numbers.
+        marks: what changes with these.
         cached: the functions with a cache in that, with their names or numbers.
         has_tensors: whether tensors are in that, or in tuples there; parameters do not count.
         leads: the places in something that is in it, of some name or number.
     """
 
     __slots__ = (
+        "_is_described",
         "cached",
         "content",
         "has_tensors",
@@ -92,6 +134,7 @@ class Held:
         "kind",
         "leads",
         "marked",
+        "marks",
         "name",
         "newest",
         "owner",
@@ -109,6 +152,9 @@ class Held:
         self.leads = leads or _nowhere
         self.newest: Any = None
         self.marked: list[tuple[Any, Any]] = []
+        self.marks = Marks()
+        # Whether what is known of `newest` is of all that is in it.
+        self._is_described = True
         self.cached: list[tuple[Any, Any]] = []
         self.has_tensors = False
         self._copy()
@@ -138,27 +184,32 @@ class Held:
 
     def items(self) -> Iterator[tuple[Any, Any]]:
         """What was in it when it was looked at last, with names or numbers."""
-        return iter(self.newest.items() if isinstance(self.newest, dict) else enumerate(self.newest))
+        return entries_of(self.newest)
 
     def _copy(self) -> None:
-        content = self.content
-        self.newest = newest = content.copied() if isinstance(content, Variables) else copied_content(content)
-        if self.kind is not Kind.HOOKS and make_seekable(content, newest):
+        content, before = self.content, self.newest
+        self.newest = content.copied() if isinstance(content, Variables) else copied_content(content)
+        first = num_kept(before, self.newest) if self._is_described else 0
+        if self.kind is not Kind.HOOKS and make_seekable(content, self.newest, first):
             self.newest = content.copied() if isinstance(content, Variables) else copied_content(content)
-        others = [(name, each) for name, value in self.items() for each in in_one(value)]
-        self.marked = [(name, value) for name, value in others if mark_of(value) is not None]
-        self.cached = [(name, value) for name, value in self.items() if cached_in(value) is not None]
-        self.has_tensors = any(_holds_tensors(value) for _, value in self.items())
+        if not first:
+            self.marked, self.marks, self.cached, self.has_tensors = [], Marks(), [], False
+        come = list(entries_of(self.newest, first))
+        found = [(name, each) for name, value in come for each in in_one(value) if mark_of(each) is not None]
+        self.marked = [*self.marked, *found]
+        self.marks = self.marks.and_of(each for _, each in found)
+        self.cached = [*self.cached, *((name, value) for name, value in come if cached_in(value) is not None)]
+        self.has_tensors = self.has_tensors or any(_holds_tensors(value) for _, value in come)
+        self._is_described = True
 
     def give_back(self) -> None:
         """Let iterators be what the user has put there."""
-        if any(type(value) is Seekable for _, value in self.marked):
+        if any(type(value) is Seekable for value in self.marks.others):
             exchange(self.content, self.newest, given_back)
 
     def undo_in_place(self) -> list[Callable[[], None]]:
         """What takes back, of each, changes in place of generators, iterators and arrays in it."""
-        found = (restore_of(value) for _, value in self.marked if not issubclass(type(value), Tensor))
-        return [each for each in found if each is not None]
+        return [undo for undo in map(restore_of, self.marks.others) if undo is not None]
 
     def put(self, before: Any) -> None:
         """Let the same be in it as in a copy."""
@@ -184,7 +235,7 @@ class Held:
         if self.has_tensors:
             without = ((name, None if _holds_tensors(value) else value) for name, value in self.items())
             self.newest = dict(without) if self.is_named else type(self.newest)(value for _, value in without)
-            self.marked = []
+            self.marked, self.marks, self._is_described = [], Marks(), False
 
 
 def in_one(value: Any) -> Iterator[Any]:

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from torch import nn
 from torch._C._dynamo.guards import dict_version
 
 from lightning_harmony.engine.model.attributes import LONGEST
-from lightning_harmony.engine.structures.containers import copied_content, have_same_content, size_of
+from lightning_harmony.engine.structures.containers import (
+    copied_content,
+    entries_of,
+    have_same_content,
+    num_kept,
+    size_of,
+)
 from lightning_harmony.held.held_state import SWITCHED, Held
 from lightning_harmony.held.variables import MISSING, VariableOfClosure, Variables
 from lightning_harmony.held.walk import HOOKS_OF_BACKWARD, Walk, modules_of
@@ -223,9 +229,10 @@ def _leads_elsewhere(walk: Walk, held: Held, before: Any, now: Any) -> bool:
         gone = [value for name, value in before.items() if now.get(name, MISSING) is not value]
         come = [(name, value) for name, value in now.items() if before.get(name, MISSING) is not value]
     else:
-        ids_before, ids_now = set(map(id, before)), set(map(id, now))
-        gone = [value for value in before if id(value) not in ids_now]
-        come = [(number, value) for number, value in enumerate(now) if id(value) not in ids_before]
+        first = num_kept(before, now)
+        ids_before, ids_now = (set(map(id, islice(values, first, None))) for values in (before, now))
+        gone = [value for _, value in entries_of(before, first) if id(value) not in ids_now]
+        come = [(number, value) for number, value in entries_of(now, first) if id(value) not in ids_before]
     return any(map(walk.may_lead, gone)) or any(
         walk.may_lead(value) and walk.leads_anywhere(held, name, value) for name, value in come
     )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_harmony.engine.structures.containers import num_kept
 from lightning_harmony.engine.structures.tree import tensors_of
 from lightning_harmony.held.held_state import ALL, Held, Kind
 from lightning_harmony.held.reads import Reads, Uses, version_of
@@ -32,7 +33,11 @@ class _State(NamedTuple):
 
     def looks_same(self, other: _State) -> bool:
         """Whether who computes nothing with the tensors finds the same."""
-        return are_same(list(map(_look_of, self.values)), list(map(_look_of, other.values)))
+        return len(self.values) == len(other.values) and all(map(_look_same, self.values, other.values))
+
+
+def _look_same(one: Any, other: Any) -> bool:
+    return one is other or are_same([_look_of(one)], [_look_of(other)])
 
 
 def _look_of(value: Any) -> Any:
@@ -60,6 +65,7 @@ class _Place:
         self.held, self.name = held, name
         self.is_buffer = isinstance(held.owner, nn.Module) and held.content is held.owner._buffers
         self.first = self.entered = self.state()
+        self._asked: Sequence[Any] = ()
         self.left: dict[int, _State] = {}
         self.written_in: dict[int, int] = {}
         self.fetched: dict[int, _State] = {}
@@ -67,13 +73,27 @@ class _Place:
         self.is_lost = False
 
     def state(self) -> _State:
-        values = list(self.held.look()) if self.name is ALL else [self.held.content.get(self.name, MISSING)]
-        return _State(values, [version_of(value) for value in values if issubclass(type(value), Tensor)])
+        if self.name is ALL:
+            # A copy: the same one until something else is in it.
+            newest = self.held.look()
+            return _State(newest if type(newest) is list else list(newest), self.held.marks.versions())
+        value = self.held.content.get(self.name, MISSING)
+        return _State([value], [version_of(value)] if issubclass(type(value), Tensor) else [])
 
-    def watched_tensors(self) -> list[Tensor]:
-        """The tensors that tell of what is computed with them; buffers may be another's meanwhile."""
-        tensors = [] if self.is_buffer else tensors_of(*self.entered.values)
-        return [tensor for tensor in tensors if type(tensor) is Tensor]
+    def ask_again(self) -> None:
+        """What was there is not kept any longer, and asked for as a whole the next time."""
+        self._asked = ()
+
+    def come_tensors(self) -> list[Tensor]:
+        """The tensors, of those it was not asked for before, that tell of what is computed with them.
+
+        Buffers do not: they may be another's meanwhile.
+        """
+        before, self._asked = self._asked, self.entered.values
+        if self.is_buffer or before is self._asked:
+            return []
+        come = self._asked[num_kept(before, self._asked) :]
+        return [tensor for tensor in tensors_of(*come) if type(tensor) is Tensor]
 
     def is_stale(self) -> bool:
         """Whether a microbatch has found something else than the one before has left."""
@@ -143,10 +163,12 @@ class StaleReads:
             Reads.renew(kind, name)
         for place in self._places:
             place.entered = place.state()
-            if microbatch not in place.left:
-                for tensor in place.watched_tensors():
-                    if not self._uses.watches(tensor):
-                        self._uses.watch(tensor, place)
+            if microbatch in place.left:
+                place.ask_again()
+                continue
+            for tensor in place.come_tensors():
+                if not self._uses.watches(tensor):
+                    self._uses.watch(tensor, place)
         for place in self._unseen:
             # It may be read whenever.
             if microbatch not in place.left:
@@ -172,6 +194,8 @@ class StaleReads:
         self._note(place, place.fetched)
 
     def _note_used(self, place: _Place) -> None:
+        # The tensor tells of nothing any more, and is to do so for the next microbatch.
+        place.ask_again()
         self._note(place, place.used)
 
     def _note(self, place: _Place, found: dict[int, _State]) -> None:

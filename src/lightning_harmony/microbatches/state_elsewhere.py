@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,58 +23,68 @@ from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.stash import Stashed, is_small
 from lightning_harmony.engine.model.derived import OutOfReach
 from lightning_harmony.engine.step.step import OnCall
+from lightning_harmony.engine.structures.containers import entries_of, num_kept
 from lightning_harmony.engine.structures.operations import detached
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.held.cached_functions import CacheThen, cached_in, filling_of
-from lightning_harmony.held.held_state import Held, Kind, mark_of
+from lightning_harmony.held.held_state import Held, Kind, Marks
 from lightning_harmony.held.places import Places, Together
-from lightning_harmony.held.reads import version_of
 from lightning_harmony.held.variables import Chosen
-
-
-class _Same(NamedTuple):
-    """A tensor that stays where it is, for nobody was seen to change it in place.
-
-    Attributes:
-        tensor: the tensor.
-        version: how often it was changed in place.
-    """
-
-    tensor: Tensor
-    version: int | None
 
 
 class _Moment:
     """What is in a place, from one change to the next."""
 
     def __init__(self) -> None:
+        # With kept tensors in place of those that may be changed: these may end.
         self._content: Any = None
-        self._has_tensors = False
-        self._undo: list[Callable[[], None]] = []
+        # What there is of these, by names or numbers.
+        self._kept: dict[Any, Any] = {}
         self._cached: dict[Any, CacheThen] = {}
+        self._undo: list[Callable[[], None]] = []
+        # The other tensors, and how often each was changed in place.
+        self._same = Marks()
+        self._versions: list[int] = []
 
-    def keep(self, held: Held, keep: Callable[[Tensor], KeptTensor | _Same]) -> None:
+    def keep(self, held: Held, copies: Callable[[Tensor], KeptTensor | None], first: int | None) -> None:
         """Keep it for recomputes.
 
         Args:
             held: the place, which was looked at.
-            keep: keeps a tensor.
+            copies: makes a copy of a tensor; None of one that stays what it is.
+            first: from which number of a list on tensors may be copied; None for none anywhere.
         """
-        self._has_tensors, self._undo = held.has_tensors, held.undo_in_place()
+        copied = set[int]()
+
+        def keep(tensor: Tensor) -> Any:
+            if (copy := copies(tensor)) is None:
+                return tensor
+            copied.add(id(tensor))
+            return copy
+
+        self._content, self._same, self._undo = held.newest, held.marks, held.undo_in_place()
+        if first is not None:
+            self._kept = _others(entries_of(held.newest, first), Tensor, keep)
+        if copied:
+            self._content = _with(held.newest, self._kept)
+            self._same = Marks([tensor for tensor in held.marks.tensors if id(tensor) not in copied])
+        self._versions = self._same.versions()
         self._cached = {name: CacheThen(value) for name, value in held.cached} if held.is_named else {}
-        self._content = _exchanged(held.newest, Tensor, keep) if held.has_tensors else held.newest
 
     def put(self, held: Held) -> None:
         """Let it be in its place."""
         for undo in self._undo:
             undo()
-        load = partial(_load, held.name)
-        content = _exchanged(self._content, (KeptTensor, _Same), load) if self._has_tensors else self._content
-        if self._cached:
-            content = {**content, **{name: each.again() for name, each in self._cached.items()}}
-        held.put(content)
+        content, versions = self._content, self._same.versions()
+        if versions != self._versions:
+            then_and_now = zip(self._same.tensors, self._versions, versions, strict=True)
+            changed = {id(tensor) for tensor, then, now in then_and_now if then != now}
+            content = _with(content, _others(entries_of(content), Tensor, partial(_unless_changed, held.name, changed)))
+        others = _others(self._kept.items(), KeptTensor, KeptTensor.again)
+        others |= {name: each.again() for name, each in self._cached.items()}
+        held.put(_with(content, others))
 
 
 class _Changed(OutOfReach):
@@ -111,7 +122,9 @@ class StateElsewhere:
         self._is_begun, self._step = False, 0
         # Of each place. What may be changed in place, with marks.
         self._moments: list[_Moment] = []
-        self._marks: dict[int, list[tuple[Callable[[Any], Any], Any, Any]]] = {}
+        self._marks: dict[int, tuple[Marks, list[Any]]] = {}
+        # Of lists that have grown in this step, how much was in them before.
+        self._num_old: dict[int, int] = {}
         # The functions with a cache, and how far that is filled.
         self._fillings: dict[int, list[tuple[Any, Any]]] = {}
         # By numbers: those that have changed in this step, and those that are not kept as they are.
@@ -136,7 +149,7 @@ class StateElsewhere:
         if self._is_begun and self._together is not None:
             self._together.let_go()
             self._is_first = False
-        self._is_begun, self._moments, self._marks, self._fillings = False, [], {}, {}
+        self._is_begun, self._moments, self._marks, self._fillings, self._num_old = False, [], {}, {}, {}
 
     def changes(self) -> Callable[[], str | None]:
         """Code runs now.
@@ -168,7 +181,7 @@ class StateElsewhere:
         together.look()
         held = together.places
         self._is_begun, self._step = True, self._step + 1
-        self._moments = [_Moment() for _ in held]
+        self._moments, self._num_old = [_Moment() for _ in held], {}
         self._changed, self._new = set(), set(range(len(held)))
         for number in self._new:
             self._mark(number, held[number])
@@ -197,19 +210,21 @@ class StateElsewhere:
         else:
             self._fillings.pop(number, None)
         if held.marked:
-            marked = [(version_of if issubclass(type(value), Tensor) else mark_of, value) for _, value in held.marked]
-            self._marks[number] = [(mark, value, mark(value)) for mark, value in marked]
+            self._marks[number] = held.marks, held.marks.now()
         else:
             self._marks.pop(number, None)
 
     def _look(self, together: Together) -> list[_Moment]:
         """What is in each place: the same list as long as nothing has changed."""
-        marks = self._marks.items()
-        changed = {number for number, all_of in marks if any(mark(each) != then for mark, each, then in all_of)}
+        changed = {number for number, (marks, then) in self._marks.items() if marks.now() != then}
         self._in_place.update(together.places[number].name for number in changed)
         caches = self._fillings.items()
         changed.update(number for number, all_of in caches if any(filling_of(each) != then for each, then in all_of))
-        changed.update(together.look())
+        before, different = together.newest, together.look()
+        for number in different:
+            kept = num_kept(before[number], together.newest[number])
+            self._num_old[number] = min(kept, self._num_old.get(number, kept))
+        changed.update(different)
         if changed:
             self._moments = list(self._moments)
             self._changed |= changed
@@ -219,19 +234,23 @@ class StateElsewhere:
                 self._mark(number, together.places[number])
         return self._moments
 
-    def _kept(
-        self, stash: Callable[[Tensor], Stashed], held: Held, tensor: Tensor, *, has_changed: bool
-    ) -> KeptTensor | _Same:
-        """A tensor in a place, kept for the backward: a copy where it may be changed, in the stash if it is large."""
-        is_changed_in_place = held.name in self._in_place
-        if is_small(tensor):
-            copies = is_changed_in_place or self._is_first
-        else:
-            copies = (is_changed_in_place or has_changed) and tensor.layout is torch.strided
-        if not copies:
-            return _Same(tensor, version_of(tensor))
-        # The user may change the tensor itself before it is in the stash.
-        return KeptTensor(stash(copied(detached(tensor))), tensor)
+    def _keep(self, stash: Callable[[Tensor], Stashed], number: int, held: Held, moment: _Moment) -> None:
+        """Keep what is in a place for the backward: copies of the tensors that may be changed before."""
+        is_changed_in_place, has_changed = held.name in self._in_place, number in self._changed
+
+        def copies(tensor: Tensor) -> KeptTensor | None:
+            if is_small(tensor):
+                may_change = is_changed_in_place or self._is_first
+            else:
+                may_change = (is_changed_in_place or has_changed) and tensor.layout is torch.strided
+            # The user may change the tensor itself before it is in the stash.
+            return KeptTensor(stash(copied(detached(tensor))), tensor) if may_change else None
+
+        first: int | None = 0 if is_changed_in_place or self._is_first else None
+        if first is None and has_changed:
+            # Not the tensors of all batches before, in a list that grows.
+            first = self._num_old.get(number, 0)
+        moment.keep(held, copies, first if held.has_tensors else None)
 
     def _at_call(self, stash: Callable[[Tensor], Stashed]) -> Callable[[], AbstractContextManager[None]]:
         together = self._looked_at()
@@ -240,7 +259,7 @@ class StateElsewhere:
             found = self._look(together)
             for number in self._new:
                 held = together.places[number]
-                found[number].keep(held, partial(self._kept, stash, held, has_changed=number in self._changed))
+                self._keep(stash, number, held, found[number])
             self._new.clear()
         return partial(self._as_it_was, self._step, together, found)
 
@@ -273,20 +292,33 @@ def _differing(one: list[_Moment], other: list[_Moment]) -> list[int]:
     return [number for number, (now, then) in enumerate(zip(one, other, strict=True)) if now is not then]
 
 
-def _load(place: str, kept: KeptTensor | _Same) -> Any:
-    if isinstance(kept, KeptTensor):
-        return kept.again()
-    return kept.tensor if version_of(kept.tensor) == kept.version else _Changed(place)
+def _unless_changed(place: str, changed: set[int], tensor: Tensor) -> Any:
+    return _Changed(place) if id(tensor) in changed else tensor
 
 
-def _exchanged(content: Any, kind: Any, function: Callable[[Any], Any]) -> Any:
-    """What is in a place, with something else for what is of a class in it, also within tuples."""
+def _exchanged(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """A value in a place, with something else for what is of a class in it, also within tuples; itself if nothing is."""
+    if issubclass(type(value), kind):
+        return function(value) if kind is not Tensor or not is_parameter(value) else value
+    if type(value) is not tuple:
+        return value
+    exchanged = tuple(_exchanged(each, kind, function) for each in value)
+    return value if all(map(is_, exchanged, value)) else exchanged
 
-    def exchange(value: Any) -> Any:
-        if issubclass(type(value), kind):
-            return function(value) if kind is not Tensor or not is_parameter(value) else value
-        return tuple(map(exchange, value)) if type(value) is tuple else value
 
+def _others(entries: Iterable[tuple[Any, Any]], kind: type, function: Callable[[Any], Any]) -> dict[Any, Any]:
+    """What to put under which names or numbers, for something else to be there for what is of a class."""
+    exchanged = ((name, value, _exchanged(value, kind, function)) for name, value in entries)
+    return {name: other for name, value, other in exchanged if other is not value}
+
+
+def _with(content: Any, others: dict[Any, Any]) -> Any:
+    """What is in a place, with others under some names or numbers."""
+    if not others:
+        return content
     if isinstance(content, dict):
-        return {name: exchange(value) for name, value in content.items()}
-    return type(content)(map(exchange, content))
+        return {**content, **others}
+    values = list(content)
+    for number, value in others.items():
+        values[number] = value
+    return type(content)(values)

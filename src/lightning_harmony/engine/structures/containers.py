@@ -7,9 +7,9 @@ methods of the class of Python's own that holds it.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import starmap
+from itertools import islice, starmap
 from operator import is_
 from typing import Any
 
@@ -37,6 +37,20 @@ def have_same_content(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
     return bool(one == other) if isinstance(one, set) else all(map(is_, one, other))
+
+
+def num_kept(before: Any, now: Any) -> int:
+    """How many objects a list begins with that are all of what it held before; 0 where it begins otherwise.
+
+    A list to which each batch adds becomes long, and what is behind these alone is new in it.
+    """
+    are_lists = type(before) is list and type(now) is list and len(before) <= len(now)
+    return len(before) if are_lists and all(map(is_, before, now)) else 0
+
+
+def entries_of(content: Any, first: int = 0) -> Iterator[tuple[Any, Any]]:
+    """What is in a list, set or dict, with names or numbers; of a list from some number on."""
+    return iter(content.items()) if isinstance(content, dict) else islice(enumerate(content), first, None)
 
 
 class Unchanged:

@@ -13,7 +13,7 @@ from types import MethodType
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from lightning_harmony.engine.structures.containers import put_item
+from lightning_harmony.engine.structures.containers import entries_of, put_item
 
 _METHOD: Any = type(iter(()).__next__)
 _NOTHING = object()
@@ -103,29 +103,31 @@ def seekable(value: Any) -> Any:
     return Seekable.of(value) if is_iterator(kind) else value
 
 
-def make_seekable(content: Any, read: Any) -> bool:
+def make_seekable(content: Any, read: Any, first: int = 0) -> bool:
     """Let iterators be seekable that are in a list, deque, dict or set, or in what is seen as a dict.
 
     Args:
         content: the list, deque, dict or set.
         read: a copy of what is in it.
+        first: from which number on a list is looked at.
 
     Returns:
         Whether there were any.
     """
-    return exchange(content, read, seekable)
+    return exchange(content, read, seekable, first)
 
 
-def exchange(content: Any, read: Any, function: Callable[[Any], Any]) -> bool:
+def exchange(content: Any, read: Any, function: Callable[[Any], Any], first: int = 0) -> bool:
     """Let what is in a list, deque, dict or set be what a function returns of it; whether that is anything else.
 
     Args:
         content: the list, deque, dict or set, or what is seen as a dict.
         read: a copy of what is in it.
         function: the one.
+        first: from which number on a list is looked at.
     """
-    found = read.items() if isinstance(read, dict) else enumerate(read)
-    exchanged = [(name, value, other) for name, value in found if (other := function(value)) is not value]
+    entries = entries_of(read, first)
+    exchanged = [(name, value, other) for name, value in entries if (other := function(value)) is not value]
     for name, value, other in exchanged:
         if isinstance(read, set):
             set.remove(content, value)
