@@ -163,9 +163,10 @@ class _Rehearsal:
                 self._by_layer.begin(None, Phase.FORWARD)
                 with self._glue.stashing(), functions_as_operations(), casting():
                     loss = step(batch)
-                # Where autograd begins, the executor lets a lane wait: what follows counts to the layer before.
-                last = self._by_layer.calls[-1] if self._given_narrow and self._by_layer.calls else self._num_layers - 1
-                self._by_layer.begin(self._layers[last] if self._by_layer.calls else None, Phase.BACKWARD)
+                # Where autograd begins, the executor lets a lane wait: what follows counts to the last layer. In the step that
+                # is measured, none is known yet of a parameter that glue uses.
+                last = self._layers[self._num_layers - 1] if self._by_layer.calls else None
+                self._by_layer.begin(last, Phase.BACKWARD)
                 if loss.requires_grad:
                     torch.autograd.backward(loss, torch.ones_like(loss))
                 del loss
