@@ -32,6 +32,7 @@ from lightning_harmony.held.cached_functions import CacheThen, cached_in, fillin
 from lightning_harmony.held.held_state import Held, Kind, Marks
 from lightning_harmony.held.places import Places, Together
 from lightning_harmony.held.variables import Chosen
+from lightning_harmony.microbatches.step_undo import MOST_COPIED
 
 
 class _Moment:
@@ -237,16 +238,18 @@ class StateElsewhere:
     def _keep(self, stash: Callable[[Tensor], Stashed], number: int, held: Held, moment: _Moment) -> None:
         """Keep what is in a place for the backward: copies of the tensors that may be changed before."""
         is_changed_in_place, has_changed = held.name in self._in_place, number in self._changed
+        # Before it is known which are changed.
+        is_first = self._is_first and len(held.newest) <= MOST_COPIED
 
         def copies(tensor: Tensor) -> KeptTensor | None:
             if is_small(tensor):
-                may_change = is_changed_in_place or self._is_first
+                may_change = is_changed_in_place or is_first
             else:
                 may_change = (is_changed_in_place or has_changed) and tensor.layout is torch.strided
             # The user may change the tensor itself before it is in the stash.
             return KeptTensor(stash(copied(detached(tensor))), tensor) if may_change else None
 
-        first: int | None = 0 if is_changed_in_place or self._is_first else None
+        first: int | None = 0 if is_changed_in_place or is_first else None
         if first is None and has_changed:
             # Not the tensors of all batches before, in a list that grows.
             first = self._num_old.get(number, 0)

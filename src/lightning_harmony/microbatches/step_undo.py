@@ -17,6 +17,8 @@ from lightning_harmony.microbatches.lane_attributes import Draws, KnownChanges
 from lightning_harmony.microbatches.snapshot import undo_of_tensor
 from lightning_harmony.setup import compat
 
+# Of longer lists tensors are not copied in case that a step changes them: nobody keeps what is changed in such a list.
+MOST_COPIED = 256
 # Buffers, and other tensors, up to this size are copied before each step in which microbatches take turns.
 _SMALL_BYTES = 64 * 1024
 
@@ -55,9 +57,7 @@ class _Marked:
         return bool(self.mark != before)
 
     def __str__(self) -> str:
-        if state_of_generator(self._value) is not None:
-            return f"a generator of random numbers, held by {self._place!r}, is drawn from"
-        return f"a {type(self._value).__name__} held by {self._place!r} is changed in place"
+        return _change_of(self._value, self._place)
 
     def restore(self) -> bool:
         """Make it what it was in the beginning; whether that is possible."""
@@ -66,6 +66,43 @@ class _Marked:
         if self._undo is not None:
             self._undo()
         return self._undo is not None
+
+
+def _change_of(value: Any, place: str) -> str:
+    if state_of_generator(value) is not None:
+        return f"a generator of random numbers, held by {place!r}, is drawn from"
+    return f"a {type(value).__name__} held by {place!r} is changed in place"
+
+
+class _Still:
+    """What is in a place and could be changed in place, where no step was seen to do so."""
+
+    def __init__(self, held: Held) -> None:
+        self._place, self._marks, self._begun = held.name, held.marks, held.marks.now()
+        tensors = self._marks.tensors if len(self._marks.tensors) <= MOST_COPIED else ()
+        values = [*tensors, *self._marks.others]
+        self._undo = {id(value): undo for value in values if (undo := undo_of(value)) is not None}
+
+    def _changed(self) -> list[Any]:
+        now, begun = self._marks.now(), self._begun
+        if now == begun:
+            return []
+        values = zip(self._marks.tensors, begun[0], now[0], strict=True)
+        others = zip(self._marks.others, begun[1:], now[1:], strict=True)
+        return [value for value, then, mark in (*values, *others) if then != mark]
+
+    def late(self) -> str | None:
+        """What was changed; None if nothing was."""
+        return next((_change_of(value, self._place) for value in self._changed()), None)
+
+    def restore(self) -> bool:
+        """Make all what it was in the beginning; whether that is possible."""
+        changed = self._changed()
+        if not all(id(value) in self._undo for value in changed):
+            return False
+        for value in changed:
+            self._undo[id(value)]()
+        return True
 
 
 def undo_of(value: Any) -> Callable[[], None] | None:
@@ -100,7 +137,13 @@ class Undo:
         self._drawn: list[tuple[_Marked, Draws]] = []
         self._changed: list[_Marked] = []
         self._marked: list[_Marked] = []
+        self._still: list[_Still] = []
+        with_changes = {place for place, _ in (*known.drawn, *known.in_place)}
         for held in places:
+            if held.name not in with_changes:
+                if held.marked:
+                    self._still.append(_Still(held))
+                continue
             for name, value in held.marked:
                 marked, when = _Marked(held.name, value, mark_of(value)), known.drawn.get((held.name, name))
                 if when is not None:
@@ -150,13 +193,16 @@ class Undo:
         for setting, before in zip(NOT_SWITCHED, self._settings, strict=True):
             if setting.get() != before:
                 return f"{setting.name} is set"
-        return self._late or next((str(each) for each in self._marked if each.is_changed()), None)
+        late = self._late or next((str(each) for each in self._marked if each.is_changed()), None)
+        return late or next(filter(None, (each.late() for each in self._still)), None)
 
     def restore(self) -> bool:
         """Make all what it was; whether that is possible."""
         for setting, before in zip(NOT_SWITCHED, self._settings, strict=True):
             if setting.get() != before:
                 setting.set(before)
+        if not all(each.restore() for each in self._still):
+            return False
         if not all(each.restore() for each in (*self._marked, *self._changed, *(each for each, _ in self._drawn))):
             return False
         if not self._versions.changed() <= self._kept:

@@ -1,0 +1,34 @@
+"""Undoing what a step has changed in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.held.held_state import Held, Kind
+from lightning_harmony.microbatches.lane_attributes import KnownChanges
+from lightning_harmony.microbatches.step_undo import MOST_COPIED, Undo
+
+
+def undo_with(tensors: list[Tensor]) -> Undo:
+    return Undo(nn.Linear(2, 2), [Held("queue", tensors, Kind.CONTAINER)], set(), KnownChanges())
+
+
+def test_what_nothing_was_seen_to_change_is_named_and_taken_back() -> None:
+    tensors = [torch.zeros(2) for _ in range(3)]
+    undo = undo_with(tensors)
+    assert undo.late() is None
+    tensors[1].add_(1)
+    assert undo.late() == "a Tensor held by 'queue' is changed in place"
+    assert undo.restore()
+    assert torch.equal(tensors[1], torch.zeros(2))
+
+
+def test_of_long_lists_a_change_is_named_and_cannot_be_taken_back() -> None:
+    """To copy a thousand losses before each step took longer than the step."""
+    tensors = [torch.zeros(2) for _ in range(MOST_COPIED + 1)]
+    undo = undo_with(tensors)
+    assert undo.restore()
+    tensors[-1].add_(1)
+    assert undo.late() == "a Tensor held by 'queue' is changed in place"
+    assert not undo.restore()
