@@ -8,6 +8,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -95,12 +96,25 @@ class Marks:
         with DisableTorchFunction():
             return list(map(_VERSION, self.tensors))
 
+    @classmethod
+    def joint(cls, several: Iterable[Marks]) -> Marks:
+        """Those of all that several are of."""
+        several = list(several)
+        tensors = chain.from_iterable(marks.tensors for marks in several)
+        return cls(list(tensors), list(chain.from_iterable(marks.others for marks in several)))
+
     def and_of(self, values: Iterable[Any]) -> Marks:
         """Those of some more objects, too."""
         values = list(values)
         tensors = [value for value in values if issubclass(type(value), Tensor)]
         others = [value for value in values if not issubclass(type(value), Tensor)]
         return Marks([*self.tensors, *tensors], [*self.others, *others])
+
+
+def joint_marks(several: Iterable[Sequence[Any]]) -> list[Any]:
+    """What `Marks.now` told of several, as the joint one tells it."""
+    several = list(several)
+    return [list(chain.from_iterable(each[0] for each in several)), *chain.from_iterable(each[1:] for each in several)]
 
 
 class Held:

@@ -29,7 +29,7 @@ from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.held.cached_functions import CacheThen, cached_in, filling_of
-from lightning_harmony.held.held_state import Held, Kind, Marks
+from lightning_harmony.held.held_state import Held, Kind, Marks, joint_marks
 from lightning_harmony.held.places import Places, Together
 from lightning_harmony.held.variables import Chosen
 from lightning_harmony.microbatches.step_undo import MOST_COPIED
@@ -124,6 +124,8 @@ class StateElsewhere:
         # Of each place. What may be changed in place, with marks.
         self._moments: list[_Moment] = []
         self._marks: dict[int, tuple[Marks, list[Any]]] = {}
+        # Those of all places together, made when they are asked for.
+        self._joint: tuple[Marks, list[Any]] | None = None
         # Of lists that have grown in this step, how much was in them before.
         self._num_old: dict[int, int] = {}
         # The functions with a cache, and how far that is filled.
@@ -150,7 +152,8 @@ class StateElsewhere:
         if self._is_begun and self._together is not None:
             self._together.let_go()
             self._is_first = False
-        self._is_begun, self._moments, self._marks, self._fillings, self._num_old = False, [], {}, {}, {}
+        self._is_begun, self._moments, self._fillings, self._num_old = False, [], {}, {}
+        self._marks, self._joint = {}, None
 
     def changes(self) -> Callable[[], str | None]:
         """Code runs now.
@@ -204,7 +207,19 @@ class StateElsewhere:
             if held.cached and held.kind is Kind.MODULE and id(held.owner) in self._of_layers:
                 yield Held(held.name, Chosen(held.content, [name for name, _ in held.cached]), Kind.OBJECT)
 
+    def _changed_in_place(self) -> set[int]:
+        """Where objects have been changed in place since they were marked."""
+        # All are asked in one go, for nothing changes in most turns.
+        if self._joint is None:
+            each = self._marks.values()
+            self._joint = Marks.joint(marks for marks, _ in each), joint_marks(then for _, then in each)
+        marks, then = self._joint
+        if marks.now() == then:
+            return set()
+        return {number for number, (marks, then) in self._marks.items() if marks.now() != then}
+
     def _mark(self, number: int, held: Held) -> None:
+        self._joint = None
         if held.cached:
             functions = [cached_in(value) for _, value in held.cached]
             self._fillings[number] = [(each, filling_of(each)) for each in functions]
@@ -217,7 +232,7 @@ class StateElsewhere:
 
     def _look(self, together: Together) -> list[_Moment]:
         """What is in each place: the same list as long as nothing has changed."""
-        changed = {number for number, (marks, then) in self._marks.items() if marks.now() != then}
+        changed = self._changed_in_place()
         self._in_place.update(together.places[number].name for number in changed)
         caches = self._fillings.items()
         changed.update(number for number, all_of in caches if any(filling_of(each) != then for each, then in all_of))
