@@ -133,9 +133,10 @@ class StateElsewhere:
         # By numbers: those that have changed in this step, and those that are not kept as they are.
         self._changed: set[int] = set()
         self._new: set[int] = set()
-        # The names of places in which tensors were changed in place. Small ones are copied in the first step.
+        # The names of places in which tensors were changed in place. In the first step small ones are copied wherever they are
+        # unless there are too many of them.
         self._in_place: set[str] = set()
-        self._is_first = True
+        self._is_first = self._copies_all = True
 
     def begin(self) -> OnCall:
         """A step begins.
@@ -189,6 +190,7 @@ class StateElsewhere:
         self._changed, self._new = set(), set(range(len(held)))
         for number in self._new:
             self._mark(number, held[number])
+        self._copies_all = self._is_first and sum(len(each.marks.tensors) for each in held) <= MOST_COPIED
         return together
 
     def _is_elsewhere(self, held: Held) -> bool:
@@ -253,18 +255,16 @@ class StateElsewhere:
     def _keep(self, stash: Callable[[Tensor], Stashed], number: int, held: Held, moment: _Moment) -> None:
         """Keep what is in a place for the backward: copies of the tensors that may be changed before."""
         is_changed_in_place, has_changed = held.name in self._in_place, number in self._changed
-        # Before it is known which are changed.
-        is_first = self._is_first and len(held.newest) <= MOST_COPIED
 
         def copies(tensor: Tensor) -> KeptTensor | None:
             if is_small(tensor):
-                may_change = is_changed_in_place or is_first
+                may_change = is_changed_in_place or self._copies_all
             else:
                 may_change = (is_changed_in_place or has_changed) and tensor.layout is torch.strided
             # The user may change the tensor itself before it is in the stash.
             return KeptTensor(stash(copied(detached(tensor))), tensor) if may_change else None
 
-        first: int | None = 0 if is_changed_in_place or is_first else None
+        first: int | None = 0 if is_changed_in_place or self._copies_all else None
         if first is None and has_changed:
             # Not the tensors of all batches before, in a list that grows.
             first = self._num_old.get(number, 0)

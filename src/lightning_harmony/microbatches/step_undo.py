@@ -17,8 +17,8 @@ from lightning_harmony.microbatches.lane_attributes import Draws, KnownChanges
 from lightning_harmony.microbatches.snapshot import undo_of_tensor
 from lightning_harmony.setup import compat
 
-# Of longer lists tensors are not copied in case that a step changes them: nobody keeps what is changed in such a list.
-MOST_COPIED = 256
+# Not more tensors are copied in case that a step changes them: so many are the losses of an epoch, or data.
+MOST_COPIED = 512
 # Buffers, and other tensors, up to this size are copied before each step in which microbatches take turns.
 _SMALL_BYTES = 64 * 1024
 
