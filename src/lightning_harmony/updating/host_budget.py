@@ -100,6 +100,7 @@ class HostBudget:
         # The first step's gradients go as its state comes.
         to_come = self._state_to_come() if engine.has_succeeded else 0
         engine.pool.limit = room_on_host() + engine.pool.num_bytes - to_come
+        engine.pool.reserved_bytes = self._least_gradient_bytes(is_deferred=is_deferred) if engine.has_succeeded else 0
 
     def _move_to_disk(self, other_bytes: int) -> None:
         """Let as much optimizer state live on disk as the host has no room for.
@@ -148,11 +149,16 @@ class HostBudget:
         Raises:
             CapacityError: saying how many bytes the host is short.
         """
-        pool, gradients = self._engine.pool, self._engine.gradient_bytes
-        # Lightning zeroes what parameters still have of the step before.
-        needed = sum(gradients) - self._engine.updater.buffers.kept_bytes if is_deferred else max(gradients, default=0)
+        pool, needed = self._engine.pool, self._least_gradient_bytes(is_deferred=is_deferred)
         if not pool.has_room(needed):
             raise pool.shortage(needed)
+
+    def _least_gradient_bytes(self, *, is_deferred: bool) -> int:
+        """What a backward cannot do without on the host."""
+        gradients = self._engine.gradient_bytes
+        # Lightning zeroes what parameters still have of the step before.
+        kept = self._engine.updater.buffers.kept_bytes
+        return max(sum(gradients) - kept, 0) if is_deferred else max(gradients, default=0)
 
     def _state_to_come(self, *, assumes: bool = False) -> int:
         """What optimizer state will take of the host beside what it takes now.

@@ -138,13 +138,27 @@ class Stash:
         self.pool = pool
         self.traffic = traffic
         self.pending: deque[tuple[Event, Tensor, int, Tensor]] = deque()
+        self._kept: weakref.WeakKeyDictionary[Alias, int] = weakref.WeakKeyDictionary()
 
-    def put(self, tensor: Tensor) -> HostCopy | None:
-        """Start to swap a tensor out; None for one that is better kept where it is."""
+    @property
+    def kept_bytes(self) -> int:
+        """What stays on the device, as the host has no room for it."""
+        return sum(self._kept.values())
+
+    def put(self, tensor: Tensor) -> Stashed | None:
+        """Start to swap a tensor out; None for one that is better kept where it is.
+
+        Where the host has no room for it, a copy stays on the device: of the last layers, whose backward comes first.
+        """
         # A sparse or jagged one has no strides that a copy could bring back, and a composed one no memory of its own.
         is_kept = is_small(tensor) or tensor.layout is not torch.strided or is_composed(tensor)
         if is_kept or tensor.device != self.device.torch_device:
             return None
+        num_bytes = tensor.numel() * tensor.element_size()
+        if not self.pool.has_room_for_stash(num_bytes):
+            kept = Alias.of_copy(tensor)
+            self._kept[kept] = num_bytes
+            return kept
         return HostCopy(self, detached(tensor))
 
     def retire(self, *, wait: bool = False) -> bool:
@@ -184,9 +198,9 @@ class LaneStash:
 
     def __init__(self, stash: Stash) -> None:
         self._stash = stash
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[HostCopy]]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Stashed]]] = {}
 
-    def put(self, tensor: Tensor) -> HostCopy | None:
+    def put(self, tensor: Tensor) -> Stashed | None:
         """Like `Stash.put`."""
         known = self._known.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == tensor._version:

@@ -65,11 +65,13 @@ class HostPool:
     Attributes:
         making_seconds: how long it has taken to make buffers.
         limit: the most bytes that all buffers may take; None for no limit.
+        reserved_bytes: what the stash leaves of these to gradients.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self.making_seconds = 0.0
         self.limit: int | None = None
+        self.reserved_bytes = 0
         self._allocate = allocate
         self._lock = threading.Lock()
         self._free: dict[int, list[_Free]] = defaultdict(list)
@@ -92,6 +94,11 @@ class HostPool:
     def has_room(self, num_bytes: int) -> bool:
         """Whether so many bytes can be taken, if need be in place of buffers that nobody uses."""
         return self._short_bytes(num_bytes) <= 0
+
+    def has_room_for_stash(self, num_bytes: int) -> bool:
+        """Whether the stash may take so many bytes."""
+        needed = num_bytes + self.reserved_bytes
+        return self._fits_beside(needed) or self.has_room(needed)
 
     def take(self, num_bytes: int) -> tuple[Tensor, list[Event]]:
         """A buffer, and the events after which it may be written.

@@ -24,6 +24,7 @@ from lightning_harmony.engine.step.runtime import Runtime
 from lightning_harmony.engine.step.shortage import exceeded_in_turn
 from lightning_harmony.engine.step.step import Step
 from lightning_harmony.engine.step.turns import LaneProgress, Microbatch, Request
+from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.task import Phase, Task
 
 
@@ -108,7 +109,8 @@ class MicrobatchRunner:
         except torch.OutOfMemoryError as error:
             if step.granted is None:
                 raise
-            raise exceeded_in_turn(step.granted, self._devices, error, self._discard_record()) from error
+            words = self._full_host() + self._discard_record()
+            raise exceeded_in_turn(step.granted, self._devices, error, words) from error
         except Exception as error:
             granted = step.granted
             if granted is not None and granted.pack is not None and hasattr(error, "add_note"):
@@ -146,6 +148,11 @@ class MicrobatchRunner:
             else:
                 self._preparation.enter_loss(progress)
             self._run_backward(progress, loss)
+
+    def _full_host(self) -> str:
+        """A word on what is on devices for the host has no room for it."""
+        kept = sum(residents.stash.kept_bytes for residents in self._placement.residents)
+        return f". {format_bytes(kept)} of the stash stay there, for which the host has no room" if kept else ""
 
     def _run_one_after_another(self) -> None:
         """Run all microbatches in the calling thread, as far as their losses, or from there on."""

@@ -71,7 +71,7 @@ def exceeded_in_turn(granted: Grant, devices: Sequence[Device], error: BaseExcep
         granted: the turn.
         devices: all of them.
         error: raised by the allocator.
-        discarded: a word on the record that foresaw something else, if there is one.
+        discarded: a word on what else there is to say, as on the record that foresaw something else.
     """
     pack = granted.pack
     outside = "the code before the first layer" if granted.phase is Phase.FORWARD else "the backward of the loss"
