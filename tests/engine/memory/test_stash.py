@@ -346,3 +346,24 @@ class TestAlias:
 def test_a_composed_tensor_is_kept_where_it_is(device: VirtualDevice, stash: Stash) -> None:
     with device.computing():
         assert stash.put(Packed.of(torch.randn(64, 64))) is None
+
+
+def test_what_the_host_has_no_room_for_stays_and_each_that_is_loaded_may_be_changed(stash: Stash) -> None:
+    first, second = torch.randn(64, 64), torch.randn(64, 64).t()
+    stash.pool.limit, stash.pool.reserved_bytes = 3 * first.nbytes, first.nbytes + 1
+    stashed = [stash.put(first), stash.put(second)]
+    assert stash.kept_bytes == second.nbytes
+    expected = [first.clone(), second.clone()]
+    # Whoever has them may change them once they are stashed.
+    stash.drain()
+    first.zero_()
+    second.zero_()
+    for each, value in zip(stashed, expected, strict=True):
+        assert each is not None
+        each.load().add_(1)
+        loaded = each.load()
+        assert torch.equal(loaded, value)
+        assert loaded.stride() == value.stride()
+    del each, stashed
+    gc.collect()
+    assert stash.kept_bytes == 0

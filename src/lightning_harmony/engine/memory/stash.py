@@ -124,6 +124,20 @@ class HostCopy(Stashed):
             self._stash.pool.give(self._buffer, self._loaded or self._stored)
 
 
+class DeviceCopy(Stashed):
+    """A tensor that the host has no room for. Like one that comes from there, each that is loaded may be changed in place."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = copied(tensor)
+
+    def load(self) -> Tensor:
+        """Another copy."""
+        return copied(self._tensor)
+
+    def settle(self) -> None:
+        """It is a copy already."""
+
+
 class Stash:
     """Swaps tensors of one step out to the host and back in.
 
@@ -138,7 +152,7 @@ class Stash:
         self.pool = pool
         self.traffic = traffic
         self.pending: deque[tuple[Event, Tensor, int, Tensor]] = deque()
-        self._kept: weakref.WeakKeyDictionary[Alias, int] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[DeviceCopy, int] = weakref.WeakKeyDictionary()
 
     @property
     def kept_bytes(self) -> int:
@@ -156,7 +170,7 @@ class Stash:
             return None
         num_bytes = tensor.numel() * tensor.element_size()
         if not self.pool.has_room_for_stash(num_bytes):
-            kept = Alias.of_copy(tensor)
+            kept = DeviceCopy(detached(tensor))
             self._kept[kept] = num_bytes
             return kept
         return HostCopy(self, detached(tensor))
