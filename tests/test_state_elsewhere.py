@@ -12,6 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_harmony.engine.memory.kept_tensor import KeptTensor
+from lightning_harmony.engine.memory.stash import Alias
+from lightning_harmony.errors import UnsupportedModelError
+from lightning_harmony.held.held_state import Held, Kind
+from lightning_harmony.microbatches.state_elsewhere import _Moment
 from support import nets
 from support.counters import counter
 from support.same_training import Net, assert_same_training
@@ -258,3 +263,31 @@ def test_what_a_layer_counts_elsewhere_counts_once(kind: type[Counts], num_micro
         device_memory="44KiB",
         updates=["just in time"],
     )
+
+
+def test_of_a_tuple_what_was_copied_is_as_it_was_and_the_rest_is_refused_if_it_has_changed() -> None:
+    copied, same = torch.zeros(2), torch.zeros(2)
+    content = {"both": (copied, same), "other": 1}
+    held = Held("place", content, Kind.OBJECT)
+    moment = _Moment()
+    moment.keep(held, lambda tensor: KeptTensor(Alias.of_copy(tensor), tensor) if tensor is copied else None, 0)
+    copied.add_(1)
+    moment.put(held)
+    assert content["both"][0].tolist() == [0, 0]
+    assert content["both"][1] is same
+    same.add_(1)
+    moment.put(held)
+    assert content["both"][0].tolist() == [0, 0]
+    with pytest.raises(UnsupportedModelError, match="'place' which was changed in place"):
+        content["both"][1].sum()
+
+
+def test_a_set_of_tensors_is_as_it_was() -> None:
+    tensors = [torch.tensor(float(number)) for number in range(20)]
+    content = set(tensors)
+    held = Held("place", content, Kind.OBJECT)
+    moment = _Moment()
+    moment.keep(held, lambda tensor: KeptTensor(Alias.of_copy(tensor), tensor) if tensor < 10 else None, 0)
+    tensors[3].add_(100)
+    moment.put(held)
+    assert sorted(map(float, content)) == list(range(20))

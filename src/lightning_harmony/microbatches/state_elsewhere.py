@@ -39,8 +39,9 @@ class _Moment:
     """What is in a place, from one change to the next."""
 
     def __init__(self) -> None:
-        # With kept tensors in place of those that may be changed: these may end.
+        # With kept tensors in place of those that may be changed: these may end. Of a set a list, which keeps its order.
         self._content: Any = None
+        self._is_set = False
         # What there is of these, by names or numbers.
         self._kept: dict[Any, Any] = {}
         self._cached: dict[Any, CacheThen] = {}
@@ -65,11 +66,13 @@ class _Moment:
             copied.add(id(tensor))
             return copy
 
-        self._content, self._same, self._undo = held.newest, held.marks, held.undo_in_place()
+        self._is_set = isinstance(held.newest, set)
+        self._content = list(held.newest) if self._is_set else held.newest
+        self._same, self._undo = held.marks, held.undo_in_place()
         if first is not None:
-            self._kept = _others(entries_of(held.newest, first), Tensor, keep)
+            self._kept = _others(entries_of(self._content, first), Tensor, keep)
         if copied:
-            self._content = _with(held.newest, self._kept)
+            self._content = _with(self._content, self._kept)
             self._same = Marks([tensor for tensor in held.marks.tensors if id(tensor) not in copied])
         self._versions = self._same.versions()
         self._cached = {name: CacheThen(value) for name, value in held.cached} if held.is_named else {}
@@ -78,14 +81,15 @@ class _Moment:
         """Let it be in its place."""
         for undo in self._undo:
             undo()
-        content, versions = self._content, self._same.versions()
+        content, kept, versions = self._content, self._kept, self._same.versions()
         if versions != self._versions:
             then_and_now = zip(self._same.tensors, self._versions, versions, strict=True)
             changed = {id(tensor) for tensor, then, now in then_and_now if then != now}
             content = _with(content, _others(entries_of(content), Tensor, partial(_unless_changed, held.name, changed)))
-        others = _others(self._kept.items(), KeptTensor, KeptTensor.again)
-        others |= {name: each.again() for name, each in self._cached.items()}
-        held.put(_with(content, others))
+            kept = {name: content[name] for name in kept}
+        others = _others(kept.items(), KeptTensor, KeptTensor.again)
+        content = _with(content, others | {name: each.again() for name, each in self._cached.items()})
+        held.put(set(content) if self._is_set else content)
 
 
 class _Changed(OutOfReach):
@@ -339,4 +343,4 @@ def _with(content: Any, others: dict[Any, Any]) -> Any:
     values = list(content)
     for number, value in others.items():
         values[number] = value
-    return type(content)(values)
+    return values
