@@ -164,6 +164,7 @@ def test_a_text_is_cut_into_tokens_with_nothing_lost() -> None:
     assert len(text.manual_tokens()) < len(manual) / 2
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("default")
 def test_the_notebook_runs_from_its_first_cell_to_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")

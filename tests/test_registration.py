@@ -99,6 +99,7 @@ assert type(StrategyRegistry.get("harmony_again")).__name__ == "HarmonyStrategy"
     )
 
 
+@pytest.mark.nightly
 def test_registered_in_the_tree_before_our_import_and_in_the_one_after_it_where_autoload_is_off(
     run_in_fork_without_autoload,
 ):
