@@ -74,9 +74,10 @@ class _Place:
 
     def state(self) -> _State:
         if self.name is ALL:
-            # A copy: the same one until something else is in it.
+            # A copy: the same one until something else is in it. What a dict holds under each name is a place of its own.
             newest = self.held.look()
-            return _State(newest if type(newest) is list else list(newest), self.held.marks.versions())
+            versions = [] if isinstance(newest, dict) else self.held.marks.versions()
+            return _State(newest if type(newest) is list else list(newest), versions)
         value = self.held.content.get(self.name, MISSING)
         return _State([value], [version_of(value)] if issubclass(type(value), Tensor) else [])
 

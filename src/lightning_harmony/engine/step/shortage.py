@@ -41,7 +41,7 @@ def exceeded(
     what: str,
     device: Device,
     error: BaseException,
-    discarded: str,
+    words: str,
     smaller: str = "microbatches with HarmonyStrategy(num_microbatches=...)",
 ) -> CapacityError:
     """What to raise where a device ran out of memory.
@@ -50,7 +50,7 @@ def exceeded(
         what: ran there.
         device: which one.
         error: raised by its allocator.
-        discarded: a word on the record that foresaw something else, if there is one.
+        words: what else there is to say, as on the record that foresaw something else.
         smaller: what may be made smaller.
     """
     capacity = device.capacity_bytes
@@ -60,22 +60,22 @@ def exceeded(
     return CapacityError(
         f"{what} exceeds {limit}{missing}: weights, gradients and work space together do not fit. Use smaller "
         f"{smaller}, more memory with HarmonyStrategy(device_memory=...), or smaller layers with "
-        f"HarmonyStrategy(layers=...). ({error}){discarded}"
+        f"HarmonyStrategy(layers=...). ({error}){words}"
     )
 
 
-def exceeded_in_turn(granted: Grant, devices: Sequence[Device], error: BaseException, discarded: str) -> CapacityError:
+def exceeded_in_turn(granted: Grant, devices: Sequence[Device], error: BaseException, words: str) -> CapacityError:
     """What to raise where a device ran out of memory in a lane's turn.
 
     Args:
         granted: the turn.
         devices: all of them.
         error: raised by the allocator.
-        discarded: a word on what else there is to say, as on the record that foresaw something else.
+        words: what else there is to say, as on the record that foresaw something else.
     """
     pack = granted.pack
     outside = "the code before the first layer" if granted.phase is Phase.FORWARD else "the backward of the loss"
     where = f"pack {pack.index} ({pack.name})" if pack is not None else outside
     on_device = f" on device {granted.device}" if len(devices) > 1 else ""
     what = f"{where} with microbatch {granted.progress.lane.microbatch}{on_device}"
-    return exceeded(what, devices[granted.device], error, discarded)
+    return exceeded(what, devices[granted.device], error, words)
