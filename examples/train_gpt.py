@@ -20,8 +20,8 @@ from lightning_harmony import HarmonyMonitor, HarmonyStrategy, StepReport
 from lightning_harmony.cli import main as lightning_harmony
 from lightning_harmony.plan.values.memory_size import format_bytes, parse_bytes
 
-BATCH_SIZE = 8
-CONFIG = GPTConfig(context=64)
+BATCH_SIZE = 16
+CONFIG = GPTConfig()
 # What AdamW's division makes of a last bit in a few steps.
 LARGEST_ROUNDING = 1e-4
 NUM_COMPARED_STEPS = 6
@@ -87,8 +87,8 @@ class History(pl.Callback):
 def parse_options(arguments: list[str] | None = None) -> Options:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--device-memory", default="20MiB", help="capacity of the device")
-    parser.add_argument("--max-steps", type=int, default=120, help="training steps of the main run")
+    parser.add_argument("--device-memory", default="22MiB", help="capacity of the device")
+    parser.add_argument("--max-steps", type=int, default=60, help="training steps of the main run")
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--num-microbatches", type=int, default=4, help=f"must divide the batch of {BATCH_SIZE}")
     parser.add_argument("--picture", type=Path, default=Path("step.png"), help="file for the picture of a step")

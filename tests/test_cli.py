@@ -15,9 +15,9 @@ from lightning_harmony.plan.drawing.trace import to_trace
 from lightning_harmony.plan.simulate.replay import predict
 from lightning_harmony.plan.simulate.schedule import Schedule
 from lightning_harmony.plan.values.machine import read_machine
-from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.profile import MachineLimits, Profile
 from lightning_harmony.plan.values.task import Task
-from support.plans import STEP
+from support.plans import STEP, STEP_LAYERS
 
 pytestmark = pytest.mark.cpu
 
@@ -136,13 +136,21 @@ class TestTrace:
         main(["trace", str(file), "--png", str(tmp_path / "step.png")])
         assert (tmp_path / "step.png").exists()
 
-    def test_a_step_that_had_no_prediction_is_shown_alone(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    @pytest.mark.parametrize(
+        ("profile", "why"),
+        [
+            (None, "the plan was made before the step had been measured"),
+            (Profile(STEP_LAYERS, MachineLimits(2048, 2048.0, 2048.0)), "the plan is so tight"),
+        ],
+        ids=["not measured", "too tight"],
+    )
+    def test_a_step_that_had_no_prediction_is_shown_alone_and_says_why(
+        self, profile: Profile | None, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         file, page = tmp_path / "step-0.json", tmp_path / "a.html"
-        file.write_text(replace(RECORDING, plan=replace(STEP, profile=None)).to_json())
+        file.write_text(replace(RECORDING, plan=replace(STEP, profile=profile)).to_json())
         assert main(["trace", str(file), "--html", str(page)]) == 0
-        assert "predicted: nothing" in capsys.readouterr().out
+        assert f"predicted: nothing, for {why}" in capsys.readouterr().out
         assert page.read_text().count("<svg") == 1
 
     @pytest.mark.parametrize(

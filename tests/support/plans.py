@@ -40,12 +40,13 @@ STEP_PACK = Cost(
     recompute_seconds=1.0,
 )
 STEP_MACHINE = MachineLimits(None, 2048.0, 2048.0)
+STEP_LAYERS = tuple(replace(STEP_PACK, name=name) for name in ("a & b", "c"))
 STEP = Plan(
     (("a & b",), ("c", "d")),
     (0, 1),
     1,
     num_microbatches=2,
-    profile=Profile(tuple(replace(STEP_PACK, name=name) for name in ("a & b", "c")), STEP_MACHINE),
+    profile=Profile(STEP_LAYERS, STEP_MACHINE),
 )
 
 
