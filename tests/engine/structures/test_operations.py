@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_harmony.engine.structures.operations import Unseen, detached, viewed
+from lightning_harmony.engine.structures.operations import Unseen, detached, run_as_without_mode, viewed
 
 
 class Seen(TorchDispatchMode):
@@ -23,6 +25,66 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operations.append(func)
         return func(*args, **(kwargs or {}))
+
+
+class Running(TorchDispatchMode):
+    """Runs what it sees as it runs without a mode."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run_as_without_mode(func, args, kwargs or {})
+
+
+def behind_linear(make: Callable[[], nn.Module]) -> Callable[[Tensor], Tensor]:
+    """What a layer computes of a linear one's result, which autocast has made narrow."""
+    torch.manual_seed(0)
+    before, layer = nn.Linear(8, 8), make()
+
+    def run(x: Tensor) -> Tensor:
+        result = layer(before(x))
+        return result[0] if isinstance(result, tuple) else result
+
+    return run
+
+
+WEIGHT = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)) / 4
+CODE: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": behind_linear(lambda: nn.Linear(8, 8)),
+    "einsum": lambda x: torch.einsum("bij,jk->bik", x, WEIGHT),
+    "matmul": lambda x: x @ WEIGHT,
+    "bmm": lambda x: torch.bmm(x, x.mT),
+    "baddbmm": lambda x: torch.baddbmm(x @ x.mT, x, x.mT),
+    "convolution": lambda x: nn.functional.conv1d(x.mT, WEIGHT[..., None]),
+    "distances": lambda x: torch.cdist(x, x, compute_mode="use_mm_for_euclid_dist"),
+    "norm": lambda x: (x @ WEIGHT).norm(dim=-1),
+    "softmax": lambda x: (x @ WEIGHT).softmax(-1).sum((1, 2)),
+    "product": lambda x: (x @ WEIGHT).prod(-1),
+    "cosine": lambda x: nn.functional.cosine_similarity(x @ WEIGHT, x, dim=-1),
+    "loss": lambda x: nn.functional.cosine_embedding_loss(x[0] @ WEIGHT, x[0], torch.ones(6)),
+    "inverse": lambda x: torch.linalg.pinv(x[:, :4].float()),
+    "lstm": behind_linear(lambda: nn.LSTM(8, 8, batch_first=True)),
+    "gru": behind_linear(lambda: nn.GRU(8, 8, batch_first=True)),
+    "encoder": behind_linear(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).eval()),
+    "encoder in training": behind_linear(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)),
+    "without autocast": lambda x: torch.autocast("cpu", enabled=False)(torch.einsum)("bij,jk->bik", x, WEIGHT),
+}
+
+
+class TestRunAsWithoutMode:
+    @pytest.mark.parametrize(
+        "context", [nullcontext, torch.no_grad, torch.inference_mode], ids=["grad", "no grad", "inference"]
+    )
+    @pytest.mark.parametrize("is_cast", [True, False], ids=["autocast", "as it is"])
+    @pytest.mark.parametrize("code", CODE.values(), ids=CODE)
+    def test_makes_the_same_bits_whatever_is_cast(
+        self, code: Callable[[Tensor], Tensor], is_cast: bool, context: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(2))
+        with context(), torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            expected = code(x)
+            with Running():
+                found = code(x)
+        assert found.dtype is expected.dtype
+        assert torch.equal(found, expected)
 
 
 class TestUnseen:

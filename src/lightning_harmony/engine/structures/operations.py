@@ -14,6 +14,8 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _EMPTY = torch.empty(0)
 # While one exists, its thread's dispatch modes see nothing.
 _Guard: Any = torch._C._DisableTorchDispatch
+# While one exists, its thread's dispatch keys are those of the call that a mode is told of.
+_AsCalled: Any = getattr(torch._C, "_RestorePythonTLSSnapshot")  # noqa: B009
 
 
 def changes_first(name: str) -> bool:
@@ -26,18 +28,53 @@ def changes_first(name: str) -> bool:
 def run_as_without_mode(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation in ``__torch_dispatch__`` as it would run without the mode, to the bit.
 
+    Below the mode, autocast sees nothing of what an operation that is composed of others calls. What autocast has cast itself,
+    it leaves as it is.
+
     In inference mode a composite operation comes whole. Torch then runs it where views of weights seem to need no gradients,
     and the matrix product, among others, goes another way for weights that need some: it sums in another order.
     """
-    if torch.is_inference_mode_enabled() and _is_composite(func):
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    is_inference = torch.is_inference_mode_enabled()
+    if (is_inference or _is_composed(func)) and _is_cast():
+        with _lifted(torch._C.DispatchKey.AutocastCPU):
+            return _run(func, args, kwargs) if is_inference else func(*args, **kwargs)
+    return _run(func, args, kwargs) if is_inference else func(*args, **kwargs)
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation in inference mode."""
+    if _has_kernel(func, "CompositeImplicitAutograd"):
+        with _lifted(torch._C.DispatchKey.ADInplaceOrView):
             return func(*args, **kwargs)
     return func(*args, **kwargs)
 
 
 @cache
-def _is_composite(func: Any) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+def _is_composed(func: Any) -> bool:
+    """Whether an operation is one of others, and none of those that autocast casts for."""
+    # The fast path of a layer of torch, which has a kernel that calls others.
+    if func is torch.ops.aten._transformer_encoder_layer_fwd.default:
+        return True
+    # Torch's own operations call such ones, within what autocast has cast for.
+    if func.name().startswith("aten::_"):
+        return False
+    return not _has_kernel(func, "CPU") and not _has_kernel(func, "AutocastCPU")
+
+
+@cache
+def _has_kernel(func: Any, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+
+
+def _lifted(key: Any) -> Any:
+    """The context in which calls are told to what a dispatch key stands for, as they are not below a mode."""
+    return torch._C._SetExcludeDispatchKeyGuard(key, False)
+
+
+def _is_cast() -> bool:
+    """Whether autocast was on for the host where the mode was called from."""
+    with _AsCalled():
+        return torch.is_autocast_enabled("cpu")
 
 
 class Unseen:
