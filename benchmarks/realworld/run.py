@@ -2,6 +2,7 @@
 
     python benchmarks/realworld/run.py --model llama8b --gpu-free 24 --host-free 110
     python benchmarks/realworld/run.py --model llama8b --strategy plain --checkpointing --precision bf16-true --layers 8
+    python benchmarks/realworld/run.py --model bert --strategy ddp --devices 2 --batch 64 --length 512
 
 Another process holds all memory of the GPUs but `--gpu-free` GiB, and all of the host's but `--host-free` GiB: a soft limit of
 an allocator shows nothing about a small card. Weights are random and nothing is downloaded. Prints one line of JSON, or one
@@ -60,7 +61,7 @@ sys.stdin.read()
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama8b", choices=[*MODELS])
-    parser.add_argument("--strategy", default="harmony", choices=["harmony", "plain"])
+    parser.add_argument("--strategy", default="harmony", choices=["harmony", "plain", "ddp"])
     parser.add_argument("--gpu-free", type=float, help="GiB of each GPU that are left to the run")
     parser.add_argument("--host-free", type=float, help="GiB of host memory that are left to the run")
     parser.add_argument("--device-memory", help="of HarmonyStrategy; what is free if it is not given")
@@ -199,8 +200,10 @@ def main() -> None:
         gpu_time = GpuTime(options.gpu_time) if options.gpu_time else None
         module, measure = Module(subject, options), Measure(free_before, host_time, gpu_time)
         split = 1 if is_harmony else options.microbatches or 1
+        # Each process of DDP loads its share of a batch.
+        num_processes = options.devices if options.strategy == "ddp" else 1
         trainer = pl.Trainer(
-            strategy=_harmony(options) if is_harmony else "auto",
+            strategy=_harmony(options) if is_harmony else {"plain": "auto"}.get(options.strategy, options.strategy),
             accelerator="gpu" if gpus else "cpu",
             devices=options.devices,
             precision=options.precision,
@@ -214,7 +217,7 @@ def main() -> None:
         )
         samples = Samples(subject, options.batch * options.steps, options.length, options.batch)
         start = time.perf_counter()
-        trainer.fit(module, DataLoader(samples, options.batch // split))
+        trainer.fit(module, DataLoader(samples, options.batch // split // num_processes))
         for gpu in gpus:
             torch.cuda.synchronize(gpu)
         finish(json.dumps(_row(options, trainer, measure, start, split)), 0)

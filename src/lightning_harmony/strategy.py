@@ -201,25 +201,29 @@ class StrategyMixin(StreamedCheckpoints):
         trains, has_optimizers = trainer.state.fn == "fit", False
         if trains:
             self._torn = None
-        if self._may_be_in_memory(devices) and fits(LastingBytes.of(self._module, [] if trains else None), devices[0]):
+        if self._may_be_in_memory(devices) and fits(LastingBytes.of(self._module, [] if trains else None), devices):
             move_companions(self._module, self.root_device)
             self.model.to(self.root_device)
             if trains:
                 self.setup_optimizers(trainer)
                 has_optimizers = True
             lasting = LastingBytes.of(self._module, self.optimizers if trains else None)
-            if fits(lasting, devices[0]):
+            if fits(lasting, devices):
                 split_check = self._split_check(trainer)
-                self._in_memory = InMemory(self._lightning, trainer, self._settings, devices[0], lasting, split_check)
+                self._in_memory = InMemory(self._lightning, trainer, self._settings, devices, lasting, split_check)
                 self._in_memory.start()
         if self._in_memory is None:
             self._swap_layers(trainer, devices, sets_up_optimizers=trains and not has_optimizers)
         self.setup_precision_plugin()
 
     def _may_be_in_memory(self, devices: Sequence[Device]) -> bool:
-        """Whether nothing was asked for that takes swapping, or there is nothing to swap."""
+        """Whether nothing was asked for that takes swapping, or there is nothing to swap.
+
+        Several devices that are parts of the host's memory have nothing to gain from a model that fits: they are there to try
+        what several do.
+        """
         computes_narrow = getattr(self.precision_plugin, "compute_dtype", None) is not None
-        is_simple = len(devices) == 1 and not computes_narrow
+        is_simple = (len(devices) == 1 or devices[0].computes_apart) and not computes_narrow
         return self._settings.plan is None and (is_simple or next(self._module.parameters(), None) is None)
 
     def _swap_layers(self, trainer: Trainer, devices: Sequence[Device], *, sets_up_optimizers: bool) -> None:
@@ -246,7 +250,7 @@ class StrategyMixin(StreamedCheckpoints):
             torch.cuda.empty_cache()
         self._lightning.info(f"Harmony: {reason}: layers are swapped from now on.")
         move_optimizer_state(self.optimizers, torch.device("cpu"))
-        self._swap_layers(in_memory.trainer, [in_memory.device], sets_up_optimizers=False)
+        self._swap_layers(in_memory.trainer, in_memory.devices, sets_up_optimizers=False)
         assert self._swapped is not None
         self._swapped.engine.catch_up()
 
@@ -257,6 +261,12 @@ class StrategyMixin(StreamedCheckpoints):
     def model_to_device(self) -> None:
         """Leave parameters on the host; move what layers don't own, and tell the module its device."""
         move_unregistered(self._module, self.root_device)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch to the device."""
+        batch = batch if self._in_memory is None else self._in_memory.locked(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -284,7 +294,8 @@ class StrategyMixin(StreamedCheckpoints):
         swapped, self._swapped = self._swapped, None
         if in_memory is not None:
             in_memory.end()
-            in_memory.device.close()
+            for device in in_memory.devices:
+                device.close()
             super().teardown()
             return
         try:

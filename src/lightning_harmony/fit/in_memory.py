@@ -18,15 +18,17 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.lanes.rng import RandomStreams, stream_seed
 from lightning_harmony.engine.model.compiled import is_compiled
 from lightning_harmony.engine.model.decompose import find_layers
+from lightning_harmony.engine.replicas.runs import InPlace, Runs
 from lightning_harmony.engine.structures.nested import map_tensors
 from lightning_harmony.engine.updates.requested_gradients import anchored, requested_gradients
 from lightning_harmony.fit.lasting_bytes import LastingBytes
-from lightning_harmony.fit.memory_watch import DoesNotFit, MemoryWatch
+from lightning_harmony.fit.memory_watch import MemoryWatch
+from lightning_harmony.fit.spread import Spread
 from lightning_harmony.fit.training import DeferredBackward
 from lightning_harmony.fit.unchanged import UnchangedBatch
 from lightning_harmony.fit.user_steps import before_accumulation
 from lightning_harmony.microbatches.logs import MicrobatchLogs
-from lightning_harmony.microbatches.split_check import SplitCheck
+from lightning_harmony.microbatches.split_check import SplitCheck, batch_norms
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.reporting.step_reports import StepReports
 from lightning_harmony.setup import compat
@@ -40,21 +42,22 @@ from lightning_harmony.updating.hooks import between_passes
 class InMemory:
     """Runs the user's steps on a model that is on its device as a whole.
 
-    With one microbatch, which is the default, a step is Lightning's own. With several, they run one after the other in the
-    caller's thread, forward and backward, as batches do under ``accumulate_grad_batches``.
+    With one microbatch, which is the default on one device, a step is Lightning's own. With several, they run one after the
+    other in the caller's thread, forward and backward, as batches do under ``accumulate_grad_batches``. Several devices take
+    turns in them, each with a copy of the model.
 
     Where the device has a capacity, a batch that is larger than all before it runs under watch: if it does not fit, all that
     its step changed is undone, and `DoesNotFit` is raised.
 
     Attributes:
-        device: where the model is.
+        devices: the first of them is where the model is.
         lasting: what it holds there.
     """
 
     tree: LightningTree
     trainer: Any
     settings: Settings
-    device: Device
+    devices: Sequence[Device]
     lasting: LastingBytes
     split_check: SplitCheck
     _num_microbatches: int = 1
@@ -62,7 +65,10 @@ class InMemory:
     _compiled: list[nn.Module] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.device = self.devices[0]
         self._watch = MemoryWatch(self.trainer, self.device, self.lasting)
+        self._least_samples = 2 if batch_norms(self._module) else 1
+        self._spread = Spread(self.tree, self.trainer, self.devices) if len(self.devices) > 1 else None
 
     def training_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a batch; where it runs in microbatches or under watch, its backward runs, too, if its gradient can be told.
@@ -90,8 +96,10 @@ class InMemory:
             with nullcontext() if fits else self._watch.bounding():
                 if len(sizes) == 1:
                     return step(*args, **kwargs)
-                return self._run(args, kwargs, sizes, parts, predicts=False)
-        run = partial(self._run, args, kwargs, sizes, parts, predicts=True)
+                return self._run(args, kwargs, sizes, parts, False)
+        run = partial(self._run, args, kwargs, sizes, parts, True)
+        if self._spread is not None and len(sizes) > 1:
+            run = partial(self._spread.run, run, self._keeping_gradients)
         if fits:
             return run()
         with self._keeping_gradients():
@@ -111,16 +119,28 @@ class InMemory:
             return
         capacity = self.device.capacity_bytes
         room = "without a limit" if capacity is None else f"of {format_bytes(capacity)}"
+        number = len(self.devices)
+        runs = "whole" if number == 1 else f"in {number} microbatches, one for each device,"
         self.tree.info(
             f"Harmony: {format_bytes(self.lasting.total)} of weights, gradients and optimizer state fit on a "
-            f"{self.device.torch_device.type} device {room}. Nothing is swapped; a batch runs whole unless "
+            f"{self.device.torch_device.type} device {room}. Nothing is swapped; a batch runs {runs} unless "
             "HarmonyStrategy(num_microbatches=...) says otherwise."
         )
 
     def end(self) -> None:
         """The fit is over, or goes on with layers that are swapped: these are compiled in another way."""
+        if self._spread is not None:
+            self._spread.end()
         for layer in self._compiled:
             layer._compiled_call_impl = None
+
+    def locked(self, batch: Any) -> Any:
+        """A batch in page-locked memory where several devices run it.
+
+        A copy from other memory waits for all that was launched before. The host would launch each step when the one before
+        has ended, and the last device would wait for it the longest.
+        """
+        return batch if self._spread is None else map_tensors(_locked, batch)
 
     def report(self, reports: StepReports) -> None:
         """The backward of a step has ended."""
@@ -142,12 +162,18 @@ class InMemory:
     def _split(self, args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any]]:
         """The samples of each microbatch of a batch, and the microbatches."""
         settings, (batch, *rest) = self.settings, args
-        if settings.num_microbatches in (1, None) and settings.microbatch_size is None:
+        # Where nothing says it, one for each device.
+        number = len(self.devices) if settings.num_microbatches is None else settings.num_microbatches
+        if number == 1 and settings.microbatch_size is None:
             return (1,), [batch]
         samples = self.split_check.splitting.samples(batch)
-        sizes = (1,) if samples is None else settings.sizes(samples.number)
+        sizes = (1,) if samples is None else settings.sizes(samples.number, self._at_most(samples.number))
         self.split_check.note(batch, samples, sizes, rest, kwargs)
         return sizes, self.split_check.splitting.split(batch, samples, sizes)
+
+    def _at_most(self, num_samples: int) -> int:
+        """The number of microbatches of so many samples, where nothing else says it."""
+        return min(len(self.devices), max(num_samples // self._least_samples, 1))
 
     def _losses_of(self, batches: Sequence[Any], like: Any) -> list[Tensor | None]:
         """Run the training_step on some batches, without a backward."""
@@ -173,8 +199,26 @@ class InMemory:
             and all(type(each).zero_grad is Optimizer.zero_grad for each in self.trainer.optimizers)
         )
 
-    def _run(self, args: Any, kwargs: Any, sizes: tuple[int, ...], parts: Sequence[Any], *, predicts: bool) -> Any:
-        """Run microbatches one after the other; where the gradient of each loss is predicted, with its backward."""
+    def _run(
+        self,
+        args: Any,
+        kwargs: Any,
+        sizes: tuple[int, ...],
+        parts: Sequence[Any],
+        predicts: bool,
+        spread: Runs | None = None,
+    ) -> Any:
+        """Run microbatches one after the other; where the gradient of each loss is predicted, with its backward.
+
+        Args:
+            args: of the user's step.
+            kwargs: more of them.
+            sizes: the samples of each microbatch.
+            parts: the microbatches.
+            predicts: whether the gradient is predicted.
+            spread: how they run on several devices, or are watched for that; None where the model is.
+        """
+        runs = spread or InPlace()
         rest, weights = args[1:], self.settings.weights(sizes)
         batches = self.trainer.accumulate_grad_batches
         shared = UnchangedBatch(parts)
@@ -182,12 +226,17 @@ class InMemory:
         zeroed = self._zeroed() if predicts else []
         outputs: list[Any] = []
         losses: list[Tensor] = []
-        with self.split_check.explaining(sizes), self._random_streams(len(parts)) as switch_to, logs or nullcontext():
-            for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        with (
+            self.split_check.explaining(sizes),
+            self._random_streams(len(parts)) as switch_to,
+            logs or nullcontext(),
+            runs.step(parts) as there,
+        ):
+            for number, (part, weight) in enumerate(zip(there, weights, strict=True)):
                 switch_to(number)
                 if logs is not None:
                     logs.microbatch = number
-                with self.trainer.precision_plugin.train_step_context():
+                with runs.forward(number), self.trainer.precision_plugin.train_step_context():
                     output = self._module.training_step(part, *rest, **kwargs)
                 loss = loss_of(output)
                 if predicts and number == 0:
@@ -198,11 +247,14 @@ class InMemory:
                     refuse_several_losses([loss])
                     if predicts and loss.requires_grad:
                         gradient = gradient_of(loss, self._scale(loss), weight / batches)
-                        torch.autograd.backward(loss, gradient)
+                        with runs.backward(number):
+                            torch.autograd.backward(loss, gradient)
                     losses.append(loss.detach().requires_grad_(loss.requires_grad) if predicts else loss)
                 outputs.append(map_tensors(Tensor.detach, output) if predicts else output)
                 del output, loss
         shared.check()
+        if spread is not None:
+            outputs, losses = (map_tensors(self._at_home, each) for each in (outputs, losses))
         output = merge_outputs(outputs, sizes)
         if len(losses) < len(outputs) or compat.is_backward_skipped(self.trainer):
             return output
@@ -245,14 +297,14 @@ class InMemory:
 
     @contextmanager
     def _keeping_gradients(self) -> Iterator[None]:
-        """A context that leaves gradients of earlier batches as they were, if its step was undone."""
+        """A context that leaves gradients of earlier batches as they were, if its step fails or was undone."""
         zeroed = frozenset(self._zeroed())
         earlier = [
             (p, None if p.grad is None else p.grad.clone()) for p in self._module.parameters() if p not in zeroed
         ]
         try:
             yield
-        except DoesNotFit:
+        except Exception:
             for parameter, gradient in earlier:
                 parameter.grad = gradient
             for parameter in zeroed:
@@ -266,13 +318,19 @@ class InMemory:
             yield lambda microbatch: None
             return
         step, seed = self.trainer.fit_loop.epoch_loop.total_batch_idx, torch.initial_seed()
-        index = self.device.torch_device.index
+        indices = [device.torch_device.index for device in self.devices]
         seeds = [stream_seed(seed, step, microbatch) for microbatch in range(number)]
-        streams = RandomStreams(seeds, [] if index is None else [index])
+        streams = RandomStreams(seeds, [index for index in indices if index is not None])
         try:
             yield streams.switch_to
         finally:
             streams.switch_back()
+
+    def _at_home(self, tensor: Tensor) -> Tensor:
+        """A tensor that a microbatch has made, where the model is."""
+        home = self.device.torch_device
+        is_elsewhere = tensor.device.type == home.type and tensor.device != home
+        return tensor.to(home).requires_grad_(tensor.requires_grad) if is_elsewhere else tensor
 
     @property
     def _module(self) -> Any:
@@ -286,3 +344,8 @@ def move_optimizer_state(optimizers: Sequence[Optimizer], device: torch.device) 
             for name, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, Tensor):
                     state[name] = value.to(device)
+
+
+def _locked(tensor: Tensor) -> Tensor:
+    can_be = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return tensor.pin_memory() if can_be and torch.cuda.is_available() else tensor

@@ -52,9 +52,12 @@ class LastingBytes:
         return self.weights + self.gradients + self.state
 
 
-def fits(lasting: LastingBytes, device: Device) -> bool:
-    """Whether what lasts leaves room for anything else; whether a batch finds room beside it, its first step shows."""
-    return device.capacity_bytes is None or lasting.total < device.capacity_bytes
+def fits(lasting: LastingBytes, devices: Sequence[Device]) -> bool:
+    """Whether what lasts leaves room for anything else; whether a batch finds room beside it, its first step shows.
+
+    Of several devices, others than the first hold no optimizer state, but gradients twice while they are added up.
+    """
+    return all(device.capacity_bytes is None or lasting.total < device.capacity_bytes for device in devices)
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -1,0 +1,1 @@
+"""Replicas: a model that fits on several devices, and runs on all of them."""

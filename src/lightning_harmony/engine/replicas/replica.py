@@ -1,0 +1,356 @@
+"""A replica: copies of a model's tensors on another device, which its code finds in the places of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo.guards import dict_version
+
+from lightning_harmony.engine.model.attributes import LONGEST, OF_TORCH
+from lightning_harmony.engine.replicas.flat_pieces import FlatPieces
+from lightning_harmony.engine.structures.containers import entries_of
+from lightning_harmony.engine.structures.nested import leaves_of, map_tensors
+
+_CONTAINERS = (list, deque, dict)
+# Longer lists are looked at for what is new in them: they collect.
+_SHORT = 64
+_DELETED = object()
+
+
+class NotReplicableError(Exception):
+    """A model's code has to run where its tensors are; the message says why."""
+
+
+class _Place(NamedTuple):
+    """A place where a module holds a tensor, a device, or a tuple with some.
+
+    Attributes:
+        holder: the dict that it is in.
+        name: the key.
+        value: what it holds.
+    """
+
+    holder: dict[str, Any]
+    name: str
+    value: Any
+
+    def is_same(self, other: _Place) -> bool:
+        """Whether another place is this one, and holds the same object."""
+        return self.holder is other.holder and self.name == other.name and self.value is other.value
+
+
+class _Owner:
+    """What one module holds. It is looked at anew when one of its dicts has changed, which torch counts.
+
+    Attributes:
+        places: of its parameters and buffers, and of attributes, as metrics keep.
+        containers: lists and dicts in its attributes, which may come to hold tensors.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = vars(module)
+        self.places: list[_Place] = []
+        self.look()
+
+    def look(self) -> bool:
+        """See what it holds now; return whether that is something else."""
+        before, attributes = self.places, self._attributes
+        registries = (attributes["_parameters"], attributes["_buffers"])
+        self._dicts = (attributes, *registries, attributes["_modules"])
+        own = [(name, value) for name, value in attributes.items() if name not in OF_TORCH]
+        self.places = [_Place(each, *item) for each in registries for item in each.items() if item[1] is not None]
+        self.places += [_Place(attributes, *item) for item in own if _is_held_by_itself(item[1])]
+        self.containers = [(name, value) for name, value in own if type(value) in _CONTAINERS]
+        self.note()
+        return len(before) != len(self.places) or not all(map(_Place.is_same, before, self.places))
+
+    def note(self) -> None:
+        """What it holds is known."""
+        self._versions = self._versions_now()
+
+    def has_changed(self) -> bool:
+        """Whether it may hold something else than is known."""
+        return self._versions != self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [dict_version(each) for each in self._dicts]
+
+
+class Holders:
+    """The modules of a model, and what each of them holds.
+
+    Args:
+        module: the model.
+        home: the device where its tensors are.
+    """
+
+    def __init__(self, module: nn.Module, home: torch.device) -> None:
+        self._module, self._home = module, home
+        self._owners: dict[nn.Module, _Owner] = {}
+        self._tensors: list[Tensor] | None = None
+
+    def look(self) -> bool:
+        """See what has changed; return whether anything has."""
+        changed = [owner for owner in self.owners if owner.has_changed()]
+        if not changed and self._owners:
+            return False
+        has_others = sum(owner.look() for owner in changed) > 0
+        # Another module may be one of it now.
+        known = self._owners
+        self._owners = {module: known.get(module) or _Owner(module) for module in self._module.modules()}
+        if not has_others and self._owners.keys() == known.keys():
+            return False
+        self._tensors = None
+        return True
+
+    @property
+    def owners(self) -> Iterable[_Owner]:
+        """The modules, as they were found."""
+        return self._owners.values()
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that are at home, each once.
+
+        Raises:
+            NotReplicableError: if one of them would not be the same as a copy.
+        """
+        if self._tensors is None:
+            places = [place for owner in self.owners for place in owner.places]
+            found = {p.value: p.name for p in places if isinstance(p.value, Tensor) and p.value.device == self._home}
+            for tensor, name in found.items():
+                _refuse_odd(tensor, name)
+            _refuse_aliases(found)
+            self._tensors = list(found)
+        if any(tensor._backward_hooks or _hooks_behind(tensor) for tensor in self._tensors):
+            raise NotReplicableError("one of its parameters has a hook of its own")
+        return self._tensors
+
+
+class Replica:
+    """The tensors of a model on another device.
+
+    Within `entered`, the model's code finds the copies. What it changes or assigns there is brought home, so that the next
+    microbatch finds it, wherever that runs.
+
+    Args:
+        module: the model.
+        home: the device where its own tensors are.
+        device: the other one.
+        changing: the tensors that steps change in place, by their identities.
+    """
+
+    def __init__(self, module: nn.Module, home: torch.device, device: torch.device, changing: Container[int]) -> None:
+        self._home, self._device, self._changing = home, device, changing
+        self._holders = Holders(module, home)
+        # By the identity of each tensor: itself and its copy; and by that of each copy.
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._originals: dict[int, Tensor] = {}
+        # Those that lie together: the tensors, and where their copies are.
+        self._together: list[Tensor] = []
+        self._flat: set[int] = set()
+        self._pieces = FlatPieces(())
+        self._buffers: list[Tensor] = []
+        # What goes where, as long as no module holds anything else.
+        self._puts: list[tuple[_Place, Any]] | None = None
+
+    # ---- copies --------------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Make all copies what their tensors are: others may have changed these since, and in ways that nobody counts.
+
+        Raises:
+            NotReplicableError: if one of them would not be the same as a copy.
+        """
+        self._add_new()
+        known = {id(tensor) for tensor in self._holders.tensors()}
+        if known != self._copies.keys():
+            self._copies = {key: both for key, both in self._copies.items() if key in known}
+            self._originals = {id(copy): tensor for tensor, copy in self._copies.values()}
+        with torch.no_grad():
+            self._pieces.fill(self._buffers, [tensor.detach() for tensor in self._together])
+            for tensor, copy in self._copies.values():
+                if id(tensor) not in self._flat:
+                    _fill(copy, tensor)
+
+    def bring(self) -> None:
+        """Bring what changes, and what is new, for a microbatch that will run here."""
+        for tensor in self._add_new():
+            _fill(self._copies[id(tensor)][1], tensor)
+        for tensor, copy in self._copies.values():
+            if id(tensor) in self._changing:
+                _fill(copy, tensor)
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each tensor, and its copy here."""
+        return list(self._copies.values())
+
+    def trained(self) -> list[tuple[Tensor, Tensor]]:
+        """Each tensor that gradients come to, and its copy here."""
+        return [(tensor, copy) for tensor, copy in self._copies.values() if copy.requires_grad]
+
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """The copy of a tensor that it has."""
+        return self._copies[id(tensor)][1]
+
+    def _add_new(self) -> list[Tensor]:
+        """Make copies of tensors that have none yet, or one that is not alike, and return those."""
+        if self._holders.look():
+            self._puts = None
+        tensors = self._holders.tensors()
+        missing = [tensor for tensor in tensors if not _are_alike(tensor, self._copies.get(id(tensor)))]
+        if missing:
+            self._puts = None
+            copies = self._laid_out(missing) if not self._copies else [_copy_of(each, self._device) for each in missing]
+            self._copies.update((id(tensor), (tensor, copy)) for tensor, copy in zip(missing, copies, strict=True))
+            self._originals.update((id(copy), tensor) for tensor, copy in zip(missing, copies, strict=True))
+        for tensor, copy in self._copies.values():
+            copy.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+        return missing
+
+    def _laid_out(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Copies of the tensors of a model, which lie together; those that come later lie by themselves."""
+        self._together, self._flat = tensors, {id(tensor) for tensor in tensors}
+        self._pieces = FlatPieces(tensors)
+        self._buffers = self._pieces.buffers(self._device)
+        views = self._pieces.views(self._buffers)
+        # Each counts its own changes.
+        return [_like(tensor, view.data) for tensor, view in zip(tensors, views, strict=True)]
+
+    # ---- places --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def entered(self, *, carries: bool) -> Iterator[None]:
+        """The context in which the model's code finds the copies, and this device where it had its own.
+
+        Args:
+            carries: whether it may change tensors, which are to be the same at home behind it.
+        """
+        if self._holders.look() or self._puts is None:
+            places = [place for owner in self._holders.owners for place in owner.places]
+            self._puts = [(place, there) for place in places if (there := self._there(place.value)) is not place.value]
+        puts = self._puts
+        containers = [each for owner in self._holders.owners for _, each in owner.containers]
+        lengths = {id(each): len(each) for each in containers if type(each) is list}
+        borrowed = self._lend(containers)
+        for place, there in puts:
+            place.holder[place.name] = there
+        for owner in self._holders.owners:
+            owner.note()
+        try:
+            yield
+        finally:
+            changed = [owner for owner in self._holders.owners if owner.has_changed()]
+            for place, there in puts:
+                if place.holder.get(place.name, _DELETED) is there:
+                    place.holder[place.name] = place.value
+            for container, key, value, there in borrowed:
+                if container[key] is there:
+                    container[key] = value
+            for owner in self._holders.owners:
+                owner.note()
+            self._bring_home(changed, containers, lengths)
+        if carries:
+            for tensor, copy in self._copies.values():
+                if id(tensor) in self._changing:
+                    _fill(tensor, copy)
+
+    def _lend(self, containers: list[Any]) -> list[tuple[Any, Any, Any, Any]]:
+        """Put copies of parameters in the places of these in lists and dicts; return what was where."""
+        entries = [(each, *entry) for each in containers if len(each) <= LONGEST for entry in entries_of(each)]
+        lent = [(*each, self._there(each[2])) for each in entries if isinstance(each[2], nn.Parameter)]
+        for container, key, _, there in lent:
+            container[key] = there
+        return lent
+
+    def _bring_home(self, changed: list[_Owner], containers: list[Any], lengths: dict[int, int]) -> None:
+        """Bring home what was assigned here, and what was put into containers.
+
+        Args:
+            changed: the modules to which something was assigned.
+            containers: those that were there before.
+            lengths: of the lists among them: what was appended to longer ones is looked at alone.
+        """
+        for owner in changed:
+            owner.look()
+            for place in owner.places:
+                home = map_tensors(self._at_home, place.value)
+                if home is not place.value:
+                    place.holder[place.name] = home
+            owner.look()
+            known = set(map(id, containers))
+            containers = [*containers, *(each for _, each in owner.containers if id(each) not in known)]
+            self._puts = None
+        for container in containers:
+            length = lengths.get(id(container), 0)
+            for key, each in list(entries_of(container, length if length > _SHORT else 0)):
+                home = map_tensors(self._at_home, each)
+                if home is not each:
+                    container[key] = home
+
+    def _at_home(self, tensor: Tensor) -> Tensor:
+        own = self._originals.get(id(tensor))
+        if own is not None:
+            return own
+        is_here = tensor.device == self._device and self._device != self._home
+        return tensor.detach().to(self._home, non_blocking=True) if is_here else tensor
+
+    def _there(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return self._device if value == self._home else value
+        return map_tensors(lambda tensor: self._copies.get(id(tensor), (None, tensor))[1], value)
+
+
+def _is_held_by_itself(value: Any) -> bool:
+    return isinstance(value, Tensor | torch.device) or (
+        type(value) is tuple and any(isinstance(leaf, Tensor) for leaf in leaves_of(value))
+    )
+
+
+def _hooks_behind(tensor: Tensor) -> Any:
+    return getattr(tensor, "_post_accumulate_grad_hooks", None)
+
+
+def _refuse_odd(tensor: Tensor, name: str) -> None:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        raise NotReplicableError(f"{name!r} is a {type(tensor).__name__} of layout {tensor.layout}")
+
+
+def _refuse_aliases(tensors: Iterable[Tensor]) -> None:
+    """Refuse tensors that share memory, for their copies would not."""
+    ends: dict[int, int] = {}
+    for tensor in sorted(tensors, key=Tensor.data_ptr):
+        storage, begin = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
+        if begin < ends.get(storage, 0):
+            raise NotReplicableError("two of its tensors share memory")
+        size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        ends[storage] = begin + (size * tensor.element_size() if tensor.numel() else 0)
+
+
+def _copy_of(tensor: Tensor, device: torch.device) -> Tensor:
+    return _like(tensor, torch.empty_like(tensor, device=device, requires_grad=False))
+
+
+def _like(tensor: Tensor, copy: Tensor) -> Tensor:
+    """A copy as what its tensor is."""
+    if isinstance(tensor, nn.Parameter):
+        copy = nn.Parameter(copy, requires_grad=False)
+        vars(copy).update(vars(tensor))
+    return copy
+
+
+def _are_alike(tensor: Tensor, known: tuple[Tensor, Tensor] | None) -> bool:
+    copy = None if known is None else known[1]
+    return copy is not None and tensor.shape == copy.shape and tensor.dtype == copy.dtype
+
+
+def _fill(tensor: Tensor, content: Tensor) -> None:
+    if tensor.shape != content.shape or tensor.dtype != content.dtype:
+        raise NotReplicableError(f"a tensor of shape {tuple(tensor.shape)} is resized in the step")
+    with torch.no_grad():
+        # Past the version that autograd checks: whoever has used it before ran on another device.
+        tensor.data.copy_(content, non_blocking=True)

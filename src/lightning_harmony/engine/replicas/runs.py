@@ -1,0 +1,107 @@
+"""How the microbatches of a step run: where the model is, watched or not, or spread over its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_harmony.engine.model.compiled import is_compiled
+from lightning_harmony.engine.replicas.replica import Holders, NotReplicableError
+from lightning_harmony.engine.structures.checksum import checksum
+
+
+class Runs(Protocol):
+    """How the microbatches of a step run."""
+
+    def step(self, parts: Sequence[Any]) -> AbstractContextManager[Sequence[Any]]:
+        """The context of the step; it gives its microbatches, each where it runs."""
+
+    def forward(self, number: int) -> AbstractContextManager[None]:
+        """The context of a microbatch's forward."""
+
+    def backward(self, number: int) -> AbstractContextManager[None]:
+        """The context of its backward."""
+
+
+class InPlace:
+    """Runs microbatches where the model is."""
+
+    def step(self, parts: Sequence[Any]) -> AbstractContextManager[Sequence[Any]]:
+        """The context of the step."""
+        return nullcontext(parts)
+
+    def forward(self, number: int) -> AbstractContextManager[None]:
+        """The context of a microbatch's forward."""
+        return nullcontext()
+
+    backward = forward
+
+
+class Watched:
+    """Runs microbatches where the model is, and finds which of its tensors they change in place.
+
+    Args:
+        module: the model.
+        home: the device where it is.
+
+    Attributes:
+        changing: those tensors, by their identities.
+        refused: why other devices could not do the same; None if they can, as far as was seen.
+    """
+
+    def __init__(self, module: nn.Module, home: torch.device) -> None:
+        self.changing: dict[int, Tensor] = {}
+        self.refused: str | None = None
+        self._module = module
+        self._holders = Holders(module, home)
+        self._sums: dict[Tensor, Tensor] = {}
+
+    @contextmanager
+    def step(self, parts: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """The context of the step."""
+        for name, module in self._module.named_modules():
+            if isinstance(module, torch.jit.ScriptModule) or is_compiled(module):
+                self.refused = f"{name or 'the model'!r} is compiled"
+        self._look()
+        computed = {id(tensor): tensor for tensor in self._sums if not tensor.is_leaf}
+        yield parts
+        self._look()
+        if any(id(tensor) in computed for tensor in self._sums):
+            self.refused = "it keeps a tensor that was computed of others, with its graph"
+
+    @contextmanager
+    def forward(self, number: int) -> Iterator[None]:
+        """The context of a microbatch's forward."""
+        yield
+        changed = self._look()
+        if any(isinstance(tensor, nn.Parameter) for tensor in changed):
+            self.refused = "the step changes parameters"
+        self.changing.update((id(tensor), tensor) for tensor in changed)
+
+    @contextmanager
+    def backward(self, number: int) -> Iterator[None]:
+        """The context of a microbatch's backward."""
+        yield
+        if self._look():
+            self.refused = "the backward changes buffers"
+        gradients = [tensor.grad for tensor in self._sums if tensor.is_leaf]
+        if any(gradient is not None and gradient.layout is not torch.strided for gradient in gradients):
+            self.refused = "it has sparse gradients"
+
+    def _look(self) -> list[Tensor]:
+        """The tensors that have changed since the last look."""
+        if self.refused is not None:
+            return []
+        try:
+            self._holders.look()
+            tensors = self._holders.tensors()
+        except NotReplicableError as error:
+            self.refused = str(error)
+            return []
+        before, self._sums = self._sums, {tensor: checksum(tensor) for tensor in tensors}
+        known = [(tensor, total) for tensor, total in before.items() if tensor in self._sums]
+        return [tensor for tensor, total in known if not torch.equal(total, self._sums[tensor])]
