@@ -133,8 +133,14 @@ def mean_sample(batch: list[Tensor]) -> Tensor:
     return torch.stack(batch).mean(0)[:8]
 
 
+def side_by_side(batch: list[Tensor]) -> Tensor:
+    """Samples in columns, of which there are as many as numbers in a sample, by chance."""
+    return torch.stack([sample[:8] for sample in batch], 1)
+
+
 UNCERTAIN: dict[str, tuple[Any, Any, str]] = {
     "one vector": (mean_sample, lambda batch: torch.cat([batch, -batch])[None], "one vector of 8 numbers"),
+    "samples in columns": (side_by_side, lambda batch: torch.cat([batch, -batch], 0).T, "8 rows and 8 columns"),
     "larger unlabelled half": (labelled_and_more, torch.cat, "has 56 rows, and others tell of 8 samples"),
     "pairs": (both_views, lambda batch: batch, "puts 8 samples into a batch, but its first tensor has 16 rows"),
     "object": (Graph, lambda batch: batch.nodes, "a Graph in it"),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_harmony.engine.batches.split import Indivisible, Loaded, count_samples, split_batch
+from lightning_harmony.engine.batches.split import Indivisible, Loaded, count_samples, is_square, split_batch
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.setup.settings import Settings
@@ -34,6 +34,7 @@ class Splitting:
     trainer: Any
     settings: Settings
     _has_said_why: bool = field(default=False, init=False)
+    _has_rows: bool = field(default=False, init=False)
 
     def samples(self, batch: Any) -> Samples | None:
         """The samples of a batch; None for one that cannot be split with certainty, which is said once."""
@@ -49,12 +50,15 @@ class Splitting:
         Raises:
             Indivisible: if they cannot be told with certainty, and no function of the user's splits the batch.
         """
-        loaded = self._loaded()
+        loaded = self._loaded()._replace(has_rows=self._has_rows)
         try:
-            return Samples(count_samples(batch, loaded), loaded)
+            number = count_samples(batch, loaded)
         except Indivisible:
             if self.settings.split_batch is None:
                 raise
+        else:
+            self._has_rows = self._has_rows or not is_square(batch, number)
+            return Samples(number, loaded)
         return Samples(self._assumed(batch, loaded), loaded)
 
     def split(self, batch: Any, samples: Samples | None, sizes: Sequence[int]) -> list[Any]:

@@ -52,10 +52,12 @@ class Loaded(NamedTuple):
         samples: how many there may be; None if that is not known.
         is_stacked: whether the default collate function made it. Its lists and tuples are those of a sample, and what they
             hold has a row for each sample; other functions may return a list of the samples themselves.
+        has_rows: whether another batch of it was seen to have a row for each sample, and no column.
     """
 
     samples: range | None = None
     is_stacked: bool = False
+    has_rows: bool = False
 
 
 #: Nothing is told of the batch.
@@ -68,7 +70,8 @@ def count_samples(batch: Any, loaded: Loaded = UNKNOWN) -> int:
     A number is possible if everything in the batch either has a row for each sample or is for all of them. A row is that of a
     tensor or an array, a component of a nested tensor, a sequence of a `PackedSequence`, an entry of a list. For all of them
     are tensors without rows or with a single one, numbers, strings and what else holds no tensors. If a single vector has
-    rows, and a function of the user's made it, its floating-point numbers may as well be of all samples together.
+    rows, and a function of the user's made it, its floating-point numbers may as well be of all samples together. If all that
+    has rows has as many columns, that function may have put samples into these.
 
     Args:
         batch: what the data loader yielded.
@@ -107,6 +110,12 @@ def count_samples(batch: Any, loaded: Loaded = UNKNOWN) -> int:
         if evidence is _Evidence.ROWS and number > 1 and not loaded.is_stacked and _is_one_vector(batch):
             raise Indivisible(
                 f"all that it has is one vector of {number} numbers, which may be of a sample each, or of all together"
+            )
+        tells_of_rows = evidence is _Evidence.ROWS and number > 1 and loaded.samples is not None
+        if tells_of_rows and not (loaded.is_stacked or loaded.has_rows) and is_square(batch, number):
+            raise Indivisible(
+                f"all that it has are {number} rows and {number} columns, and either may be samples, as of sequences that are "
+                "stacked side by side"
             )
         # A list with one entry too few could be one of anything.
         if evidence is _Evidence.ROWS or number == expected[-1] or not holds_tensors(batch):
@@ -288,6 +297,12 @@ def _is_one_vector(batch: Any) -> bool:
         return False
     (array,) = arrays
     return array.is_floating_point() if isinstance(array, Tensor) else array.dtype.kind == "f"
+
+
+def is_square(batch: Any, number: int) -> bool:
+    """Whether all arrays in a batch that have so many rows have as many columns: one or the other may be samples."""
+    arrays = [each for each in _arrays_in(batch) if rows_of(each) == number]
+    return all(each.ndim > 1 and each.shape[1] == number for each in arrays if is_tensor(each)) and bool(arrays)
 
 
 def _arrays_in(value: Any) -> Iterator[Any]:
