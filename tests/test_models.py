@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -1019,13 +1020,16 @@ def test_an_encoders_output_that_all_layers_of_the_decoder_read_has_the_gradient
 
 
 class Prefixed(nn.Module):
-    """Learned keys and values lie before those of each layer, in a cache that layers are given."""
+    """Learned keys and values lie before those of each layer, in a cache that layers are given.
 
-    def __init__(self) -> None:
+    If the model is frozen, gradients come to nothing that the first layer is called with but to what is in the cache.
+    """
+
+    def __init__(self, *, is_frozen: bool) -> None:
         super().__init__()
         import transformers as hf
 
-        self.model = hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER))
+        self.model = hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)).requires_grad_(not is_frozen)
         self.prefix = nn.Parameter(torch.randn(3, 2, 1, 4, 8))
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -1041,10 +1045,13 @@ class Prefixed(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
 @pytest.mark.parametrize("memory", [None, "64KiB"])
+@pytest.mark.parametrize("is_frozen", [True, False])
 @pytest.mark.devices(1, 2)
-def test_learned_keys_and_values_in_a_cache_get_the_gradients_of_plain_training(memory: str | None) -> None:
+def test_learned_keys_and_values_in_a_cache_get_the_gradients_of_plain_training(
+    memory: str | None, is_frozen: bool
+) -> None:
     options: Any = {"num_microbatches": 2, "batch_size": 4}
-    assert_same_training(build(Prefixed), tokens(), device_memory=memory, **options)
+    assert_same_training(build(partial(Prefixed, is_frozen=is_frozen)), tokens(), device_memory=memory, **options)
 
 
 # ---- refused -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_harmony.engine.glue.glue import StandIn
-from lightning_harmony.engine.memory.opaque import is_opaque
+from lightning_harmony.engine.memory.opaque import is_opaque, tensors_in
 from lightning_harmony.engine.memory.tensor_class import in_place_of
 from lightning_harmony.engine.structures.tree import CONSTANTS, Arguments, WrittenTo, flatten, has_other_nodes
 
@@ -47,6 +47,15 @@ class CallArguments:
         self._exchanged: _Exchanged | None = None
         # By the identities of those that were brought, what they were.
         self._before: dict[int, Tensor] = {}
+
+    def may_require_gradients(self) -> bool:
+        """Whether gradients may come to them, also in objects, such as a cache that begins with a trained prefix.
+
+        What such an object holds is to be known before the layer changes it.
+        """
+        if any(tensor.requires_grad for tensor in self.tensors):
+            return True
+        return any(tensor.requires_grad for leaf in self.leaves if is_opaque(leaf) for tensor in tensors_in(leaf))
 
     @property
     def have_objects(self) -> bool:

@@ -169,8 +169,7 @@ class LayerCall(Call):
                 "weight for other calls, and with it the graph of this one: call it outside of that, or make a layer of the "
                 "module that does so with HarmonyStrategy(layers=...)"
             )
-        tensors = self._arguments.tensors
-        if self._weights.trained or any(tensor.requires_grad for tensor in tensors):
+        if self._weights.trained or self._arguments.may_require_gradients():
             self._keep_inputs()
         if self._weights.trained:
             self.use, self._is_announced = runtime.expect_backward(layer), True

@@ -48,6 +48,14 @@ class ObjectSnapshot:
         return _Unpickler(io.BytesIO(self._pickled), tensors.__getitem__).load()
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in an object; none where it cannot be taken apart."""
+    try:
+        return ObjectSnapshot(value).tensors
+    except TypeError:
+        return []
+
+
 def with_tensors(value: Any, exchange: Callable[[Tensor], Tensor]) -> Any:
     """A copy of an object with others in the places of its tensors.
 
