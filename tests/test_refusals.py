@@ -400,6 +400,35 @@ def test_double_backward_through_a_layer_is_refused() -> None:
     assert_trains(module, lambda: fit(module))
 
 
+class Descending(nn.Linear):
+    """Goes down the gradient of an energy, as force fields do."""
+
+    create_graph = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = super().forward(x).square().sum()
+        (gradient,) = torch.autograd.grad(energy, x, create_graph=self.create_graph)
+        return x - gradient + 0 * energy
+
+
+@pytest.mark.parametrize(
+    ("create_graph", "words"),
+    [
+        (True, ["double backward", "create_graph=True", "layer 'net", "strategy='auto'"]),
+        (False, ["inside a layer's forward", "layer 'net", "in the training_step instead"]),
+    ],
+    ids=["a graph of it", "no graph"],
+)
+def test_a_gradient_within_a_layer_is_refused_with_a_way_out_that_is_one(create_graph: bool, words: list[str]) -> None:
+    net = nets.Language()
+    layer = Descending(nets.WIDTH, nets.WIDTH)
+    layer.create_graph = create_graph
+    net.blocks = nn.ModuleList([layer])
+    module = Net(net)
+    assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
+
+
 class BackwardWithGraph(Net):
     create_graph = True
 
@@ -430,7 +459,7 @@ class CallsWithOtherWeights(Net):
 
 def test_a_layer_that_is_called_with_other_weights_is_refused() -> None:
     module = CallsWithOtherWeights(nets.Language())
-    words = ["'net.blocks.0'", "functional_call", "strategy='auto'"]
+    words = ["layer 'net", "functional_call", "strategy='auto'"]
     assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
     module.bad = False
     assert_trains(module, lambda: fit(module))
@@ -571,7 +600,7 @@ def test_a_buffer_of_a_layer_that_the_step_changes_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_scripted_modules_are_refused() -> None:
     module = with_blocks(lambda: torch.jit.script(nn.Linear(nets.WIDTH, nets.WIDTH)))
-    words = ["'net.blocks.0'", "torch.jit", "compile_layers=True"]
+    words = ["layer 'net", "torch.jit", "compile_layers=True"]
     with pytest.raises(UnsupportedModelError) as caught:
         fit(module)
     assert all(word in str(caught.value) for word in words)

@@ -288,13 +288,13 @@ class LayerCall(Call):
 
     def open(self, saved: SavedTensor | None = None) -> None:
         """A backward has come to the call, and asks for a saved tensor."""
+        if torch.is_grad_enabled() and not isinstance(torch._C._current_autograd_node(), torch._C._FunctionBase):
+            raise double_backward(self.layer)
         if self._is_running:
             raise UnsupportedModelError(
                 f"a backward starts inside a layer's forward, that of {self.layer.name!r}, whose saved tensors are not kept: "
                 "compute that gradient in the training_step instead"
             )
-        if torch.is_grad_enabled() and not isinstance(torch._C._current_autograd_node(), torch._C._FunctionBase):
-            raise double_backward(self.layer)
         if self.runtime.open_call.call is self and (saved is None or saved.content is not None):
             return
         with self.runtime.calling():
