@@ -141,6 +141,16 @@ class Carrying(Model):
         return self.net((x - self.center) * self.scale + self.count / 100)
 
 
+class Converged(Model):
+    """Vectors of a power iteration, which write what they are until the weights have changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, 1))
+        )
+
+
 class Noisy(Model):
     """Random numbers."""
 
@@ -195,7 +205,21 @@ class Naming(Model):
         return self.net(x + torch.ones(WIDTH, device=self.device) + torch.full((1,), 2.0).to(self.device))
 
 
-SPREAD = [Model, Normalized, Recurrent, Tied, Measuring, Carrying, Noisy, Recomputing, Frozen, Punished, Latent, Naming]
+SPREAD = [
+    Model,
+    Normalized,
+    Recurrent,
+    Tied,
+    Measuring,
+    Carrying,
+    Converged,
+    Noisy,
+    Recomputing,
+    Frozen,
+    Punished,
+    Latent,
+    Naming,
+]
 
 
 class ChangingParameters(Model):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.model.compiled import is_compiled
+from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.replicas.replica import Holders, NotReplicableError
 from lightning_harmony.engine.structures.checksum import checksum
 
@@ -58,7 +59,7 @@ class Watched:
         self.refused: str | None = None
         self._module = module
         self._holders = Holders(module, home)
-        self._sums: dict[Tensor, Tensor] = {}
+        self._seen: dict[Tensor, tuple[int, Tensor]] = {}
 
     @contextmanager
     def step(self, parts: Sequence[Any]) -> Iterator[Sequence[Any]]:
@@ -67,10 +68,10 @@ class Watched:
             if isinstance(module, torch.jit.ScriptModule) or is_compiled(module):
                 self.refused = f"{name or 'the model'!r} is compiled"
         self._look()
-        computed = {id(tensor): tensor for tensor in self._sums if not tensor.is_leaf}
+        computed = {id(tensor): tensor for tensor in self._seen if not tensor.is_leaf}
         yield parts
         self._look()
-        if any(id(tensor) in computed for tensor in self._sums):
+        if any(id(tensor) in computed for tensor in self._seen):
             self.refused = "it keeps a tensor that was computed of others, with its graph"
 
     @contextmanager
@@ -88,7 +89,7 @@ class Watched:
         yield
         if self._look():
             self.refused = "the backward changes buffers"
-        gradients = [tensor.grad for tensor in self._sums if tensor.is_leaf]
+        gradients = [tensor.grad for tensor in self._seen if tensor.is_leaf]
         if any(gradient is not None and gradient.layout is not torch.strided for gradient in gradients):
             self.refused = "it has sparse gradients"
 
@@ -102,6 +103,10 @@ class Watched:
         except NotReplicableError as error:
             self.refused = str(error)
             return []
-        before, self._sums = self._sums, {tensor: checksum(tensor) for tensor in tensors}
-        known = [(tensor, total) for tensor, total in before.items() if tensor in self._sums]
-        return [tensor for tensor, total in known if not torch.equal(total, self._sums[tensor])]
+        before, self._seen = self._seen, {tensor: (version_of(tensor), checksum(tensor)) for tensor in tensors}
+        return [tensor for tensor, seen in before.items() if tensor in self._seen and not self._is_as(tensor, *seen)]
+
+    def _is_as(self, tensor: Tensor, version: int, total: Tensor) -> bool:
+        # What is written may be what was there, as where a power iteration has converged.
+        version_now, total_now = self._seen[tensor]
+        return version == version_now and torch.equal(total, total_now)
