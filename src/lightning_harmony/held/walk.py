@@ -33,6 +33,7 @@ from lightning_harmony.engine.lanes.ambient import share_thread_local
 from lightning_harmony.engine.model.attributes import HOOKS, LONGEST, OF_TORCH
 from lightning_harmony.engine.structures.containers import size_of
 from lightning_harmony.engine.structures.seekable import seekable
+from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.held.files import LIBRARIES, Code, is_users
 from lightning_harmony.held.held_state import FUNCTIONS, SWITCHED, Held, Kind, Leads, is_plain
 from lightning_harmony.held.variables import (
@@ -100,11 +101,13 @@ class Walk:
 
     def _all(self) -> Iterator[Held]:
         classes: dict[type, None] = {}
-        for name, module in modules_of(self._model):
+        modules = list(modules_of(self._model))
+        # Also where a list or an object refers to one, it is the model's: what torch keeps on it is no place.
+        self._seen.update((id(module), module) for _, module in modules)
+        for name, module in modules:
             if isinstance(module, Metric):
                 continue
             classes[type(module)] = None
-            self._seen[id(module)] = module
             attributes = vars(module)
             yield from self._place(Held(name, attributes, Kind.MODULE, module, partial(self._of_module, name, module)))
             for attribute in HOOKS:
@@ -184,8 +187,8 @@ class Walk:
                 Kind.CONTAINER if is_switched and not depth else Kind.OBJECT,
                 leads=partial(self._entry, name, depth, nested),
             )
-            # Not one of parameters, in whose places stand-ins are while a step runs.
-            if any(issubclass(type(each), nn.Parameter) for _, each in held.items()):
+            # Not one of parameters, or of what stands in their places while a step runs.
+            if any(is_parameter(each) for _, each in held.items()):
                 for key, each in held.items():
                     yield from held.leads(key, each)
             else:
