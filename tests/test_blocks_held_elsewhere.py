@@ -123,3 +123,35 @@ def test_a_block_that_is_also_held_elsewhere_trains_with_equal_bits(name: str, d
     assert_same_training(
         Net(NETS[name]()), nets.tokens(), device_memory=room("44KiB"), devices=devices, updates=["just in time"]
     )
+
+
+class UsesAListOfItsOwn(nets.Block):
+    """And a dict, in which it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(nets.WIDTH))
+        self.shift = nn.Parameter(torch.zeros(nets.WIDTH))
+        self.own = [self.scale, self.shift]
+        self.named: dict[str, Any] = {"scale": self.scale, "calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.named["calls"] += 1
+        x = super().forward(x * (1 + 0.1 * (self.named["calls"] % 3)))
+        return x * self.own[0] * self.named["scale"] + self.own[1]
+
+
+class HeldList(nets.Language):
+    """The list of a block's parameters is held by an object, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(UsesAListOfItsOwn() for _ in range(4))
+        self.helper = SimpleNamespace(of_blocks=[block.own for block in self.blocks])
+
+
+@pytest.mark.devices(1, 2)
+def test_a_layer_finds_its_parameters_in_a_list_of_its_own_when_it_runs_again() -> None:
+    """A recompute put into such lists what stood there for the parameters while no layer ran."""
+    torch.manual_seed(0)
+    assert_same_training(Net(HeldList()), nets.tokens(), updates=["just in time"])

@@ -10,10 +10,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_harmony.engine.structures.containers import Unchanged, have_same_content, put_content
+from lightning_harmony.engine.structures.containers import (
+    Unchanged,
+    copied_content,
+    entries_of,
+    have_same_content,
+    put_content,
+)
 from lightning_harmony.engine.structures.object_state import restore_of
 from lightning_harmony.engine.structures.seekable import Seekable, is_fixed, make_seekable
 from lightning_harmony.engine.structures.strides import copied
+from lightning_harmony.engine.structures.tree import is_parameter
 from lightning_harmony.errors import UnsupportedModelError
 
 # What torch itself keeps on every module: hooks, parameters, buffers, submodules.
@@ -99,12 +106,13 @@ class Attributes:
         for attributes, all_before in self._modules:
             if others or not have_same_content(attributes, all_before):
                 before = {name: value for name, value in all_before.items() if name not in OF_TORCH}
+                before = _with_weights_of(attributes, before)
                 for name in attributes.keys() - all_before.keys():
                     del attributes[name]
                 attributes.update(_with(others, before))
         for content, before in self._contents:
             if others or not have_same_content(content, before):
-                put_content(content, _with(others, before))
+                put_content(content, _with(others, _with_weights_of(content, before)))
 
     def _look_at(self, name: str, value: Any, seen: set[int]) -> None:
         if id(value) in seen:
@@ -209,6 +217,20 @@ class _Kept:
                 "that its backward cannot run the call again: register it with register_buffer, or assign a new tensor"
             )
         return copied(self._copy).requires_grad_(self.tensor.requires_grad)
+
+
+def _with_weights_of(content: Any, before: Any) -> Any:
+    """What was in a list, dict, set or deque, with the weights that are there now: of these, stand-ins were there before."""
+    if not isinstance(before, list | dict):
+        return before
+    names = [name for name, value in entries_of(before) if is_parameter(value)]
+    if not names:
+        return before
+    now = dict(entries_of(copied_content(content)))
+    others = {name: now[name] for name in names if is_parameter(now.get(name))}
+    if isinstance(before, dict):
+        return {**before, **others}
+    return [others.get(number, value) for number, value in enumerate(before)]
 
 
 def _with(others: Mapping[int, Tensor], before: Any) -> Any:
