@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import CapacityError, HarmonyStrategy, UnsupportedModelError
 from support import nets
-from support.same_training import Net, trainer_for
+from support.same_training import Net, room, trainer_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -604,6 +604,33 @@ def test_scripted_modules_are_refused() -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         fit(module)
     assert all(word in str(caught.value) for word in words)
+
+
+BECOMES: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
+    "too large": (lambda: nn.Linear(nets.WIDTH, 4096), CapacityError, r"layer 'net\.blocks\.1' needs 272 KiB"),
+    "lazy": (lambda: nn.LazyLinear(nets.WIDTH), UnsupportedModelError, r"'net\.blocks\.1\.weight' has no shape yet"),
+    "sparse": (lambda: nn.Embedding(4, nets.WIDTH, sparse=True), UnsupportedModelError, "'net.blocks.1' has sparse"),
+    "scripted": (lambda: torch.jit.script(nets.Block()), UnsupportedModelError, "'net.blocks.1' is scripted"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", BECOMES)
+@pytest.mark.devices(1, 2)
+def test_a_layer_that_is_refused_in_mid_run_is_named(kind: str) -> None:
+    """An AttributeError was raised in its place: the layers were given their own forward methods back a second time."""
+    make, error, message = BECOMES[kind]
+
+    class Becomes(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.net.blocks[1] = make()
+
+    module = Becomes(nets.Language())
+    with pytest.raises(error, match=message):
+        fit(module, HarmonyStrategy(device_memory=room("64KiB"), num_microbatches=4, profile_cache=False))
+    assert not [child for child in module.net.blocks if "forward" in vars(child) and child is not module.net.blocks[1]]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("harmony")]
 
 
 # --- Parameters that the glue changes.

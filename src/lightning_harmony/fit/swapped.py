@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.setup.profile_cache import ProfileCache
 from lightning_harmony.setup.refusals import (
     refuse_composed,
+    refuse_scripted,
     refuse_shared_memory,
     refuse_sparse,
     refuse_uninitialized,
@@ -80,12 +81,15 @@ class Swapped:
         self._lasting = LastingObjects()
         self._buffers_before: BuffersBefore | None = None
         self._disk = None if settings.offload_dir is None else DiskHome(settings.offload_dir)
+        # Closes the engine, once: where another set-up is refused, there is none when the Trainer ends.
+        self._closing = ExitStack()
         self._use(self._build_engine(settings.plan, devices, None), None)
 
     def _use(self, engine: Executor, summary: FitSummary | None) -> None:
         """This engine runs steps from now on."""
         tree, trainer, settings = self._tree, self._trainer, self._settings
         self.engine = engine
+        self._closing.callback(engine.close)
         deferred = DeferredUpdate(UpdatePolicy(tree, trainer, engine, settings.update), engine)
         summary = FitSummary(tree, trainer, engine) if summary is None else replace(summary, engine=engine)
         self.training = Training(tree, trainer, engine, settings, deferred, self._split_check, self._reports, summary)
@@ -96,8 +100,9 @@ class Swapped:
         if self.engine.is_outdated():
             before = self.engine
             self.finish_update()
-            before.close()
+            self._closing.close()
             refuse_uninitialized(self._module)
+            refuse_scripted(self._module)
             known = all(parameter in before.store for parameter in self._module.parameters())
             devices = self._settings.open_devices(self._torch_devices)
             # A plan that was given is for the model as it was.
@@ -113,7 +118,7 @@ class Swapped:
     def end(self) -> None:
         """Give the module back as an ordinary one on the host. Signals are still held if they were."""
         self._lasting.end()
-        self.engine.close()
+        self._closing.close()
         if self._disk is not None:
             self._disk.close()
 
@@ -153,6 +158,15 @@ class Swapped:
     # ---- the engine ----------------------------------------------------------------------------------------------------
 
     def _build_engine(self, plan: Plan | None, devices: Sequence[Device], store: HostStore | None) -> Executor:
+        """An engine for the module as it is. Where it is refused, the module is as it was, and the devices are closed."""
+        try:
+            return self._engine(plan, devices, store)
+        except BaseException:
+            for device in devices:
+                device.close()
+            raise
+
+    def _engine(self, plan: Plan | None, devices: Sequence[Device], store: HostStore | None) -> Executor:
         module, settings = self._module, self._settings
         refuse_sparse(module)
         refuse_composed(module)
