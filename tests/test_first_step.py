@@ -174,6 +174,21 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
+class Expanding(nn.Module):
+    """Buffers whose elements are one place in memory: one that stays, and one that is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("kept", torch.ones(1).expand(WIDTH))
+        self.register_buffer("replaced", torch.ones(1).expand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * self.kept * self.replaced
+        self.replaced = y.detach().mean().view(1).expand(WIDTH)
+        return y
+
+
 class Large(nn.Sequential):
     """Has no room beside anything."""
 
@@ -182,7 +197,9 @@ class Large(nn.Sequential):
 
 
 @pytest.mark.parametrize("kind", ["refused", "forward", "backward"])
-@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(WIDTH), Counting], ids=["batch norm", "counting"])
+@pytest.mark.parametrize(
+    "make", [lambda: nn.BatchNorm1d(WIDTH), Counting, Expanding], ids=["batch norm", "counting", "expanding"]
+)
 def test_a_first_step_that_fails_leaves_buffers_as_they_were(make: Any, kind: str) -> None:
     class First(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -334,3 +334,36 @@ def test_a_buffer_that_another_layer_reads_is_refused_with_both_names() -> None:
     said = r"layer 'net\.last' reads buffer 'mean' of layer 'net\.blocks\.0'"
     with pytest.raises(UnsupportedModelError, match=said):
         trainer.fit(Net(ReadByAnother()), loader)
+
+
+class Expands(nets.Block):
+    """Replaces a buffer by one number for all its elements, or by one for each from the second call on."""
+
+    def __init__(self, each: bool) -> None:
+        super().__init__()
+        self.each, self.calls = each, 0
+        self.register_buffer("scale", torch.ones(1).expand(nets.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x) * self.scale
+        self.calls += 1
+        mean = y.detach().tanh().mean(0)
+        self.scale = mean if self.each and self.calls > 1 else mean.mean().view(1).expand(nets.WIDTH)
+        return y
+
+
+class ExpandedBuffers(nn.Module):
+    def __init__(self, each: bool) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Expands(each) for _ in range(3)])
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(self.blocks(batch[0]), batch[1])
+
+
+@pytest.mark.devices(1, 2)
+@pytest.mark.parametrize("each", [False, True])
+def test_a_buffer_that_is_expanded_may_be_replaced(each: bool) -> None:
+    """The layer's was written into the user's, of which PyTorch says that several elements are one place in memory."""
+    torch.manual_seed(0)
+    assert_same_training(Net(ExpandedBuffers(each)), samples(), num_microbatches=4)

@@ -32,3 +32,12 @@ def test_of_long_lists_a_change_is_named_and_cannot_be_taken_back() -> None:
     tensors[-1].add_(1)
     assert undo.late() == "a Tensor held by 'queue' is changed in place"
     assert not undo.restore()
+
+
+def test_an_expanded_tensor_is_taken_back() -> None:
+    tensors = [torch.zeros(1).expand(3)]
+    undo = undo_with(tensors)
+    tensors[0][:1].add_(1)
+    assert tensors[0].tolist() == [1, 1, 1]
+    assert undo.restore()
+    assert tensors[0].tolist() == [0, 0, 0]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.structures.parts import parts_of
+from lightning_harmony.engine.structures.strides import assign, narrowed
 
 
 class BuffersBefore:
@@ -17,14 +18,15 @@ class BuffersBefore:
 
     def __init__(self, module: nn.Module) -> None:
         self._buffers: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
-        self._copies: dict[Tensor, Tensor] = {}
+        # By what they are of: its size, and its distinct elements.
+        self._copies: dict[Tensor, tuple[torch.Size, Tensor]] = {}
         for owner in module.modules():
             buffers = dict(owner._buffers)
             self._buffers.append((owner, buffers))
             for buffer in buffers.values():
                 for part in () if buffer is None else parts_of(buffer):
                     if part not in self._copies:
-                        self._copies[part] = part.detach().to("cpu", copy=True)
+                        self._copies[part] = part.size(), narrowed(part.detach()).to("cpu", copy=True)
 
     def restore(self) -> None:
         """Make them what they were."""
@@ -35,7 +37,7 @@ class BuffersBefore:
             owner._buffers.clear()
             owner._buffers.update(buffers)
         with torch.no_grad():
-            for buffer, copy in self._copies.items():
-                if buffer.shape != copy.shape:
-                    buffer.resize_(copy.shape)
-                buffer.detach().copy_(copy)
+            for buffer, (size, copy) in self._copies.items():
+                if buffer.size() != size:
+                    buffer.resize_(size)
+                assign(buffer.detach(), copy.expand(size) if copy.size() != size else copy)

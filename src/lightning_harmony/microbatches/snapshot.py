@@ -19,6 +19,7 @@ from lightning_harmony.engine.lanes.rng import RandomState
 from lightning_harmony.engine.structures.containers import have_same_content
 from lightning_harmony.engine.structures.nested import is_ndarray
 from lightning_harmony.engine.structures.object_state import restore_of
+from lightning_harmony.engine.structures.strides import assign
 from lightning_harmony.held.places import Places
 from lightning_harmony.microbatches.fingerprints import Fingerprints, is_of_numbers
 from lightning_harmony.setup import compat
@@ -166,7 +167,7 @@ def undo_of_tensor(value: Tensor) -> Callable[[], None]:
         # The statistics of a normalization change without a new version.
         if version is None or value._version != version or not torch.equal(value, before):
             with torch.inference_mode(version is None):
-                value.detach().copy_(before)
+                assign(value.detach(), before)
 
     return undo
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_harmony.engine.structures.strides import copied
+from lightning_harmony.engine.structures.strides import assign, copied, is_expanded
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,9 @@ from lightning_harmony.engine.structures.strides import copied
         torch.randn(64).unfold(0, 8, 2),
         torch.tensor(1.5),
         torch.empty(0, 4),
+        torch.ones(1).expand(0),
     ],
-    ids=["dense", "transposed", "gaps", "expanded", "overlapping", "scalar", "empty"],
+    ids=["dense", "transposed", "gaps", "expanded", "overlapping", "scalar", "empty", "expanded to nothing"],
 )
 def test_a_copy_has_the_strides_of_its_source_and_memory_of_its_own(tensor: Tensor) -> None:
     copy = copied(tensor)
@@ -32,3 +33,29 @@ def test_a_copy_has_the_strides_of_its_source_and_memory_of_its_own(tensor: Tens
 def test_a_sparse_tensor_is_copied_as_it_is() -> None:
     tensor = torch.eye(4).to_sparse()
     assert torch.equal(copied(tensor).to_dense(), torch.eye(4))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expanded"),
+    [
+        (torch.zeros(4).expand(3, 4), True),
+        (torch.zeros(3, 1).expand(2, 3, 4), True),
+        (torch.zeros(1).expand(0), False),
+        (torch.zeros(3, 4).t(), False),
+        (torch.tensor(0.5), False),
+        (torch.eye(4).to_sparse(), False),
+    ],
+)
+def test_an_expanded_tensor_is_given_other_values(tensor: Tensor, expanded: bool) -> None:
+    """PyTorch itself refuses to write to one: what had to be restored hid the error that it was restored for."""
+    assert is_expanded(tensor) is expanded
+    values = (
+        tensor.clone() + tensor.clone().fill_(2) if tensor.layout is torch.strided else torch.ones(4, 4).to_sparse()
+    )
+    assign(tensor, values)
+    assert torch.equal(tensor.to_dense(), values.to_dense())
+
+
+def test_values_of_another_size_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="must match the size"):
+        assign(torch.zeros(2, 4), torch.ones(3, 4))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
-from lightning_harmony.engine.structures.parts import cloned
+from lightning_harmony.engine.structures.strides import copied
 
 
 class CallBuffers:
@@ -25,7 +25,7 @@ class CallBuffers:
         self._layer = layer
         self.bound = {key: residency.buffers[key] for key in layer.buffers}
         copies = copies or layer.has_unknown_buffers()
-        self._before = {key: cloned(tensor) for key, tensor in self.bound.items()} if copies else {}
+        self._before = {key: copied(tensor) for key, tensor in self.bound.items()} if copies else {}
         self._versions = {key: tensor._version for key, tensor in self.bound.items()}
 
     def take_over(self, residency: Residency, left: Mapping[BufferKey, Tensor | None]) -> list[BufferKey]:
@@ -66,7 +66,7 @@ class CallBuffers:
     def as_they_were(self, residency: Residency) -> dict[BufferKey, Tensor]:
         """What the recompute finds; what it does to those that calls change is dropped."""
         buffers = {key: residency.buffers[key] for key in self._layer.buffers}
-        return buffers | {key: cloned(tensor) for key, tensor in self._before.items()}
+        return buffers | {key: copied(tensor) for key, tensor in self._before.items()}
 
 
 def _is_statistic(key: BufferKey) -> bool:

@@ -24,6 +24,7 @@ from lightning_harmony.engine.model.pack import (
     buffer_of,
 )
 from lightning_harmony.engine.structures.parts import are_alike, data_of, made_of, num_bytes_of, parts_of
+from lightning_harmony.engine.structures.strides import is_expanded
 from lightning_harmony.engine.updates.postponed import PostponedUpdate
 from lightning_harmony.plan.values.task import Errand
 
@@ -170,7 +171,12 @@ class Swapper:
             layer.refuse_changed_buffers()
         for tensor in changed.values():
             self._traffic.count_out("weights", num_bytes_of(tensor))
-        replaced = {key: changed.pop(key) for key in list(changed) if not are_alike(changed[key], staging.buffers[key])}
+        # The user's own one that is expanded cannot be written to.
+        replaced = {
+            key: changed.pop(key)
+            for key in list(changed)
+            if not are_alike(changed[key], staging.buffers[key]) or is_expanded(buffer_of(key))
+        }
         with torch.no_grad(), self._device.on_host():
             for key, tensor in replaced.items():
                 home = buffer_of(key).device

@@ -13,19 +13,41 @@ def is_dense(tensor: Tensor) -> bool:
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)  # type: ignore[no-any-return]
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements are one place in memory, as `Tensor.expand` leaves it: such a tensor cannot be written to."""
+    return narrowed(tensor) is not tensor
+
+
+def narrowed(tensor: Tensor) -> Tensor:
+    """The distinct elements of a tensor, where they are: expanded dimensions shrink to one element."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    for dim, (extent, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
+        if stride == 0 and extent > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def compact(tensor: Tensor) -> Tensor:
     """The distinct elements of a tensor as a dense one: expanded dimensions shrink to one element."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0:
-            tensor = tensor.narrow(dim, 0, 1)
+    tensor = narrowed(tensor)
     return tensor if is_dense(tensor) else tensor.contiguous()
+
+
+def assign(destination: Tensor, source: Tensor) -> None:
+    """Let a tensor have the values of another one of its size, which are the same wherever the tensor is expanded."""
+    target = narrowed(destination)
+    for dim, extent in enumerate(target.size()):
+        if extent != destination.size(dim):
+            source = source.narrow(dim, 0, extent)
+    target.copy_(source)
 
 
 def restore(compact: Tensor, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
     """The tensor of a given size and stride with the elements of its compact form."""
     if compact.stride() == stride and compact.size() == size:
         return compact
-    narrowed = torch.Size(1 if step == 0 else extent for extent, step in zip(size, stride, strict=True))
+    narrowed = torch.Size(min(extent, 1) if step == 0 else extent for extent, step in zip(size, stride, strict=True))
     if compact.size() == narrowed and _same_places(compact, stride):
         return compact.as_strided(size, stride)
     restored = torch.empty_strided(size, stride, dtype=compact.dtype, device=compact.device)
