@@ -246,7 +246,7 @@ class DifferentiatesWithin(Switch):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         if self.bad:
-            (slope,) = torch.autograd.grad(y.sum(), self.linear.weight, create_graph=True)
+            (slope,) = torch.autograd.grad(y.sum(), self.linear.weight, retain_graph=True)
             return y + slope.sum()
         return y
 
@@ -459,7 +459,7 @@ class CallsWithOtherWeights(Net):
 
 def test_a_layer_that_is_called_with_other_weights_is_refused() -> None:
     module = CallsWithOtherWeights(nets.Language())
-    words = ["layer 'net", "functional_call", "strategy='auto'"]
+    words = ["'net.blocks.0'", "functional_call", "strategy='auto'"]
     assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
     module.bad = False
     assert_trains(module, lambda: fit(module))
@@ -600,10 +600,10 @@ def test_a_buffer_of_a_layer_that_the_step_changes_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_scripted_modules_are_refused() -> None:
     module = with_blocks(lambda: torch.jit.script(nn.Linear(nets.WIDTH, nets.WIDTH)))
-    words = ["layer 'net", "torch.jit", "compile_layers=True"]
+    words = ["'net.blocks.0'", "torch.jit", "compile_layers=True"]
     with pytest.raises(UnsupportedModelError) as caught:
         fit(module)
-    assert all(word in str(caught.value) for word in words)
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
 
 
 BECOMES: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {

@@ -25,7 +25,7 @@ from lightning_harmony.engine.devices.stream import (
     Moment,
     Stream,
 )
-from lightning_harmony.engine.structures.operations import run_as_without_mode
+from lightning_harmony.engine.structures.operations import WITHOUT_MODE, run_as_without_mode
 from lightning_harmony.engine.structures.parts import have_composed, is_composed, storages_of
 
 
@@ -238,7 +238,7 @@ class _Meter(TorchDispatchMode):
 # What compiled glue calls is looked at by the compiler, too: a switch for this code, where a wrapper would cost each call.
 for _counting in (
     _Meter.__torch_dispatch__,
-    run_as_without_mode,
+    *WITHOUT_MODE,
     VirtualDevice.count_results,
     VirtualDevice.count,
     VirtualDevice._count_storage,

@@ -77,6 +77,10 @@ def _is_cast() -> bool:
         return torch.is_autocast_enabled("cpu")
 
 
+# All that runs where a mode has been called.
+WITHOUT_MODE = (run_as_without_mode, _run, _is_composed.__wrapped__, _has_kernel.__wrapped__, _lifted, _is_cast)
+
+
 class Unseen:
     """The context of the engine's own work in the middle of user code: no graph records it, and no dispatch mode sees it.
 
