@@ -22,6 +22,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*normalize with the statistics of microbatches"),
 ]
 WIDTH, BATCH, STEPS = 16, 8, 5
+OPTIONS: dict[str, Any] = {
+    "max_epochs": 2,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_checkpointing": False,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -309,10 +315,7 @@ def fit(kind: Callable[[], Model], devices: int, number: int | None, **arguments
     trainer = pl.Trainer(
         strategy=HarmonyStrategy(num_microbatches=number),
         **placed({"devices": devices}),
-        max_epochs=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
+        **OPTIONS,
         **arguments,
     )
     x = torch.randn(BATCH * STEPS, WIDTH)
@@ -409,3 +412,32 @@ def test_a_change_that_no_step_had_made_before_ends_the_fit_with_the_way_out() -
 
     with pytest.raises(UnsupportedModelError, match=r"Trainer\(devices=1\)"):
         fit(Late, 2, 2)
+
+
+class Wide(Model):
+    """Weights that fit, with a batch that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)) for _ in range(4))
+        )
+
+
+@pytest.mark.cpu
+def test_a_batch_that_does_not_fit_beside_the_model_has_layers_swapped_on_all_devices(entered: list[Any]) -> None:
+    pl.seed_everything(0, verbose=False)
+    batches = DataLoader(TensorDataset(torch.randn(256, WIDTH), torch.randn(256, 1)), 128)
+    found = []
+    for memory in (None, "260KiB"):
+        pl.seed_everything(0, verbose=False)
+        model = Wide()
+        strategy = HarmonyStrategy(num_microbatches=4, device_memory=memory, profile_cache=False)
+        trainer = pl.Trainer(**OPTIONS, strategy=strategy, accelerator="cpu", devices=2)
+        trainer.fit(model, batches)
+        found.append((model.state_dict(), strategy.step_report))
+    (weights, in_memory), (others, swapped) = found
+    assert in_memory.num_packs == 0
+    assert len(swapped.peak_device_bytes) == 2
+    assert swapped.num_packs > 1
+    assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
