@@ -16,12 +16,12 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.report import StepReport
 from lightning_harmony.engine.measure.step_recorder import StepRecorder
 from lightning_harmony.fit import tracebacks
+from lightning_harmony.fit.given_optimizers import GivenOptimizers
 from lightning_harmony.fit.in_memory import InMemory, move_optimizer_state
 from lightning_harmony.fit.lasting_bytes import LastingBytes, fits
 from lightning_harmony.fit.loop_ends import LoopEnds
 from lightning_harmony.fit.memory_watch import DoesNotFit
 from lightning_harmony.fit.move_to_host import move_companions, move_to_host
-from lightning_harmony.fit.streamed_checkpoints import StreamedCheckpoints
 from lightning_harmony.fit.swapped import Swapped
 from lightning_harmony.fit.unregistered import move_unregistered
 from lightning_harmony.microbatches.split_check import SplitCheck
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class StrategyMixin(StreamedCheckpoints):
+class StrategyMixin(GivenOptimizers):
     """Trains a LightningModule that may be larger than device memory: `Trainer(strategy=HarmonyStrategy(...))`.
 
     Args:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_harmony.engine.batches.merge import merge_losses, merge_outputs
 from lightning_harmony.engine.lanes.rng import stream_seed
 from lightning_harmony.engine.memory.opaque import without_caches
+from lightning_harmony.engine.model.layer import layer_of_caller
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.step.turns import Microbatch
 from lightning_harmony.engine.updates.optimizer_twin import by_value
@@ -25,6 +26,7 @@ from lightning_harmony.engine.updates.requested_gradients import anchored, reque
 from lightning_harmony.errors import CapacityError, UnsupportedModelError
 from lightning_harmony.fit.unchanged import UnchangedBatch, UnchangedParameters
 from lightning_harmony.fit.user_steps import TrainingStep, before_accumulation, run_without_backward
+from lightning_harmony.held.optimizer_readers import OptimizerReaders, scheduler_reader
 from lightning_harmony.microbatches.interleaving import Interleaving
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.microbatches.split_check import SplitCheck, batch_norms
@@ -57,6 +59,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self._interleaving = Interleaving(self.tree, self.trainer, self.engine)
+        self._readers = OptimizerReaders(self._interleaving.places, self._module, self.engine.modules_of_layers())
         self._budget = HostBudget(self.engine, self.trainer, self.deferred.policy)
         # Where nothing says it, the fewest that fit. Of several devices each has one to run, and one to wait for.
         self._number = 1 if len(self.engine.devices) == 1 else 2 * len(self.engine.devices)
@@ -84,6 +87,7 @@ class Training:
         self.reports.begin(self.engine)
         # Again: an optimizer may call the step more than once, and assign to `parameter.data` between.
         self.engine.catch_up()
+        self._finish_what_is_read()
         if self._runs_alone():
             with self.engine.outside_of_lanes(), self._interleaving.alone(), self._stepping_by_hand():
                 output = step(*args, **kwargs)
@@ -119,6 +123,41 @@ class Training:
                 f"HarmonyStrategy(num_microbatches={len(sizes)}) says so from the start."
             )
         return output
+
+    def _finish_what_is_read(self) -> None:
+        """End the update of the last step if this one's code may read optimizer state."""
+        optimizers, policy = self.trainer.optimizers, self.deferred.policy
+        reader = self._readers.find(optimizers)
+        policy.step_reader = None if reader is None else reader.in_words
+        # Who has asked for optimizers in a backward may do so again.
+        if reader is not None and reader.runs_in_backward:
+            policy.backward_reader = reader.in_words
+        if policy.step_reader is None:
+            configs = self.trainer.lr_scheduler_configs
+            schedulers = [config.scheduler for config in configs if config.interval == "step"]
+            policy.step_reader = scheduler_reader(schedulers, optimizers)
+        if policy.step_reader is not None:
+            self.engine.updater.postponed.finish()
+            self.summary.show_late_reader(policy)
+
+    def give_optimizers(self) -> None:
+        """The user's code asks for optimizers: their state is that after the last step.
+
+        Raises:
+            UnsupportedModelError: in the backward, if updates just in time are changing it.
+        """
+        self.engine.updater.postponed.finish()
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if not is_in_backward and layer_of_caller() is None:
+            return
+        asks = "code that runs in the backward asks for the optimizers"
+        self.deferred.policy.backward_reader = asks
+        # The first step changes nothing before its backward is over.
+        if is_in_backward and self.engine.updater.is_just_in_time and self.engine.has_succeeded:
+            raise UnsupportedModelError(
+                f"{asks} for the first time, while updates just in time change their state: "
+                'use HarmonyStrategy(update="deferred")'
+            )
 
     def _split(self, args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any], list[TrainingStep]]:
         """The samples of each microbatch of a batch, the microbatches, and the steps on them."""

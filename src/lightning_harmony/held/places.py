@@ -190,6 +190,11 @@ class Places:
         self._newest = contents.copies
         return contents
 
+    @property
+    def too_long(self) -> Sequence[Any]:
+        """The containers that are no places, as they are too long."""
+        return () if self._walk is None else self._walk.too_long
+
     def is_named(self, name: str) -> bool:
         """Whether the user's code has a name among those of globals and attributes."""
         return self._walk is not None and name in self._walk.names

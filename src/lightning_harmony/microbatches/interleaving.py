@@ -49,13 +49,16 @@ class Interleaving:
         tree: says what is found.
         trainer: whose module it is.
         engine: runs them.
+
+    Attributes:
+        places: all that steps may change.
     """
 
     def __init__(self, tree: LightningTree, trainer: Any, engine: Executor) -> None:
         self._tree, self._trainer, self._engine = tree, trainer, engine
         self._model: nn.Module = trainer.lightning_module
         self._known = KnownChanges()
-        self._places = Places(self._model, (("the profiler", trainer.profiler),))
+        self.places = self._places = Places(self._model, (("the profiler", trainer.profiler),))
         self._attributes = LaneAttributes(self._places, self._known)
         self._ends = MicrobatchEnds(self._places)
         self._elsewhere = StateElsewhere(self._places, engine.modules_of_layers(), engine.objects_with_weights)

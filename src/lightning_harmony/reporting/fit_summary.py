@@ -31,6 +31,7 @@ class FitSummary:
     trainer: Any
     engine: Executor
     _has_shown_plan: bool = False
+    _has_named_reader: bool = False
 
     def show_start(self, *, runs_alone: bool) -> None:
         """A fit begins.
@@ -53,10 +54,23 @@ class FitSummary:
         update, reason = policy.choose()
         if update == "just-in-time" and plan.profile.machine.update_bytes_per_second is None:
             return
-        self._has_shown_plan = True
+        seen = policy.why_never_later()
+        self._has_shown_plan, self._has_named_reader = True, seen is not None
         if self._is_wanted():
-            seen = policy.why_never_later()
             self.tree.info("\n" + describe_plan(self.engine, self.trainer.optimizers, update, reason, seen))
+
+    def show_late_reader(self, policy: UpdatePolicy) -> None:
+        """A step begins: say what ends the overlap of updates, if the plan was shown and named nothing that did.
+
+        Args:
+            policy: tells.
+        """
+        if not self._has_shown_plan or self._has_named_reader:
+            return
+        seen = policy.why_never_later()
+        if seen is not None:
+            self._has_named_reader = True
+            self.tree.info(f"Harmony: no overlap from now on, each update ends before the next batch: {seen}")
 
     def _is_wanted(self) -> bool:
         kind = self.tree.part("callbacks").ModelSummary

@@ -137,6 +137,17 @@ def state_names(metric: Metric) -> Iterable[str]:
     return metric._defaults
 
 
+# ---- what a strategy gives ----------------------------------------------------------------------------------------------
+
+# The attribute of a strategy with its optimizers as `LightningModule.optimizers` returns them.
+WRAPPED_OPTIMIZERS = "_lightning_optimizers"
+# Where code of Lightning's gives optimizers and schedulers to who asks for them.
+MODULES_THAT_GIVE_OPTIMIZERS = frozenset(
+    f"{tree}.{part}"
+    for tree in ("lightning.pytorch", "pytorch_lightning")
+    for part in ("core.module", "trainer.trainer")
+)
+
 # ---- what a strategy sets ----------------------------------------------------------------------------------------------
 
 

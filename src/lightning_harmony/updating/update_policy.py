@@ -19,12 +19,16 @@ class UpdatePolicy:
 
     Attributes:
         wish: what the user asked for, "auto", "just-in-time" or "deferred".
+        step_reader: what lets code that Lightning does not announce read optimizer state; None if nothing does.
+        backward_reader: the same of code that runs again in the backward.
     """
 
     tree: LightningTree
     trainer: Any
     engine: Executor
     wish: str
+    step_reader: str | None = None
+    backward_reader: str | None = None
     # What was looked into for parameters, and whether it holds any.
     _data: Any = None
     _data_looks: bool = False
@@ -54,6 +58,8 @@ class UpdatePolicy:
             return "the gradient scaler checks all gradients"
         if self.engine.reentrant:
             return "layers are called during the backward (reentrant checkpointing)"
+        if self.backward_reader is not None:
+            return self.backward_reader
         return next(iter(gradient_readers(self.tree, trainer) + savers_on_exception(self.tree, trainer)), None)
 
     def why_at_once(self) -> str | None:
@@ -61,9 +67,9 @@ class UpdatePolicy:
         return self.why_never_later() or end_of_batches(self.trainer)
 
     def why_never_later(self) -> str | None:
-        """What may look at parameters between any two batches; None if nothing does."""
+        """What may look at parameters or optimizer state between any two batches, or in a step; None if nothing does."""
         reason = self.why_on_host(self._optimizers[0]) or onlooker(self.tree, self.trainer)
-        return reason or self._why_data_looks()
+        return reason or self._why_data_looks() or self.step_reader
 
     def why_on_host(self, optimizer: Any) -> str | None:
         """Why an optimizer steps as the user wrote it, on the host; None if its update may be made in shares on devices."""
