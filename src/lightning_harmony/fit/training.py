@@ -60,6 +60,7 @@ class Training:
     def __post_init__(self) -> None:
         self._interleaving = Interleaving(self.tree, self.trainer, self.engine)
         self._readers = OptimizerReaders(self._interleaving.places, self._module, self.engine.modules_of_layers())
+        self.deferred.policy.default_dtypes = self._interleaving.default_dtypes
         self._budget = HostBudget(self.engine, self.trainer, self.deferred.policy)
         # Where nothing says it, the fewest that fit. Of several devices each has one to run, and one to wait for.
         self._number = 1 if len(self.engine.devices) == 1 else 2 * len(self.engine.devices)

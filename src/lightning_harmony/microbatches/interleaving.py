@@ -8,10 +8,11 @@ microbatch after the other, as plain accumulation does, and is watched.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.recording import RecordingChangedError
@@ -123,6 +124,11 @@ class Interleaving:
             self.end(f"they do not fit together ({error})", len(sizes), "use smaller batches, or more memory")
         elif (error is not None or passes_on is not None) and self.hazard is None:
             self._refuse_turns(late, len(sizes))
+
+    @property
+    def default_dtypes(self) -> Collection[torch.dtype]:
+        """The default dtypes that were set within steps, and do not hold outside of them."""
+        return self._elsewhere.default_dtypes
 
     @contextmanager
     def alone(self) -> Iterator[None]:

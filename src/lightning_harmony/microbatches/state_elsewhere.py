@@ -115,12 +115,17 @@ class StateElsewhere:
         places: all that steps may change.
         of_layers: the modules of layers: their own attributes are looked at with these.
         with_weights: gives the attributes of objects that keep weights of layers, by their identities: so are they.
+
+    Attributes:
+        default_dtypes: those that layers were called with and that hold in steps alone, as with `precision="64-true"`.
     """
 
     def __init__(self, places: Places, of_layers: Iterable[nn.Module], with_weights: Callable[[], set[int]]) -> None:
         self._places = places
         self._of_layers, self._with_weights = {id(module) for module in of_layers}, with_weights
         self._excluded: set[int] = set()
+        self.default_dtypes: set[torch.dtype] = set()
+        self._dtype_outside = torch.get_default_dtype()
         # All places, of which these are some.
         self._all: Sequence[Held] = ()
         self._together: Together | None = None
@@ -150,6 +155,7 @@ class StateElsewhere:
             runs again.
         """
         self.finish()
+        self._dtype_outside = torch.get_default_dtype()
         return self._at_call
 
     def finish(self) -> None:
@@ -275,6 +281,8 @@ class StateElsewhere:
         moment.keep(held, copies, first if held.has_tensors else None)
 
     def _at_call(self, stash: Callable[[Tensor], Stashed]) -> Callable[[], AbstractContextManager[None]]:
+        if (dtype := torch.get_default_dtype()) is not self._dtype_outside:
+            self.default_dtypes.add(dtype)
         together = self._looked_at()
         # Who watches what code reads is not to see this.
         with DisableTorchFunctionSubclass():

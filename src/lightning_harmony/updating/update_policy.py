@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from lightning_harmony.engine.step.executor import Executor
-from lightning_harmony.engine.updates.separable_optimizers import why_not_separable
+from lightning_harmony.engine.updates.separable_optimizers import reads_default_dtype, why_not_separable
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.hooks import end_of_batches, gradient_readers, onlooker, savers_on_exception
@@ -21,6 +24,7 @@ class UpdatePolicy:
         wish: what the user asked for, "auto", "just-in-time" or "deferred".
         step_reader: what lets code that Lightning does not announce read optimizer state; None if nothing does.
         backward_reader: the same of code that runs again in the backward.
+        default_dtypes: those that steps set and that do not hold when an optimizer steps in plain Lightning.
     """
 
     tree: LightningTree
@@ -29,6 +33,7 @@ class UpdatePolicy:
     wish: str
     step_reader: str | None = None
     backward_reader: str | None = None
+    default_dtypes: Collection[torch.dtype] = ()
     # What was looked into for parameters, and whether it holds any.
     _data: Any = None
     _data_looks: bool = False
@@ -58,8 +63,8 @@ class UpdatePolicy:
             return "the gradient scaler checks all gradients"
         if self.engine.reentrant:
             return "layers are called during the backward (reentrant checkpointing)"
-        if self.backward_reader is not None:
-            return self.backward_reader
+        if (reason := self.backward_reader or self._why_default_dtype()) is not None:
+            return reason
         return next(iter(gradient_readers(self.tree, trainer) + savers_on_exception(self.tree, trainer)), None)
 
     def why_at_once(self) -> str | None:
@@ -69,7 +74,7 @@ class UpdatePolicy:
     def why_never_later(self) -> str | None:
         """What may look at parameters or optimizer state between any two batches, or in a step; None if nothing does."""
         reason = self.why_on_host(self._optimizers[0]) or onlooker(self.tree, self.trainer)
-        return reason or self._why_data_looks() or self.step_reader
+        return reason or self._why_data_looks() or self.step_reader or self._why_default_dtype()
 
     def why_on_host(self, optimizer: Any) -> str | None:
         """Why an optimizer steps as the user wrote it, on the host; None if its update may be made in shares on devices."""
@@ -87,6 +92,14 @@ class UpdatePolicy:
             parameters = frozenset(self.trainer.lightning_module.parameters())
             self._data_looks = reaches(data, parameters, apart_from=self.trainer)
         return "the training data hold the model" if self._data_looks else None
+
+    def _why_default_dtype(self) -> str | None:
+        """The default dtype that a step sets, which all threads share, where an update beside it would be another one."""
+        for dtype in self.default_dtypes:
+            for optimizer in self._optimizers:
+                if reads_default_dtype(optimizer, dtype):
+                    return f"{type(optimizer).__name__} reads the default dtype, which a step sets to {dtype}"
+        return None
 
     def lightning_clips(self) -> bool:
         """Whether gradients are clipped by Lightning's own functions."""

@@ -21,6 +21,8 @@ SEPARABLE = frozenset(
 )  # fmt: skip
 
 
+# Those whose state has no numbers.
+_WITHOUT_NUMBERS = frozenset(kind for kind in SEPARABLE if kind.__name__ in ("SGD", "Muon"))
 # What torch puts around the step of a class when the first optimizer of it is made.
 _TORCHS_OWN = Optimizer.profile_hook_step(lambda: None).__code__
 
@@ -51,6 +53,23 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return "step hooks are registered for all optimizers"
     return None
+
+
+def reads_default_dtype(optimizer: Optimizer, dtype: torch.dtype) -> bool:
+    """Whether the next step of an optimizer is another one while some dtype is the default.
+
+    Args:
+        optimizer: one of torch, or any.
+        dtype: the default dtype, which is float32 else.
+    """
+    kind = type(optimizer)
+    if kind not in SEPARABLE or kind is torch.optim.ASGD:
+        return True
+    if dtype is not torch.float64 or kind in _WITHOUT_NUMBERS:
+        return False
+    # Others make numbers of that type, such as the number of steps, when they make their state.
+    trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    return not all(optimizer.state.get(parameter) for parameter in trained)
 
 
 def _has_other_step(optimizer: Optimizer) -> bool:
