@@ -41,6 +41,7 @@ from lightning_harmony.setup.refusals import (
 from lightning_harmony.setup.settings import Settings
 from lightning_harmony.setup.store_progress import store_progress
 from lightning_harmony.updating.deferred_update import DeferredUpdate
+from lightning_harmony.updating.optimizer_state import key_by_parameters
 from lightning_harmony.updating.update_policy import UpdatePolicy
 
 
@@ -137,7 +138,9 @@ class Swapped:
         is_first = self._module.automatic_optimization and not self.engine.has_succeeded
         self._buffers_before = BuffersBefore(self._module) if is_first else None
         with self.restoring_buffers():
-            return self.training.run(step, args, kwargs)
+            output = self.training.run(step, args, kwargs)
+        key_by_parameters(self._trainer.optimizers)
+        return output
 
     @contextmanager
     def restoring_buffers(self) -> Iterator[None]:
@@ -153,7 +156,9 @@ class Swapped:
         """Run a validation, test or prediction step."""
         self.catch_up()
         with self.signals.held():
-            return self._evaluation.run(name, step, args, kwargs)
+            output = self._evaluation.run(name, step, args, kwargs)
+        key_by_parameters(self._trainer.optimizers)
+        return output
 
     # ---- the engine ----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_harmony.engine.glue.equal_stand_ins import stood_for
+from lightning_harmony.engine.glue.glue import StandIn
+
 # Host bytes of optimizer state per parameter byte, where it is known before the first step.
 STATE_COPIES = {
     "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Rprop": 2, "RMSprop": 1, "Adagrad": 1,
@@ -64,6 +67,17 @@ def state_bytes(optimizers: Sequence[Optimizer]) -> int:
 def _bytes_of(state: Any) -> int:
     tensors = tree_leaves(_copied(state))
     return sum(leaf.numel() * leaf.element_size() for leaf in tensors if isinstance(leaf, Tensor))
+
+
+def key_by_parameters(optimizers: Sequence[Optimizer]) -> None:
+    """Let state that a step has made, as `optimizer.state[parameter]` does, be that of the parameter, not of its stand-in."""
+    for optimizer in optimizers:
+        state = optimizer.state
+        if any(isinstance(key, StandIn) for key in state):
+            # In the same order.
+            entries = [(stood_for(key), value) for key, value in state.items()]
+            state.clear()
+            state.update(entries)
 
 
 class StateSize:

@@ -13,6 +13,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from lightning_harmony.engine.glue.equal_stand_ins import COMPARING, equal_stand_ins
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import (
@@ -88,6 +89,7 @@ class StandIn(Tensor):
 
     _parameter: nn.Parameter
     _runtime: Runtime
+    _is_detached = False
 
     @staticmethod
     def of(
@@ -115,6 +117,8 @@ class StandIn(Tensor):
                 return func(*args, **kwargs)
         if func in _DETACHING:
             return args[0].detached()
+        if func in COMPARING and (equal := equal_stand_ins(with_parameters, *args)) is not None:
+            return equal
         if func is Tensor.__deepcopy__:
             return args[0].copied(args[1])
         if func is torch.autograd.grad:
@@ -124,6 +128,14 @@ class StandIn(Tensor):
                 if isinstance(changed, StandIn):
                     raise UnsupportedModelError(_refusal(changed))
         return with_parameters(func, args, kwargs, copy=func in _SHARING)
+
+    def __hash__(self) -> int:
+        return id(self.stands_for)
+
+    @property
+    def stands_for(self) -> Tensor:
+        """What dicts and sets find it as."""
+        return self if self._is_detached else self._parameter
 
     def use(self) -> Tensor:
         """The parameter on the device, differentiable where it needs gradients. Its memory belongs to the caller."""
@@ -137,7 +149,9 @@ class StandIn(Tensor):
 
     def detached(self) -> StandIn:
         """A stand-in for the same parameter without gradients."""
-        return StandIn.of(self._parameter, self.device, self.dtype, self._runtime, requires_grad=False)
+        detached = StandIn.of(self._parameter, self.device, self.dtype, self._runtime, requires_grad=False)
+        detached._is_detached = True
+        return detached
 
     def copied(self, memo: dict[int, Any]) -> nn.Parameter:
         """A parameter with the same value that is the copier's own."""
@@ -170,7 +184,6 @@ _REFUSED = {
     Tensor.requires_grad_,
     Tensor.register_hook,
 }
-
 
 # What they return shares the memory of what they are called with, and nobody sees it.
 _SHARING = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr}
