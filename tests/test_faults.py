@@ -23,6 +23,10 @@ from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.devices.stream import HostStream
+from lightning_harmony.engine.memory.residents import Residents
+from lightning_harmony.engine.memory.sums import Sums
+from lightning_harmony.engine.step.gradient_sums import GradientSums
+from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.errors import CapacityError
 from support import nets
 from support.same_training import Net, trainer_for
@@ -249,6 +253,50 @@ def test_a_backward_by_hand_that_does_not_fit_names_its_layer_and_the_module_is_
     module = FaultyByHand(Fault("layer backward", 0, 0, run_out_of_memory))
     with pytest.raises(CapacityError, match=r"'net.blocks.1'.*in manual optimization.*smaller batches.*no room"):
         fit(module)
+    assert_recovered(module)
+
+
+# What asks a device for memory when no layer's own code runs, and the step from which on it finds none.
+SHORT: dict[str, tuple[type, str, int, str]] = {
+    "sums that come back": (Sums, "unpark", 0, r"pack \d \(.*\) with microbatch 0 exceeds"),
+    "the pack of a turn": (Residents, "enter", 1, r"pack \d \(.*\) with microbatch 0 exceeds"),
+    "gradients that leave, measured": (GradientSums, "deliver_final", 0, "exceeds the capacity of 64 KiB"),
+    "gradients that leave": (GradientSums, "deliver_final", 1, "exceeds the capacity of 64 KiB"),
+    "all other gradients": (
+        GradientSums,
+        "deliver_rest",
+        0,
+        "what a step does between the turns of its layers exceeds",
+    ),
+    "an update": (
+        StreamedUpdate,
+        "update",
+        1,
+        r"the update of \d+ parameters, .* exceeds the capacity of 64 KiB: .*'host'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SHORT)
+def test_whatever_finds_no_room_on_a_device_is_named_with_a_way_out(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What made a lane's turn ready was no turn yet: where that found no room, the allocator's own error surfaced."""
+    owner, name, step, message = SHORT[what]
+    original, seen = getattr(owner, name), [0]
+
+    def run_out_of_memory(*args: Any, **kwargs: Any) -> Any:
+        if seen[0] > step:
+            seen[0] = -NUM_STEPS
+            raise torch.OutOfMemoryError("no room")
+        return original(*args, **kwargs)
+
+    class Counting(Faulty):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            seen[0] += 1
+
+    monkeypatch.setattr(owner, name, run_out_of_memory)
+    module = Counting(Fault())
+    with pytest.raises(CapacityError, match=rf"{message}.*HarmonyStrategy\(device_memory=.*no room"):
+        fit(module, profile_cache=False)
     assert_recovered(module)
 
 

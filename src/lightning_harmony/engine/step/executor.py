@@ -31,6 +31,7 @@ from lightning_harmony.engine.step.microbatch_runner import MicrobatchRunner
 from lightning_harmony.engine.step.observer import Observer
 from lightning_harmony.engine.step.planning import Planner, SeenStep
 from lightning_harmony.engine.step.runtime import Runtime
+from lightning_harmony.engine.step.shortage import naming_shortages
 from lightning_harmony.engine.step.step import Listeners, Step
 from lightning_harmony.engine.step.swapped_model import SwappedModel
 from lightning_harmony.engine.step.turns import Microbatch
@@ -91,11 +92,10 @@ class Executor:
         recordings: Recordings,
     ) -> None:
         self.devices, self.store, self.pool, self.traffic = devices, store, pool, traffic
-        self.recorder, self.updater = recorder, updater
+        self.recorder, self.updater, self.recordings = recorder, updater, recordings
         self._model, self._intercepted = model, intercepted
         self._step, self._placement, self._observer = step, placement, observer
         self._planner, self._sums, self._runtime, self._glue, self._runner = planner, sums, runtime, glue, runner
-        self.recordings = recordings
         self._cuda_devices = [d.torch_device.index for d in devices if isinstance(d.torch_device.index, int)]
         self.has_succeeded = False
         self._num_elements, self._evaluated_elements = 0, -1
@@ -422,7 +422,8 @@ class Executor:
     @contextmanager
     def _unwinding_on_error(self) -> Iterator[None]:
         try:
-            yield
+            with naming_shortages(self.devices):
+                yield
         except BaseException:
             self._runner.abort()
             self.recorder.drop()
@@ -445,6 +446,5 @@ class Executor:
         self.updater.close()
         for residents in self._placement.residents:
             residents.weight_checks.close()
-        for device in self.devices:
-            device.close()
+            residents.device.close()
         self.store.close()

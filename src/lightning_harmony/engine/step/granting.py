@@ -76,7 +76,7 @@ class Granting:
 
     def _end_turn(self) -> None:
         """Note what a turn took, let go what can go now, and hand over the gradients that are final."""
-        granted, self._step.granted = self._step.granted, None
+        granted = self._step.granted
         if granted is None:
             return
         residents = self._residents[granted.device]
@@ -88,6 +88,7 @@ class Granting:
             residents.device.retire()
             if self._step.in_backward and granted.pack is not None:
                 self._sums.deliver_final([granted.pack.index])
+        self._step.granted = None
 
     def _grant(self, progress: LaneProgress) -> None:
         step, lane, preparation = self._step, progress.lane, self._preparation
@@ -95,13 +96,14 @@ class Granting:
         residents = self._residents[number]
         with residents.device.scheduling():
             step.random.switch_to(lane.microbatch)
-            pack, phase = None, Phase.FORWARD
+            phase = Phase.FORWARD if request is None else request.phase
+            pack = None if request is None or request.pack is None else residents.packs[request.pack]
+            # First: where there is no room for what the turn needs, it is named.
+            step.granted = Grant(progress, number, phase, pack)
             if request is not None:
-                phase = request.phase
-                if request.pack is None:
+                if pack is None:
                     preparation.enter_loss(progress)
                 else:
-                    pack = residents.packs[request.pack]
                     preparation.enter(progress, Place(pack, phase, request.position))
                     step.turns.take(progress, number)
             if step.listeners.on_switch is not None:
@@ -110,4 +112,3 @@ class Granting:
             preparation.note_task(number, progress, phase, pack)
             if request is None:
                 progress.transfers.launched.begin(number)
-            step.granted = Grant(progress, number, phase, pack)

@@ -84,13 +84,13 @@ class PackPreparation:
             position = placement.plan.position(phase, index, progress.position[phase])
             request = Request(phase, index, position)
             if self._may_go_on(progress, request):
+                if self._step.granted is not None:
+                    self._step.granted = replace(self._step.granted, pack=pack, phase=phase)
                 with Unseen(), residents.device.scheduling():
                     self._recorder.leave()
                     self.enter(progress, Place(pack, phase, position))
                     self.note_task(number, progress, phase, pack)
                     self._observer.go_on(residents.device, phase, pack)
-                if self._step.granted is not None:
-                    self._step.granted = replace(self._step.granted, pack=pack, phase=phase)
             else:
                 self._refuse_forward_mode(layer)
                 progress.lane.park(request)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.model.layer import SwappedLayer
@@ -79,3 +82,19 @@ def exceeded_in_turn(granted: Grant, devices: Sequence[Device], error: BaseExcep
     on_device = f" on device {granted.device}" if len(devices) > 1 else ""
     what = f"{where} with microbatch {granted.progress.lane.microbatch}{on_device}"
     return exceeded(what, devices[granted.device], error, words)
+
+
+@contextmanager
+def naming_shortages(devices: Sequence[Device]) -> Iterator[None]:
+    """A context of a step's work that is no lane's turn, such as the copies of gradients: a shortage is told with a way out.
+
+    Args:
+        devices: all of them.
+
+    Raises:
+        CapacityError: if one of them runs out of memory.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise exceeded("what a step does between the turns of its layers", devices[0], error, "") from error

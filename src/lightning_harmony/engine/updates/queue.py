@@ -9,12 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event, HostEvent, HostStream, Urgency
 from lightning_harmony.engine.measure.profile import Speed
+from lightning_harmony.engine.structures.parts import num_bytes_of
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
+from lightning_harmony.errors import CapacityError
+from lightning_harmony.plan.values.memory_size import format_bytes
 
 # Told the parameters of a piece of an update, and its beginning and end by `time.perf_counter`.
 UpdateHeard = Callable[[Iterable[nn.Parameter], float, float], None]
@@ -160,7 +164,11 @@ class UpdateQueue:
         Args:
             parameters: what it updates.
             num_bytes: what it counts for in the speed of updates.
+
+        Raises:
+            CapacityError: if the device has no room for it.
         """
+        parameters = list(parameters)
         self._overlap.begin()
         interrupted = self._running
         if interrupted is not None:
@@ -168,6 +176,8 @@ class UpdateQueue:
         self._running = running = Running(parameters)
         try:
             yield
+        except torch.OutOfMemoryError as error:
+            raise self._exceeded(parameters, error) from error
         finally:
             self._pause(running)
             self._overlap.end()
@@ -177,6 +187,16 @@ class UpdateQueue:
         disk_seconds = self.streamed.take_disk_seconds()
         if num_bytes:
             self._speed.note(num_bytes, running.seconds - disk_seconds)
+
+    def _exceeded(self, parameters: Sequence[nn.Parameter], error: BaseException) -> CapacityError:
+        """What to raise where the device has no room for an update."""
+        num_bytes, capacity = sum(map(num_bytes_of, parameters)), self.device.capacity_bytes
+        limit = "the device" if capacity is None else f"the capacity of {format_bytes(capacity)}"
+        return CapacityError(
+            f"the update of {len(parameters)} parameters, {format_bytes(num_bytes)}, with their gradients and optimizer state "
+            f"exceeds {limit}: have optimizers step on the host with HarmonyStrategy(update_on='host'), or allow more memory "
+            f"with HarmonyStrategy(device_memory=...). ({error})"
+        )
 
     def _pause(self, running: Running) -> None:
         end = time.perf_counter()
