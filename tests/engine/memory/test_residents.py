@@ -355,6 +355,21 @@ class TestLessReuse:
         assert all(bool((total == 3).all()) for total in gradients.sums.values())
 
 
+def test_sums_of_the_running_pack_make_way_for_its_forward_and_for_the_backward_of_the_loss(model: Model) -> None:
+    """They stayed when the second microbatch came to its loss, whose backward had more room in the first step."""
+    pack = model.residents.packs[4]
+    layer = pack.layers[0]
+    gradients = [(layer.parameters[0], torch.ones_like(layer.parameters[0]))]
+    model.residents.sums.accumulate(pack, layer, 0, gradients, add_to_earlier=False)
+    model.residents.bring(model.forward(4), 0)
+    # Its own backward adds to them at once.
+    assert not model.residents.make_room(model.backward(4))
+    assert pack.accumulators
+    assert model.residents.make_room(model.forward(4))
+    assert pack.parked
+    assert not pack.accumulators
+
+
 def test_sums_stay_until_nothing_is_added_to_them_any_more(model: Model) -> None:
     """As when a step fails while gradients come from other devices."""
     release = threading.Event()

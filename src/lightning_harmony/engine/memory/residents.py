@@ -226,7 +226,9 @@ class Residents:
         if others or (others := [pack.index for pack in self._others(place.pack)]):
             self._evict_one_of(others, place)
             return True
-        summing = [pack for pack in self.packs if pack.accumulators and pack is not place.pack]
+        # Those of the pack itself are needed in its own backward alone, and not in that of the loss before.
+        kept = place.pack if place.phase is Phase.BACKWARD else None
+        summing = [pack for pack in self.packs if pack.accumulators and pack is not kept]
         for pack in summing:
             self.sums.park(pack)
         return bool(summing) or self._forget_graphs(place.pack) or self._let_go()

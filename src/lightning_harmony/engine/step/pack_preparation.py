@@ -220,9 +220,9 @@ class PackPreparation:
                 residents.await_leaving()
                 return
             pack = residents.packs[index]
-            position = plan.position(Phase.BACKWARD, index, progress.position[Phase.BACKWARD])
             work_bytes = self._observer.work.bytes(pack.layers[-1:], Phase.BACKWARD)
-            residents.ensure_room(work_bytes, Place(pack, Phase.BACKWARD, position))
+            # The lane is still in its forward: sums that the pack has are not needed yet.
+            residents.ensure_room(work_bytes, Place(pack, Phase.FORWARD, progress.position[Phase.FORWARD]))
 
     def note_task(self, number: int, progress: LaneProgress, phase: Phase, pack: SwappedPack | None) -> None:
         """Record what a lane does: before the first layer, and from its loss to the last, something to that layer's pack."""
