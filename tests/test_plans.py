@@ -460,7 +460,7 @@ class TestForwardPacks:
             class Look(pl.Callback):
                 def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
                     plans.append(trainer.strategy.plan)
-                    planner = trainer.strategy._swapped.engine._planner
+                    planner = trainer.strategy._swapped.engine.planner
                     calls[:] = [planner._layers[call].name for call in planner._calls]
 
             options: dict[str, Any] = {"with_gradients": False, "devices": num_devices, "more_callbacks": [Look()]}

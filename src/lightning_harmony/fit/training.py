@@ -251,6 +251,9 @@ class Training:
                 self._budget.check(is_deferred=self._is_deferred())
 
         limit()
+        if len(sizes) > 1 and not self.engine.planner.takes_turns and self._interleaving.hazard is None:
+            short = "the device has no room for the activations and gradients of all of them at once"
+            self._interleaving.end(short, len(sizes), "use smaller batches, or more memory")
         with without_caches(self._module):
             self._interleaving.run(forward, sizes)
 

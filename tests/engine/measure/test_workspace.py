@@ -75,9 +75,13 @@ def test_what_lanes_come_with_is_what_was_there_beside_what_a_step_finds_taken()
     # It is called once more, by fewer.
     work.note_found([layer], Phase.FORWARD, 10 + 7, 1)
     work.note_found([layer], Phase.BACKWARD, 10 + 4 * 9, 4)
-    work.occupied_bytes = 10
+    work.occupied_bytes = [10]
     cost = work.cost(layer, store)
     assert (cost.arriving_bytes, cost.returning_bytes) == (7, 9)
+    # Another device, where a step finds nothing taken.
+    work.note_found([layer], Phase.BACKWARD, 60, 1, device=1)
+    work.occupied_bytes = [10, 0]
+    assert work.cost(layer, store).returning_bytes == 60
     again = WorkSpace()
     again.recall(layer, cost, 1)
     assert again.cost(layer, store) == cost

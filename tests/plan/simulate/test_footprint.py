@@ -78,6 +78,11 @@ def test_what_else_a_microbatch_has_goes_along() -> None:
     assert (third.returning_bytes, last.backward_left_bytes) == (14, 14)
 
 
+def test_what_else_a_microbatch_has_may_stay_on_the_device_before() -> None:
+    packs = [replace(LAYER, arriving_bytes=14, returning_bytes=14)] * len(PLAN.packs)
+    assert footprints(replace(PLAN, num_devices=2), packs) == footprints(PLAN, [LAYER] * len(PLAN.packs))
+
+
 def test_what_one_layer_of_a_pack_hands_to_the_next_is_in_one_graph() -> None:
     assert pack_cost([LAYER] * 3).graph_bytes == 3 * 40
 

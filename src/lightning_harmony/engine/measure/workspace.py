@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from lightning_harmony.engine.model.host_store import HostStore
 from lightning_harmony.engine.model.layer import SwappedLayer
@@ -17,15 +17,16 @@ class WorkSpace:
 
     Attributes:
         loss_bytes: what the backward of a loss was seen to leave for that of the last layer.
-        occupied_bytes: what was on the device before and after the step.
+        occupied_bytes: what was on each device before and after the step, by the device's number.
     """
 
     def __init__(self) -> None:
         self._work: dict[Phase, Counter[int]] = {phase: Counter() for phase in Phase}
         self._graphs: Counter[int] = Counter()
         self._uses: Counter[int] = Counter()
-        self._found: dict[Phase, dict[int, tuple[int, int]]] = {phase: {} for phase in Phase}
-        self.loss_bytes = self.occupied_bytes = 0
+        self._found: dict[Phase, dict[int, tuple[int, int, int]]] = {phase: {} for phase in Phase}
+        self.loss_bytes = 0
+        self.occupied_bytes: Sequence[int] = ()
 
     def note(self, layers: Iterable[SwappedLayer], phase: Phase, num_bytes: int) -> None:
         """A phase of some layers, one after the other, was seen to allocate so much."""
@@ -37,10 +38,13 @@ class WorkSpace:
         """A layer's graph, with its inputs, was seen to take so much."""
         self._graphs[layer.index] = max(self._graphs[layer.index], num_bytes)
 
-    def note_found(self, layers: Iterable[SwappedLayer], phase: Phase, num_bytes: int, num_lanes: int) -> None:
-        """So much was on the device, beside their state, when lanes came to some layers."""
+    def note_found(
+        self, layers: Iterable[SwappedLayer], phase: Phase, num_bytes: int, num_lanes: int, device: int = 0
+    ) -> None:
+        """So much was on a device, beside their state, when lanes came to some layers there."""
         for layer in layers:
-            self._found[phase][layer.index] = max(self._found[phase].get(layer.index, (0, 1)), (num_bytes, num_lanes))
+            known = self._found[phase].get(layer.index, (0, 1, device))
+            self._found[phase][layer.index] = max(known, (num_bytes, num_lanes, device))
 
     def note_calls(self, calls: Iterable[int]) -> None:
         """One microbatch called these layers, given by their indices."""
@@ -84,8 +88,9 @@ class WorkSpace:
 
     def _found_bytes(self, layer: SwappedLayer, phase: Phase) -> int:
         """What each microbatch had on the device when it came to a layer."""
-        num_bytes, num_lanes = self._found[phase].get(layer.index, (0, 1))
-        return max(num_bytes - self.occupied_bytes, 0) // num_lanes
+        num_bytes, num_lanes, device = self._found[phase].get(layer.index, (0, 1, 0))
+        occupied = self.occupied_bytes[device] if self.occupied_bytes else 0
+        return max(num_bytes - occupied, 0) // num_lanes
 
     def clear(self) -> None:
         """Forget all."""
@@ -95,4 +100,4 @@ class WorkSpace:
         self._uses.clear()
         for found in self._found.values():
             found.clear()
-        self.loss_bytes = self.occupied_bytes = 0
+        self.loss_bytes, self.occupied_bytes = 0, ()

@@ -95,7 +95,7 @@ class Executor:
         self.recorder, self.updater, self.recordings = recorder, updater, recordings
         self._model, self._intercepted = model, intercepted
         self._step, self._placement, self._observer = step, placement, observer
-        self._planner, self._sums, self._runtime, self._glue, self._runner = planner, sums, runtime, glue, runner
+        self.planner, self._sums, self._runtime, self._glue, self._runner = planner, sums, runtime, glue, runner
         self._cuda_devices = [d.torch_device.index for d in devices if isinstance(d.torch_device.index, int)]
         self.has_succeeded = False
         self._num_elements, self._evaluated_elements = 0, -1
@@ -230,20 +230,20 @@ class Executor:
             self._plan_step(num_elements, len(microbatches))
             on_plan()
         is_measuring = self.measures(num_elements, is_training=is_training)
-        is_watching = is_training and self._planner.watches and self._model.compute_dtype is None
+        is_watching = is_training and self.planner.watches and self._model.compute_dtype is None
         self._observer.begin_step(
             num_elements,
             is_training=is_training,
             is_measuring=is_measuring,
             is_watching=is_watching,
-            is_timing=is_training and self._planner.times_turns_of(num_elements),
+            is_timing=is_training and self.planner.times_turns_of(num_elements),
         )
         step, is_alone = self._step, len(microbatches) == 1
         step.is_sequential = is_alone or is_measuring or not interleave
         step.watch = step.listeners.watch if step.is_sequential and not is_alone else None
         predicted = predicted_gradient if step.predicts else None
         # Where work space isn't known, a lane goes from pack to pack.
-        step.fuses = predicted is not None and self._planner.is_planned and not is_measuring
+        step.fuses = predicted is not None and self.planner.is_planned and not is_measuring
         # A single microbatch has no other to wait for: its caller brings the gradient at once. But where its work is not
         # known, whether its backward fits shows here.
         waits = is_alone and not is_measuring
@@ -269,7 +269,7 @@ class Executor:
             self.updater.postponed.finish()
 
     def _plan_step(self, num_elements: int, num_microbatches: int) -> None:
-        plan = self._planner.before_step(
+        plan = self.planner.before_step(
             num_elements,
             num_microbatches,
             self._runtime.find_glue_layer,
@@ -354,10 +354,10 @@ class Executor:
         )
         if observer.is_profiling:
             self.recordings.set_aside(self._model.layers, lambda layer: observer.work.bytes([layer], Phase.BACKWARD))
-            observer.work.occupied_bytes = max(device.allocated_bytes() for device in self.devices)
+            observer.work.occupied_bytes = [device.allocated_bytes() for device in self.devices]
         self.pool.trim()
         self.has_succeeded = True
-        plan = self._planner.after_step(seen)
+        plan = self.planner.after_step(seen)
         if plan is not None:
             self._placement.use(plan, self._model.layers)
 
@@ -381,7 +381,7 @@ class Executor:
 
     def note_seconds(self, seconds: float) -> None:
         """How long the training step took that has ended."""
-        self._planner.note_seconds(seconds)
+        self.planner.note_seconds(seconds)
 
     def abandon(self) -> None:
         """End a step that has no backward, or whose backward never came."""
@@ -394,11 +394,11 @@ class Executor:
 
     def measures(self, num_elements: int, *, is_training: bool) -> bool:
         """Whether so many elements in a microbatch are more than ever before."""
-        return num_elements > (self._planner.measured_elements if is_training else self._evaluated_elements)
+        return num_elements > (self.planner.measured_elements if is_training else self._evaluated_elements)
 
     def start_over(self) -> None:
         """A training step did not fit, and is to run again in smaller microbatches."""
-        plan = self._planner.start_over()
+        plan = self.planner.start_over()
         if plan is not None:
             self._placement.use(plan, self._model.layers)
 
@@ -417,7 +417,7 @@ class Executor:
             residents.reset()
         # Also where the step has failed, and is run again.
         if self._placement.widen_read():
-            self._planner.note_widened()
+            self.planner.note_widened()
 
     @contextmanager
     def _unwinding_on_error(self) -> Iterator[None]:

@@ -282,16 +282,16 @@ class Observer:
         self._copying_seconds += time.perf_counter() - before
 
     def note_found(self, residents: Residents, place: Place) -> None:
-        """Keep what lanes have on the device when the first comes to a layer; on several devices each may be anywhere."""
+        """Keep what lanes have on a device when the first comes to a layer there."""
         pack, plan = place.pack, self._placement.plan
-        is_last = place.phase is Phase.BACKWARD and (pack.index,) == plan.visits[-1:]
-        if len(self._placement.residents) > 1 or is_last:
+        if place.phase is Phase.BACKWARD and (pack.index,) == plan.visits[-1:]:
             return
         state = pack.layout.num_bytes + pack.buffer_bytes + sum(a.buffer.numel() for a in pack.accumulators.values())
         num_bytes = residents.device.allocated_bytes() - state
         # In turn, one microbatch after the other is there by itself.
         num_lanes = 1 if self._step.is_sequential else len(self._step.turns.running)
-        self.work.note_found(pack.layers, place.phase, num_bytes, num_lanes)
+        number = self._placement.residents.index(residents)
+        self.work.note_found(pack.layers, place.phase, num_bytes, num_lanes, number)
 
     @contextmanager
     def measuring_graph(self, layer: SwappedLayer, device: Device) -> Iterator[None]:

@@ -10,6 +10,7 @@ from lightning_harmony.engine.measure.measurements import Measurements
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.step.fit_record import FitRecord
 from lightning_harmony.engine.step.plan_making import CLEARLY_FASTER, PlanMaker
+from lightning_harmony.plan.search.fitting import fitted
 from lightning_harmony.plan.values.plan import Plan
 
 # In how many steps by a plan updates are timed beside its copies, until what it takes is foreseen anew.
@@ -59,6 +60,7 @@ class Planner:
     Attributes:
         measured_elements: the most of a microbatch whose work is known. More are run with care, and measured.
         is_planned: whether the plan in use rests on what was measured.
+        takes_turns: whether there is room for microbatches to take turns, as far as is known.
         knows_casts: whether a step has shown which weights may be narrow.
     """
 
@@ -68,6 +70,7 @@ class Planner:
         self._layers, self._measured, self._maker, self._record = layers, measured, maker, record
         self.measured_elements = -1
         self.is_planned = False
+        self.takes_turns = True
         self.knows_casts = False
         # The step that has shown it, until the next one begins.
         self._cast: SeenStep | None = None
@@ -154,8 +157,7 @@ class Planner:
             return self._from_measured(seen) if seen.calls else None
         if seen.is_measured:
             # The packs stay, but the graphs of larger microbatches may no longer fit.
-            self._plan = self._maker.of_packs(self._plan.packs, self._calls, seen.num_microbatches)
-            return self._plan
+            return self._use(self._maker.of_packs(self._plan.packs, self._calls, seen.num_microbatches))
         self._num_steps += 1
         sees_faster_updates = self._sees_faster_updates()
         if not sees_faster_updates and self._has_timed_updates():
@@ -165,9 +167,8 @@ class Planner:
             self._measured.profiler.keep_faster_visits()
         elif not sees_faster_updates:
             return None
-        self._plan = self._maker.revised(self._plan, self._calls, searches=sees_faster_updates)
         self._record.renew_seconds(seen.num_elements)
-        return self._plan
+        return self._use(self._maker.revised(self._plan, self._calls, searches=sees_faster_updates))
 
     def _sees_faster_updates(self) -> bool:
         """Whether updates are clearly faster than when the plan was made, or none had been seen by then."""
@@ -235,5 +236,9 @@ class Planner:
         self.is_planned, self.measured_elements = True, num_elements
         self._update_speeds.clear()
         self._num_steps, self._has_timed_turns = 0, False
-        self._plan = self._maker.decided(self._calls, num_microbatches)
+        return self._use(self._maker.decided(self._calls, num_microbatches))
+
+    def _use(self, plan: Plan) -> Plan:
+        """Go by a plan from now on, as far as there is room for it."""
+        self._plan, self.takes_turns = fitted(plan)
         return self._plan

@@ -66,9 +66,15 @@ def footprints(plan: Plan, packs: Sequence[Cost]) -> list[Footprint]:
     costs = [packs[pack] for pack in plan.visits]
     inputs = [cost.input_bytes if position else 0 for position, cost in enumerate(costs)]
     outputs = [*inputs[1:], 0]
-    # What else a microbatch has: for skip connections, masks, what is too small for the stash. The step begins without.
-    arriving = [max(c.arriving_bytes - c.input_bytes, 0) if position else 0 for position, c in enumerate(costs)]
-    returning = [max(c.returning_bytes - out, 0) for c, out in zip(costs[:-1], outputs, strict=False)] + arriving[-1:]
+    # What else a microbatch has: for skip connections, masks, what is too small for the stash. The step begins without. Of
+    # several devices, each may have a part of it, and keep it when the microbatch goes on: nothing tells how long.
+    is_alone = plan.num_devices == 1
+    arriving = [
+        max(c.arriving_bytes - c.input_bytes, 0) if position and is_alone else 0 for position, c in enumerate(costs)
+    ]
+    returning = [
+        max(c.returning_bytes - out, 0) if is_alone else 0 for c, out in zip(costs[:-1], outputs, strict=False)
+    ] + arriving[-1:]
     found = []
     for position, cost in enumerate(costs):
         entering, leaving = inputs[position], outputs[position]

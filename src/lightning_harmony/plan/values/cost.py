@@ -31,7 +31,8 @@ class Cost:
         recompute_seconds: of the recompute alone, which ends with the last tensor that the backward needs.
         staging_bytes: what its weights take besides while they come, where they are cast on their way.
         disk_bytes: its optimizer state that lives on disk, and comes and goes at its update.
-        arriving_bytes: what a microbatch has on the device when it comes to its forward: the input, and what else code keeps.
+        arriving_bytes: what a microbatch has on the layer's device when it comes to its forward: the input, and what else
+            code keeps.
         returning_bytes: the same when it comes to its backward.
     """
 

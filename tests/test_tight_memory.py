@@ -1,0 +1,123 @@
+"""Capacities that the first step just fits: later steps fit, too, and train the same, or the first one is refused."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_harmony import CapacityError, HarmonyStrategy
+from support.same_training import Net, Reports, compare, train_harmony, train_plain
+
+# The capacity of virtual devices.
+pytestmark = pytest.mark.cpu
+
+WIDTH, VOCABULARY, LENGTH, NUM_STEPS, BATCH_SIZE = 64, 512, 24, 3, 8
+
+
+class Layered(nn.Module):
+    """Blocks that all work on what an embedding makes of tokens, and a head as large as that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
+
+
+class Attentive(Layered):
+    """Blocks whose work takes far more than they hand on."""
+
+    def block(self) -> nn.Module:
+        return nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True)
+
+
+class Convolutional(nn.Module):
+    """Layers with buffers. The first ones hand on more than the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        channels = [1, 16, 32, 64, 64]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(before, after, 3, padding=1, stride=2), nn.BatchNorm2d(after), nn.ReLU())
+            for before, after in pairwise(channels)
+        )
+        self.head = nn.Linear(64, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = (tokens[:, None] * tokens[:, :, None] % 7)[:, None].float()
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x.mean((2, 3))), tokens[:, 0])
+
+
+MODELS = [Layered, Attentive, Convolutional]
+
+
+def first_step_bytes(module: pl.LightningModule, samples: Tensor, number: int, options: dict[str, Any]) -> int:
+    """The most that the first step takes on a device."""
+    reports = Reports()
+    strategy = HarmonyStrategy(device_memory="2MiB", num_microbatches=number, profile_cache=False)
+    train_harmony(
+        copy.deepcopy(module),
+        samples,
+        strategy,
+        len(samples),
+        with_gradients=False,
+        more_callbacks=[reports],
+        **options,
+    )
+    return max(reports.reports[0].peak_device_bytes)
+
+
+@pytest.mark.sampled
+@pytest.mark.filterwarnings("ignore:.*normalize with the statistics of microbatches")
+@pytest.mark.parametrize("over", [0.005, 0.02, 0.05, 0.1, 0.2], ids="{:.1%} over".format)
+@pytest.mark.parametrize("clips", [False, True], ids=["just in time", "clipped"])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_later_steps_fit_where_the_first_one_did(
+    model: type[nn.Module], number: int, devices: int, clips: bool, over: float
+) -> None:
+    """They failed in their backward, when weights had changed: microbatches that take turns keep what they carry from layer
+    to layer, the head's sum of gradients stayed while the loss was differentiated, and so did the input of a kept graph.
+    """
+    samples = torch.randint(0, VOCABULARY, (NUM_STEPS * BATCH_SIZE, LENGTH), generator=torch.Generator().manual_seed(1))
+    module = Net(model(), lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+    clipping = {"gradient_clip_val": 0.5} if clips else {}
+    options: dict[str, Any] = {"devices": devices, **clipping}
+    # The module itself keeps the loss of each step.
+    capacity = int(first_step_bytes(module, samples[:BATCH_SIZE], number, options) * (1 + over))
+    plain = train_plain(copy.deepcopy(module), samples, number, BATCH_SIZE, **clipping)
+    strategy = HarmonyStrategy(device_memory=capacity, num_microbatches=number, profile_cache=False)
+    harmony = train_harmony(copy.deepcopy(module), samples, strategy, BATCH_SIZE, with_gradients=False, **options)
+    compare(plain, harmony)
+
+
+def test_less_than_the_first_step_takes_is_refused_in_it() -> None:
+    samples = torch.randint(0, VOCABULARY, (BATCH_SIZE, LENGTH), generator=torch.Generator().manual_seed(1))
+    module = Net(Attentive())
+    before = copy.deepcopy(module.state_dict())
+    strategy = HarmonyStrategy(device_memory="500KiB", num_microbatches=4, profile_cache=False)
+    with pytest.raises(CapacityError, match="exceeds the capacity"):
+        train_harmony(module, samples, strategy, BATCH_SIZE, with_gradients=False)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
