@@ -551,6 +551,7 @@ def test_recordings_make_way_in_the_middle_of_a_step(
     assert record.replayed
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("number", [1, 2, 6, 7])
 def test_recordings_make_way_while_something_is_recorded(
     number: int, record: Record, monkeypatch: pytest.MonkeyPatch
