@@ -14,6 +14,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_harmony.engine.glue.equal_stand_ins import COMPARING, equal_stand_ins
+from lightning_harmony.engine.glue.refusals import (
+    GRADIENTS_ASKED,
+    changed_in_step,
+    gradient_in_step,
+    not_its_own,
+    refuse_lost_gradient,
+    used_by_compiled_code,
+)
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import (
@@ -69,6 +77,9 @@ class Runtime(Protocol):
     def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operation whose operands may be on several devices."""
 
+    def hides_gradients(self) -> bool:
+        """Whether a step runs whose code would not find the gradients of earlier ones."""
+
     def device_of(self, layer: SwappedLayer) -> torch.device:
         """Where a layer runs for the current lane."""
 
@@ -103,7 +114,7 @@ class StandIn(Tensor):
             # A hook that referred to it would keep it, and the engine, for good: nobody sees through the graph to it.
             itself = weakref.ref(stand_in)
             with torch._C.DisableTorchFunctionSubclass():
-                stand_in.register_hook(lambda gradient: _refuse_gradient(itself()))
+                stand_in.register_hook(lambda gradient: refuse_lost_gradient(itself()))
         return stand_in
 
     # Nothing may be traced through what waits for other lanes.
@@ -112,6 +123,8 @@ class StandIn(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what needs no element, and swap the parameter in for the rest."""
         kwargs = kwargs or {}
+        if func in _GRADIENT:
+            return gradient_in_step(args[0])
         if func in ANSWERED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -122,11 +135,11 @@ class StandIn(Tensor):
         if func is Tensor.__deepcopy__:
             return args[0].copied(args[1])
         if func is torch.autograd.grad:
-            raise UnsupportedModelError(_ASKED)
+            raise UnsupportedModelError(GRADIENTS_ASKED)
         if func in _REFUSED or changes_first(getattr(func, "__name__", "")):
             for changed in tree_leaves(args[:1]):
                 if isinstance(changed, StandIn):
-                    raise UnsupportedModelError(_refusal(changed))
+                    raise UnsupportedModelError(changed_in_step(changed))
         return with_parameters(func, args, kwargs, copy=func in _SHARING)
 
     def __hash__(self) -> int:
@@ -178,6 +191,7 @@ ANSWERED = _getters(
     Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.__len__, Tensor.__hash__, Tensor.get_device,
     Tensor.is_contiguous, Tensor.storage_offset, Tensor.is_inference, torch.is_floating_point, torch.is_complex, torch.numel,
 }  # fmt: skip
+_GRADIENT = _getters("grad")
 _DETACHING = {*_getters("data"), Tensor.detach}
 _REFUSED = {
     *(getattr(Tensor, name).__set__ for name in ("data", "requires_grad", "grad")),
@@ -187,48 +201,6 @@ _REFUSED = {
 
 # What they return shares the memory of what they are called with, and nobody sees it.
 _SHARING = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr}
-
-
-def _refuse_gradient(stand_in: StandIn | None) -> None:
-    if stand_in is None:
-        return
-    name = stand_in._runtime.glue_layer(stand_in.parameter).name
-    raise UnsupportedModelError(
-        f"a gradient of parameter {name!r} comes to what stands for it while it is swapped out: code that torch tells "
-        "nobody of, such as torch.jit.script, a function that is vectorized over the parameter (torch.vmap) or an extension, "
-        "computes with the parameter itself. Give it a copy, parameter.clone(), or make a layer of the module that runs it "
-        "with HarmonyStrategy(layers=...)"
-    )
-
-
-def _refusal(stand_in: StandIn) -> str:
-    name = stand_in._runtime.glue_layer(stand_in.parameter).name
-    return (
-        f"parameter {name!r} is changed inside the step, while it is swapped out and lanes at different places use it; "
-        "do that in a hook such as on_train_batch_start or on_train_batch_end, or optimize manually "
-        "(self.automatic_optimization = False), where the step may"
-    )
-
-
-def _not_its_own(caller: SwappedLayer, layer: SwappedLayer) -> str:
-    return (
-        f"layer {caller.name!r} uses parameter {layer.name!r}, which is not its own and is swapped by itself: pass it to the "
-        "layer as a tensor (not the module that has it), or make a layer of what has both with HarmonyStrategy(layers=...)"
-    )
-
-
-_ASKED = (
-    "torch.autograd.grad asks for gradients of parameters within the step, which come to p.grad alone, at its end: read them "
-    "in on_after_backward, or optimize manually (self.automatic_optimization = False), call backward() and read p.grad"
-)
-
-
-def _compiled_glue(stand_in: StandIn) -> str:
-    name = stand_in._runtime.glue_layer(stand_in.parameter).name
-    return (
-        f"compiled code outside of layers uses parameter {name!r}, which is swapped: compile the layers alone, with "
-        "HarmonyStrategy(compile_layers=True) or module.compile() on each, and not the model around them"
-    )
 
 
 def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) -> Any:
@@ -243,7 +215,7 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
     stand_ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
     if torch._guards.TracingContext.try_get() is not None:
         # The compiler holds a lock that the next lane would wait for.
-        raise UnsupportedModelError(_compiled_glue(stand_ins[0]))
+        raise UnsupportedModelError(used_by_compiled_code(stand_ins[0]))
     unique = list({id(stand_in): stand_in for stand_in in stand_ins}.values())
     # One after the other: with several at a time, each is copied out of its residency.
     # And out of sight of transforms, such as torch.vmap: it is a constant to them.
@@ -254,7 +226,7 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
     versions = {key: tensor._version for key, tensor in real.items()}
     result = stand_ins[0]._runtime.on_one_device(func, args, kwargs)
     if any(real[key]._version != version for key, version in versions.items()):
-        raise UnsupportedModelError(_refusal(unique[0]))
+        raise UnsupportedModelError(changed_in_step(unique[0]))
 
     def owned(tensor: Tensor) -> Tensor:
         """A view of the parameter would change under the user's hands when the parameter is swapped out."""
@@ -281,7 +253,7 @@ def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
     runtime, parameter = stand_in._runtime, stand_in.parameter
     layer = runtime.glue_layer(parameter)
     if (caller := layer_of_caller()) is not None:
-        raise UnsupportedModelError(_not_its_own(caller, layer))
+        raise UnsupportedModelError(not_its_own(caller, layer))
     tensor: Tensor
     if not (torch.is_grad_enabled() and stand_in.requires_grad):
         # Kernels ask whether a weight needs gradients, with or without a graph, and sum in another order if it does.
@@ -377,7 +349,7 @@ class Glue:
                 place.container[place.key] = place.parameter
         for (place, stand_in), now in zip(shown, left, strict=True):
             if isinstance(place.container, dict) and now is not stand_in:
-                raise UnsupportedModelError(_refusal(stand_in))
+                raise UnsupportedModelError(changed_in_step(stand_in))
 
     def _stand_in(self, parameter: nn.Parameter) -> StandIn:
         known = self._stand_ins.get(parameter)

@@ -343,6 +343,10 @@ class _Rehearsal:
     def give(self, parameter: nn.Parameter) -> None:
         """Nobody asks what a function was given."""
 
+    def hides_gradients(self) -> bool:
+        """No step was before, and this one is refused where a real one would be."""
+        return True
+
     def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
         """The glue layer of whose parameter a tensor is a view."""
         for layer in self._glue_layers.values():

@@ -356,7 +356,7 @@ class Executor:
             self.recordings.set_aside(self._model.layers, lambda layer: observer.work.bytes([layer], Phase.BACKWARD))
             observer.work.occupied_bytes = [device.allocated_bytes() for device in self.devices]
         self.pool.trim()
-        self.has_succeeded = True
+        self.has_succeeded = self._step.has_trained = True
         plan = self.planner.after_step(seen)
         if plan is not None:
             self._placement.use(plan, self._model.layers)

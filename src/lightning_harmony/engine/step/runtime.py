@@ -256,6 +256,10 @@ class Runtime:
         if progress is not None:
             progress.given.add(parameter)
 
+    def hides_gradients(self) -> bool:
+        """Whether a step runs whose code would not find the gradients of earlier ones, of whose updates some use them up."""
+        return self._step.is_running and (self._observer.is_training or self._step.has_trained)
+
     def resident_parameter(self, tensor: Tensor) -> tuple[SwappedLayer, Tensor] | None:
         """The glue layer, and its parameter on the device, of which a tensor is a view."""
         for parameter, layer in self._model.glue_layers.items():

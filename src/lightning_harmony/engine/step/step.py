@@ -89,6 +89,7 @@ class Step:
         watch: watches its microbatches while one runs after the other.
         read_buffers: the buffers of layers that others have read, and the layers.
         in_backward: whether the gradient of its loss has come.
+        has_trained: whether there was a training step before it.
         upstream: that gradient.
         random: what its microbatches draw from.
         granted: the turn that a lane has.
@@ -104,7 +105,7 @@ class Step:
         self.is_sequential = False
         self.watch: StepWatch | None = None
         self.read_buffers: dict[BufferKey, SwappedLayer] = {}
-        self.in_backward = False
+        self.in_backward = self.has_trained = False
         self.upstream = torch.ones(())
         self.random = RandomStreams([], [])
         self.granted: Grant | None = None
