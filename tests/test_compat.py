@@ -27,7 +27,7 @@ ADAPTER = [file for file in PACKAGE.rglob("*.py") if file.relative_to(PACKAGE).p
 OF_OTHERS = {
     *("_C", "_BatchNorm", "_apply", "_backward_hooks", "_buffers", "_compiled_call_impl", "_modules", "_parameters"),
     *("_growth_tracker", "_lazy_init_scale_growth_tracker", "_scale", "_step_supports_amp_scaling"),
-    *("_cdata", "_current_level", "_data", "_opt_called", "_version", "_wrapped_by_lr_sched"),
+    *("_cdata", "_current_graph_task_id", "_current_level", "_data", "_opt_called", "_version", "_wrapped_by_lr_sched"),
     *("_from_config", "_getframe", "_lock", "_replace", "_value"),
 }
 

@@ -92,9 +92,8 @@ class Host(pl.Callback):
     ) -> None:
         self.used_bytes, self.reports = 0, list[StepReport]()
         self.room = int(OF_WEIGHTS * (1.9 + (copies - 1) * (1 - share))) if share else 10 * OF_WEIGHTS
-        self.strategy: Any = HarmonyStrategy(
-            device_memory="800KiB", num_microbatches=2, profile_cache=False, offload_dir=folder, **options
-        )
+        options = {"device_memory": "800KiB", "num_microbatches": 2, **options}
+        self.strategy: Any = HarmonyStrategy(profile_cache=False, offload_dir=folder, **options)
         patch.setattr(f"{BUDGET}.room_on_host", lambda: self.room - self.taken())
         patch.setattr(f"{BUDGET}.num_on_disk", lambda states, excess: round(share * len(states)))
 
@@ -168,7 +167,7 @@ def test_state_makes_way_for_the_stash_of_microbatches_that_take_turns(
     samples = torch.randn(NUM_STEPS * 64, WIDTH, generator=torch.Generator().manual_seed(3))
 
     def fit(folder: Path | None) -> tuple[Host, Training]:
-        host, module = Host(0.5, monkeypatch, folder), build()
+        host, module = Host(0.5, monkeypatch, folder, device_memory="1000KiB"), build()
         monkeypatch.setattr(f"{BUDGET}.num_on_disk", num_on_disk)
         host.room = int(2.75 * OF_WEIGHTS)
         trainer = trainer_for(host.strategy, NUM_STEPS, [host])

@@ -95,7 +95,7 @@ class Planner:
 
     def layer_by_layer(self, calls: Sequence[int]) -> Plan:
         """Each layer a pack of its own, called in an order."""
-        self._plan = self._maker.layer_by_layer(calls)
+        self._plan, self.takes_turns = self._maker.layer_by_layer(calls), True
         return self._plan
 
     # ---- before and after a step ---------------------------------------------------------------------------------------
