@@ -37,6 +37,7 @@ from support.lightning_fits import (
     trainer_of,
     values,
 )
+from support.same_training import Net, assert_same_training
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -246,6 +247,58 @@ def test_a_backbone_that_is_unfrozen_in_mid_run_gives_equal_bits() -> None:
         )
 
     fit_both(callback, Finetuned, max_epochs=2)
+
+
+class InputsUsedAgain(nets.Language):
+    """Uses what each block was called with once more behind it."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=0)
+        self.blocks = nn.ModuleList(nn.Linear(nets.WIDTH, nets.WIDTH) for _ in range(8))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+# Which blocks are trained in a step, of eight.
+TRAINED: dict[str, Callable[[int, int], bool]] = {
+    "all from the fourth step on": lambda block, step: block > 3 or step >= 3,
+    "one more in each third step": lambda block, step: block >= 6 - 2 * (step // 3),
+    "in turns": lambda block, step: block % 2 == step % 2,
+    "all for two steps": lambda block, step: block > 3 or step in (3, 4),
+}
+# The steps that are looked at and measured as a first one is: those in which parameters are trained together that never were.
+MEASURED = {
+    "all from the fourth step on": [0, 3],
+    "one more in each third step": [0, 3, 6],
+    "in turns": [0, 1],
+    "all for two steps": [0, 3],
+}
+
+
+@pytest.mark.parametrize("which", TRAINED)
+@pytest.mark.devices(1, 2)
+def test_blocks_that_are_trained_later_are_looked_at_as_in_a_first_step(which: str) -> None:
+    """On two devices they were refused in mid-run: their inputs had needed no gradient, so that no use of them was seen."""
+    measured: list[int] = []
+
+    class Unfreezes(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            for number, block in enumerate(self.net.blocks):
+                block.requires_grad_(TRAINED[which](number, self.trainer.global_step))
+            self.net.embed.requires_grad_(False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            swapped, step = getattr(self.trainer.strategy, "_swapped", None), self.trainer.global_step
+            if swapped is not None and swapped.engine.planner.measured_elements < 0 and step not in measured:
+                measured.append(step)
+            return super().training_step(batch, batch_idx)
+
+    torch.manual_seed(0)
+    assert_same_training(Unfreezes(InputsUsedAgain()), nets.tokens(64), device_memory="64KiB", updates=["just in time"])
+    assert measured == MEASURED[which]
 
 
 def inner_weights(module: Any) -> list[Any]:

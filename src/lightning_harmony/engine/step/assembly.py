@@ -138,7 +138,7 @@ def assemble(
     measured = Measurements(devices, store, profiler, observer.works[True], updater.speeds, disk)
     record = FitRecord(records, swapped.layers, measured)
     maker = PlanMaker(swapped.layers, devices, parallel, fingerprint, measured, plan)
-    planner = Planner(swapped.layers, measured, maker, record)
+    planner = Planner(swapped.layers, list(in_order), measured, maker, record)
     placement.use(planner.layer_by_layer(range(len(layers))), swapped.layers)
     sums = GradientSums(swapped, step, placement, transfers, updater, observer, profiler)
     preparation = PackPreparation(step, placement, observer, profiler, traffic, recorder, compute_dtype)

@@ -97,8 +97,7 @@ class Executor:
         self._step, self._placement, self._observer = step, placement, observer
         self.planner, self._sums, self._runtime, self._glue, self._runner = planner, sums, runtime, glue, runner
         self._cuda_devices = [d.torch_device.index for d in devices if isinstance(d.torch_device.index, int)]
-        self.has_succeeded = False
-        self._num_elements, self._evaluated_elements = 0, -1
+        self.has_succeeded, self._num_elements, self._evaluated_elements = False, 0, -1
         self.step_plan = self.plan
 
     @property
@@ -175,12 +174,13 @@ class Executor:
         return self._glue.is_outdated() or self._model.has_other_parameters()
 
     def catch_up(self) -> None:
-        """Before a step, see to what was done to parameters since the last one.
+        """Before a step, see to what was done to parameters since the last one. Those that are trained anew are measured.
 
         Raises:
             UnsupportedModelError: if one has another type or shape.
         """
         self._model.catch_up()
+        self.planner.catch_up()
 
     @contextmanager
     def outside_of_lanes(self) -> Iterator[None]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from torch import nn
+
 from lightning_harmony.engine.measure.measurements import Measurements
 from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.step.fit_record import FitRecord
@@ -53,6 +55,7 @@ class Planner:
 
     Args:
         layers: of the model. Parameters that glue uses come to it as they are found.
+        parameters: of the model.
         measured: what training steps were seen to take.
         maker: makes the plans.
         record: what earlier fits have seen.
@@ -65,9 +68,15 @@ class Planner:
     """
 
     def __init__(
-        self, layers: Sequence[SwappedLayer], measured: Measurements, maker: PlanMaker, record: FitRecord
+        self,
+        layers: Sequence[SwappedLayer],
+        parameters: Sequence[nn.Parameter],
+        measured: Measurements,
+        maker: PlanMaker,
+        record: FitRecord,
     ) -> None:
-        self._layers, self._measured, self._maker, self._record = layers, measured, maker, record
+        self._layers, self._parameters = layers, parameters
+        self._measured, self._maker, self._record = measured, maker, record
         self.measured_elements = -1
         self.is_planned = False
         self.takes_turns = True
@@ -75,7 +84,11 @@ class Planner:
         # The step that has shown it, until the next one begins.
         self._cast: SeenStep | None = None
         self._calls: list[int] = []
+        # Whether layers take more than the plan in use was made with.
         self._has_widened = False
+        # Which parameters needed gradients in steps so far: in each of these sets, at the same time.
+        self._trained: list[frozenset[nn.Parameter]] = []
+        self._has_trained_more = False
         # Whether a step has begun, and whether that rests on the record and is yet to be checked.
         self._has_begun = self._is_to_be_checked = False
         # In the first steps by the plan, of which there were so many.
@@ -99,6 +112,22 @@ class Planner:
         return self._plan
 
     # ---- before and after a step ---------------------------------------------------------------------------------------
+
+    def catch_up(self) -> None:
+        """Before a step, see whether parameters need gradients that did not before, as when a backbone is unfrozen.
+
+        The backward then goes through layers that it never came to, and adds up gradients of what had none: that step is
+        looked at, and measured, as a first one is.
+        """
+        trained = frozenset(parameter for parameter in self._parameters if parameter.requires_grad)
+        if any(trained <= known for known in self._trained):
+            return
+        self._has_trained_more = bool(self._trained)
+        self._trained = [*(known for known in self._trained if not known <= trained), trained]
+        if self._has_trained_more:
+            for layer in self._layers:
+                layer.changes_inputs = None
+            self._has_widened, self.measured_elements = True, -1
 
     def before_step(
         self,
@@ -228,6 +257,9 @@ class Planner:
         """Plan from what a step that went layer by layer was seen to do, and let later fits do so, too."""
         self._calls = seen.calls
         plan = self._planned(seen.num_elements, seen.num_microbatches)
+        if self._has_trained_more:
+            # It is of parameters that are trained at the start of a fit.
+            return plan
         self._record.add(seen.calls, seen.num_elements, is_cast=self.knows_casts or seen.is_cast)
         return plan
 
