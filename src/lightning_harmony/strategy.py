@@ -25,7 +25,6 @@ from lightning_harmony.fit.move_to_host import move_companions, move_to_host
 from lightning_harmony.fit.swapped import Swapped
 from lightning_harmony.fit.unregistered import move_unregistered
 from lightning_harmony.microbatches.split_check import SplitCheck
-from lightning_harmony.microbatches.splitting import Splitting
 from lightning_harmony.plan.values.plan import Parallel, Plan
 from lightning_harmony.plan.values.profile import Profile
 from lightning_harmony.precision import keep_scale_on_host
@@ -146,8 +145,7 @@ class StrategyMixin(GivenOptimizers):
     def __getstate__(self) -> dict[str, Any]:
         """Without what a fit that runs has set up, threads among it: the fit of a copy sets up its own."""
         state: dict[str, Any] = super().__getstate__()
-        of_fit = {"_in_memory": None, "_swapped": None, "_loop_ends": LoopEnds()}
-        return {**state, **of_fit, "_last_plan": self.plan}
+        return {**state, "_in_memory": None, "_swapped": None, "_loop_ends": LoopEnds(), "_last_plan": self.plan}
 
     # ---- what Lightning asks when it is set up -------------------------------------------------------------------------
 
@@ -209,7 +207,7 @@ class StrategyMixin(GivenOptimizers):
                 has_optimizers = True
             lasting = LastingBytes.of(self._module, self.optimizers if trains else None)
             if fits(lasting, devices):
-                split_check = self._split_check(trainer)
+                split_check = SplitCheck.of(self._lightning, trainer, self._settings)
                 self._in_memory = InMemory(self._lightning, trainer, self._settings, devices, lasting, split_check)
                 self._in_memory.start()
         if self._in_memory is None:
@@ -217,21 +215,19 @@ class StrategyMixin(GivenOptimizers):
         self.setup_precision_plugin()
 
     def _may_be_in_memory(self, devices: Sequence[Device]) -> bool:
-        """Whether nothing was asked for that takes swapping, or there is nothing to swap.
-
-        Several devices that are parts of the host's memory have nothing to gain from a model that fits: they are there to try
-        what several do.
-        """
-        computes_narrow = getattr(self.precision_plugin, "compute_dtype", None) is not None
-        is_simple = (len(devices) == 1 or devices[0].computes_apart) and not computes_narrow
-        return self._settings.plan is None and (is_simple or next(self._module.parameters(), None) is None)
+        """Whether nothing was asked for that takes swapping, or there is nothing to swap."""
+        if next(self._module.parameters(), None) is None:
+            return self._settings.plan is None
+        # Several parts of the host's memory are there to try what several devices do.
+        is_simple = len(devices) == 1 or devices[0].computes_apart
+        return is_simple and self._settings.plan is None and not getattr(self.precision_plugin, "compute_dtype", None)
 
     def _swap_layers(self, trainer: Trainer, devices: Sequence[Device], *, sets_up_optimizers: bool) -> None:
         """From now on, layers are swapped."""
         refuse_scripted(self._module)
         move_to_host(self._module, self.root_device)
         self.model_to_device()
-        split_check = self._split_check(trainer)
+        split_check = SplitCheck.of(self._lightning, trainer, self._settings)
         self._swapped = Swapped(
             self._lightning, trainer, self._settings, self._torch_devices, devices, split_check, self._reports
         )
@@ -253,9 +249,6 @@ class StrategyMixin(GivenOptimizers):
         self._swap_layers(in_memory.trainer, in_memory.devices, sets_up_optimizers=False)
         assert self._swapped is not None
         self._swapped.engine.catch_up()
-
-    def _split_check(self, trainer: Trainer) -> SplitCheck:
-        return SplitCheck(Splitting(self._lightning, trainer, self._settings), self._settings, trainer)
 
     @override
     def model_to_device(self) -> None:
@@ -319,23 +312,30 @@ class StrategyMixin(GivenOptimizers):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training_step on each microbatch; the backward runs when that of the result does."""
-        try:
-            return self._train(args, kwargs)
-        except Exception as error:
-            raise error.with_traceback(tracebacks.of_user(error))  # noqa: B904
-
-    def _train(self, args: Any, kwargs: Any) -> Any:
+        step = super().training_step
         if self._in_memory is not None:
             self._reports.begin(None)
-            try:
-                return self._in_memory.training_step(super().training_step, args, kwargs)
-            except DoesNotFit as reason:
-                shortage = reason
-            self._leave_memory(shortage)
-        if self._swapped is None:
-            # The fit is over, and the module an ordinary one.
-            return super().training_step(*args, **kwargs)
-        return self._swapped.training_step(super().training_step, args, kwargs)
+        return self._run(lambda loop: loop.training_step(step, args, kwargs), step, args, kwargs)
+
+    def _run(self, run: Callable[[InMemory | Swapped], Any], step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run one of the user's steps.
+
+        Args:
+            run: runs it, in memory or swapped.
+            step: the step as it is: the loops may be over, and the module an ordinary one.
+            args: its arguments.
+            kwargs: more of them.
+        """
+        try:
+            if self._in_memory is not None:
+                try:
+                    return run(self._in_memory)
+                except DoesNotFit as reason:
+                    shortage = reason
+                self._leave_memory(shortage)
+            return step(*args, **kwargs) if self._swapped is None else run(self._swapped)
+        except Exception as error:
+            raise error.with_traceback(tracebacks.of_user(error))  # noqa: B904
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -442,22 +442,7 @@ class StrategyMixin(GivenOptimizers):
         return self._evaluate("predict_step", super().predict_step, args, kwargs)
 
     def _evaluate(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        try:
-            return self._run_evaluation(name, step, args, kwargs)
-        except Exception as error:
-            raise error.with_traceback(tracebacks.of_user(error))  # noqa: B904
-
-    def _run_evaluation(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._in_memory is not None:
-            try:
-                return self._in_memory.evaluate(name, step, args, kwargs)
-            except DoesNotFit as reason:
-                shortage = reason
-            self._leave_memory(shortage)
-        if self._swapped is None:
-            # The loops are over, and the module is an ordinary one.
-            return step(*args, **kwargs)
-        return self._swapped.evaluate(name, step, args, kwargs)
+        return self._run(lambda loop: loop.evaluate(name, step, args, kwargs), step, args, kwargs)
 
     @property
     def _module(self) -> LightningModule:

@@ -17,6 +17,7 @@ from lightning_harmony.microbatches.separability import explain_difference
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.microbatches.splitting import Samples, Splitting
 from lightning_harmony.setup import compat
+from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.setup.settings import Settings
 
 # What torch says of a single sample that is to be normalized with its own statistics.
@@ -41,6 +42,11 @@ class SplitCheck:
     _has_seen: bool = False
     _is_over: bool = False
     _step: _Step | None = None
+
+    @classmethod
+    def of(cls, tree: LightningTree, trainer: Any, settings: Settings) -> SplitCheck:
+        """That of the batches of a trainer."""
+        return cls(Splitting(tree, trainer, settings), settings, trainer)
 
     def note(
         self, batch: Any, samples: Samples | None, sizes: Sequence[int], rest: Sequence[Any], kwargs: dict[str, Any]
