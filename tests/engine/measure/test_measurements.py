@@ -19,6 +19,7 @@ from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.plan.values.cost import SECONDS
 from lightning_harmony.plan.values.profile import MachineLimits
 from lightning_harmony.plan.values.record import Origin, Record, SeenSize
+from lightning_harmony.plan.values.task import Phase
 
 # Two calls share what graphs take.
 COUNTED = (
@@ -82,3 +83,18 @@ def test_a_layer_costs_the_disk_what_its_state_takes_there(devices: list[Virtual
     assert measured.cost(layer).disk_bytes == 2 * 6 * 4
     assert measured.machine().disk_bytes_per_second == 50.0
     store.close()
+
+
+@pytest.mark.parametrize("keeps_work", [False, True])
+def test_what_layers_allocated_may_be_kept_where_what_they_took_is_forgotten(
+    devices: list[VirtualDevice], keeps_work: bool
+) -> None:
+    """Layers that are trained in turns were planned with what those took alone that were measured last."""
+    module = torch.nn.Linear(2, 2)
+    store = HostStore(list(module.parameters()), devices[0])
+    layer = SwappedLayer(0, "layer", module, list(module.parameters()))
+    measured = Measurements(devices, store, Profiler(Traffic()), WorkSpace(), UpdateSpeeds())
+    measured.work.note([layer], Phase.BACKWARD, 7)
+    measured.forget_layers(keeps_work=keeps_work)
+    measured.work.note([layer], Phase.BACKWARD, 5)
+    assert measured.work.bytes([layer], Phase.BACKWARD) == (7 if keeps_work else 5)

@@ -92,7 +92,12 @@ class Measurements:
         self.profiler.transfer.recall(record.machine.transfer_bytes_per_second)
         self.update_speeds.fastest.recall(record.machine.update_bytes_per_second)
 
-    def forget_layers(self) -> None:
-        """Forget what layers cost: from now on they run otherwise."""
-        self.work.clear()
+    def forget_layers(self, *, keeps_work: bool = False) -> None:
+        """Forget what layers cost: from now on they run otherwise.
+
+        Args:
+            keeps_work: whether they may run again as they did, and what they allocate at most is to be known then.
+        """
+        if not keeps_work:
+            self.work.clear()
         self.profiler.clear()

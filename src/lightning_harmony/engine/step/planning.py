@@ -126,7 +126,7 @@ class Planner:
         self._trained = [*(known for known in self._trained if not known <= trained), trained]
         if self._has_trained_more:
             for layer in self._layers:
-                layer.changes_inputs = None
+                layer.changes_inputs = layer.changes_inputs or None
             self._has_widened, self.measured_elements = True, -1
 
     def before_step(
@@ -250,7 +250,8 @@ class Planner:
         """Measure anew, layer by layer."""
         self.knows_casts = self.knows_casts or is_cast
         self.is_planned, self.measured_elements = False, -1
-        self._measured.forget_layers()
+        # Those that were trained may be so again, in turns with others.
+        self._measured.forget_layers(keeps_work=self._has_trained_more)
         return self.layer_by_layer(calls)
 
     def _from_measured(self, seen: SeenStep) -> Plan:
