@@ -416,7 +416,7 @@ class Descending(nn.Linear):
     ("create_graph", "words"),
     [
         (True, ["double backward", "create_graph=True", "layer 'net", "strategy='auto'"]),
-        (False, ["inside a layer's forward", "layer 'net", "in the training_step instead"]),
+        (False, ["inside a layer's forward", "that of 'net", "in the training_step instead"]),
     ],
     ids=["a graph of it", "no graph"],
 )
