@@ -211,6 +211,26 @@ class Naming(Model):
         return self.net(x + torch.ones(WIDTH, device=self.device) + torch.full((1,), 2.0).to(self.device))
 
 
+class Keyed(Model):
+    """Finds parameters by themselves, by their identities, in nested lists and in the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parameters = list(self.parameters())
+        self.coefficients = dict(zip(parameters, (0.5, 0.0, 0.25, 0.125), strict=True))
+        self.known = {id(parameters[0]): 0.5}
+        self.groups = [[parameters[0]], [parameters[2]]]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for parameter in self.parameters():
+            loss = loss + self.coefficients.get(parameter, 0.0) * parameter.square().sum()
+            loss = loss + self.known.get(id(parameter), 0.0) * parameter.square().mean()
+        for group in (*self.groups, self.optimizers().param_groups[0]["params"]):
+            loss = loss + 0.01 * sum(parameter.square().sum() for parameter in group)
+        return loss
+
+
 SPREAD = [
     Model,
     Normalized,
@@ -242,6 +262,14 @@ class Hooked(Model):
 
     def on_fit_start(self) -> None:
         self.net[0].weight.register_hook(lambda gradient: gradient * 2)
+
+
+class ReadingGradients(Model):
+    """Weighs its loss by the gradients that are there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found = sum(parameter.grad is not None for parameter in self.parameters())
+        return super().training_step(batch, batch_idx) * (1 + found / 10)
 
 
 class Sparse(Model):
@@ -290,10 +318,10 @@ class Failing(Model):
         self.known: list[int] = []
 
     def predicted(self, x: Tensor) -> Tensor:
-        weight = self.net[0].weight
+        weight = self.net[0].weight.data_ptr()
         self.count += 1
-        if id(weight) not in self.known:
-            self.known.append(id(weight))
+        if weight not in self.known:
+            self.known.append(weight)
             if len(self.known) > 1:
                 raise RuntimeError("Expected all tensors to be on the same device")
         return self.net(x)
@@ -303,6 +331,7 @@ REFUSED: list[Any] = [
     (ChangingParameters, "the step changes parameters"),
     (Hooked, "a hook of its own"),
     (Sparse, "sparse gradients"),
+    (ReadingGradients, "the step reads gradients"),
     # To move a module to a GPU makes two of them.
     pytest.param(Sharing, "share memory", marks=pytest.mark.cpu),
     (Failing, "Expected all tensors to be on the same device"),

@@ -298,7 +298,7 @@ class InMemory:
     @contextmanager
     def _keeping_gradients(self) -> Iterator[None]:
         """A context that leaves gradients of earlier batches as they were, if its step fails or was undone."""
-        zeroed = frozenset(self._zeroed())
+        zeroed = {parameter: parameter.grad for parameter in self._zeroed()}
         earlier = [
             (p, None if p.grad is None else p.grad.clone()) for p in self._module.parameters() if p not in zeroed
         ]
@@ -307,8 +307,9 @@ class InMemory:
         except Exception:
             for parameter, gradient in earlier:
                 parameter.grad = gradient
-            for parameter in zeroed:
-                parameter.grad = None
+            for parameter, gradient in zeroed.items():
+                # An error may have come before Lightning would have zeroed them.
+                parameter.grad = gradient if parameter.grad is gradient else None
             raise
 
     @contextmanager

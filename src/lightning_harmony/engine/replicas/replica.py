@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import dict_version
 
-from lightning_harmony.engine.model.attributes import LONGEST, OF_TORCH
+from lightning_harmony.engine.model.attributes import OF_TORCH
 from lightning_harmony.engine.replicas.flat_pieces import FlatPieces
 from lightning_harmony.engine.structures.containers import entries_of
 from lightning_harmony.engine.structures.nested import leaves_of, map_tensors
@@ -19,7 +19,6 @@ from lightning_harmony.engine.structures.nested import leaves_of, map_tensors
 _CONTAINERS = (list, deque, dict)
 # Longer lists are looked at for what is new in them: they collect.
 _SHORT = 64
-_DELETED = object()
 
 
 class NotReplicableError(Exception):
@@ -134,12 +133,12 @@ class Holders:
 class Replica:
     """The tensors of a model on another device.
 
-    Within `entered`, the model's code finds the copies. What it changes or assigns there is brought home, so that the next
-    microbatch finds it, wherever that runs.
+    Within `entered`, the model's own tensors have the memory of the copies: whoever holds one, by whichever way, finds it
+    there. What the model's code changes or assigns is brought home, so that the next microbatch finds it, wherever that runs.
 
     Args:
         module: the model.
-        home: the device where its own tensors are.
+        home: the device where its tensors are.
         device: the other one.
         changing: the tensors that steps change in place, by their identities.
     """
@@ -147,16 +146,13 @@ class Replica:
     def __init__(self, module: nn.Module, home: torch.device, device: torch.device, changing: Container[int]) -> None:
         self._home, self._device, self._changing = home, device, changing
         self._holders = Holders(module, home)
-        # By the identity of each tensor: itself and its copy; and by that of each copy.
+        # By the identity of each tensor: itself and its copy.
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self._originals: dict[int, Tensor] = {}
         # Those that lie together: the tensors, and where their copies are.
         self._together: list[Tensor] = []
         self._flat: set[int] = set()
         self._pieces = FlatPieces(())
         self._buffers: list[Tensor] = []
-        # What goes where, as long as no module holds anything else.
-        self._puts: list[tuple[_Place, Any]] | None = None
 
     # ---- copies --------------------------------------------------------------------------------------------------------
 
@@ -168,9 +164,7 @@ class Replica:
         """
         self._add_new()
         known = {id(tensor) for tensor in self._holders.tensors()}
-        if known != self._copies.keys():
-            self._copies = {key: both for key, both in self._copies.items() if key in known}
-            self._originals = {id(copy): tensor for tensor, copy in self._copies.values()}
+        self._copies = {key: both for key, both in self._copies.items() if key in known}
         with torch.no_grad():
             self._pieces.fill(self._buffers, [tensor.detach() for tensor in self._together])
             for tensor, copy in self._copies.values():
@@ -189,27 +183,20 @@ class Replica:
         """Each tensor, and its copy here."""
         return list(self._copies.values())
 
-    def trained(self) -> list[tuple[Tensor, Tensor]]:
-        """Each tensor that gradients come to, and its copy here."""
-        return [(tensor, copy) for tensor, copy in self._copies.values() if copy.requires_grad]
-
     def copy_of(self, tensor: Tensor) -> Tensor:
         """The copy of a tensor that it has."""
         return self._copies[id(tensor)][1]
 
     def _add_new(self) -> list[Tensor]:
         """Make copies of tensors that have none yet, or one that is not alike, and return those."""
-        if self._holders.look():
-            self._puts = None
-        tensors = self._holders.tensors()
-        missing = [tensor for tensor in tensors if not _are_alike(tensor, self._copies.get(id(tensor)))]
+        self._holders.look()
+        missing = [each for each in self._holders.tensors() if not _are_alike(each, self._copies.get(id(each)))]
         if missing:
-            self._puts = None
-            copies = self._laid_out(missing) if not self._copies else [_copy_of(each, self._device) for each in missing]
+            alone = [
+                torch.empty_like(each, device=self._device, requires_grad=False) for each in missing if self._copies
+            ]
+            copies = alone or self._laid_out(missing)
             self._copies.update((id(tensor), (tensor, copy)) for tensor, copy in zip(missing, copies, strict=True))
-            self._originals.update((id(copy), tensor) for tensor, copy in zip(missing, copies, strict=True))
-        for tensor, copy in self._copies.values():
-            copy.requires_grad_(tensor.requires_grad and tensor.is_leaf)
         return missing
 
     def _laid_out(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -217,55 +204,53 @@ class Replica:
         self._together, self._flat = tensors, {id(tensor) for tensor in tensors}
         self._pieces = FlatPieces(tensors)
         self._buffers = self._pieces.buffers(self._device)
-        views = self._pieces.views(self._buffers)
-        # Each counts its own changes.
-        return [_like(tensor, view.data) for tensor, view in zip(tensors, views, strict=True)]
+        return [view.data for view in self._pieces.views(self._buffers)]
 
     # ---- places --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def entered(self, *, carries: bool) -> Iterator[None]:
-        """The context in which the model's code finds the copies, and this device where it had its own.
+        """The context in which the model is here.
 
         Args:
             carries: whether it may change tensors, which are to be the same at home behind it.
+
+        Raises:
+            NotReplicableError: if its code gives a tensor other memory.
         """
-        if self._holders.look() or self._puts is None:
-            places = [place for owner in self._holders.owners for place in owner.places]
-            self._puts = [(place, there) for place in places if (there := self._there(place.value)) is not place.value]
-        puts = self._puts
-        containers = [each for owner in self._holders.owners for _, each in owner.containers]
+        self._holders.look()
+        owners = list(self._holders.owners)
+        containers = [each for owner in owners for _, each in owner.containers]
         lengths = {id(each): len(each) for each in containers if type(each) is list}
-        borrowed = self._lend(containers)
-        for place, there in puts:
-            place.holder[place.name] = there
-        for owner in self._holders.owners:
+        devices = [
+            each for owner in owners for each in owner.places if each.value == self._home and _is_device(each.value)
+        ]
+        for place in devices:
+            place.holder[place.name] = self._device
+        for owner in owners:
             owner.note()
+        at_home = [(tensor, tensor.data, copy) for tensor, copy in self._copies.values()]
+        for tensor, _, copy in at_home:
+            tensor.data = copy
         try:
             yield
         finally:
-            changed = [owner for owner in self._holders.owners if owner.has_changed()]
-            for place, there in puts:
-                if place.holder.get(place.name, _DELETED) is there:
+            others = [tensor for tensor, _, copy in at_home if tensor.data_ptr() != copy.data_ptr()]
+            for tensor, own, _ in at_home:
+                tensor.data = own
+            changed = [owner for owner in owners if owner.has_changed()]
+            for place in devices:
+                if place.holder.get(place.name) is self._device:
                     place.holder[place.name] = place.value
-            for container, key, value, there in borrowed:
-                if container[key] is there:
-                    container[key] = value
-            for owner in self._holders.owners:
+            for owner in owners:
                 owner.note()
             self._bring_home(changed, containers, lengths)
+        if others:
+            raise NotReplicableError("the step gives one of its tensors other memory")
         if carries:
             for tensor, copy in self._copies.values():
                 if id(tensor) in self._changing:
                     _fill(tensor, copy)
-
-    def _lend(self, containers: list[Any]) -> list[tuple[Any, Any, Any, Any]]:
-        """Put copies of parameters in the places of these in lists and dicts; return what was where."""
-        entries = [(each, *entry) for each in containers if len(each) <= LONGEST for entry in entries_of(each)]
-        lent = [(*each, self._there(each[2])) for each in entries if isinstance(each[2], nn.Parameter)]
-        for container, key, _, there in lent:
-            container[key] = there
-        return lent
 
     def _bring_home(self, changed: list[_Owner], containers: list[Any], lengths: dict[int, int]) -> None:
         """Bring home what was assigned here, and what was put into containers.
@@ -284,7 +269,6 @@ class Replica:
             owner.look()
             known = set(map(id, containers))
             containers = [*containers, *(each for _, each in owner.containers if id(each) not in known)]
-            self._puts = None
         for container in containers:
             length = lengths.get(id(container), 0)
             for key, each in list(entries_of(container, length if length > _SHORT else 0)):
@@ -293,16 +277,12 @@ class Replica:
                     container[key] = home
 
     def _at_home(self, tensor: Tensor) -> Tensor:
-        own = self._originals.get(id(tensor))
-        if own is not None:
-            return own
         is_here = tensor.device == self._device and self._device != self._home
         return tensor.detach().to(self._home, non_blocking=True) if is_here else tensor
 
-    def _there(self, value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return self._device if value == self._home else value
-        return map_tensors(lambda tensor: self._copies.get(id(tensor), (None, tensor))[1], value)
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, torch.device)
 
 
 def _is_held_by_itself(value: Any) -> bool:
@@ -329,18 +309,6 @@ def _refuse_aliases(tensors: Iterable[Tensor]) -> None:
             raise NotReplicableError("two of its tensors share memory")
         size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
         ends[storage] = begin + (size * tensor.element_size() if tensor.numel() else 0)
-
-
-def _copy_of(tensor: Tensor, device: torch.device) -> Tensor:
-    return _like(tensor, torch.empty_like(tensor, device=device, requires_grad=False))
-
-
-def _like(tensor: Tensor, copy: Tensor) -> Tensor:
-    """A copy as what its tensor is."""
-    if isinstance(tensor, nn.Parameter):
-        copy = nn.Parameter(copy, requires_grad=False)
-        vars(copy).update(vars(tensor))
-    return copy
 
 
 def _are_alike(tensor: Tensor, known: tuple[Tensor, Tensor] | None) -> bool:

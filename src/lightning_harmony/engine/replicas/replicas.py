@@ -66,10 +66,9 @@ class Replicas:
         """The context of the step, which gives its microbatches, each on the device that it runs on."""
         try:
             yield [self._moved(part, self._place(number)) for number, part in enumerate(parts)]
+        finally:
             while self._pending:
                 self._add_oldest()
-        finally:
-            self._pending.clear()
             for tensor, total in (self._sums or {}).items():
                 tensor.grad = total
             self._sums = None
@@ -92,15 +91,15 @@ class Replicas:
         place = self._place(number)
         if self._sums is None:
             # Behind the first forward: by now Lightning would have zeroed what it zeroes.
-            self._sums = {tensor: tensor.grad for tensor, _ in self._replicas[0].trained()}
+            trained = [each for each, _ in self._replicas[0].pairs() if each.requires_grad and each.is_leaf]
+            self._sums = {tensor: tensor.grad for tensor in trained}
             for tensor in self._sums:
                 tensor.grad = None
         with self._at(place, carries=False):
             yield
-        pairs = [(tensor, tensor) for tensor in self._sums] if place == 0 else self._replicas[place - 1].trained()
-        made = [(tensor, copy.grad) for tensor, copy in pairs if copy.grad is not None]
-        for _, copy in pairs:
-            copy.grad = None
+            made = [(tensor, tensor.grad) for tensor in self._sums if tensor.grad is not None]
+            for tensor in self._sums:
+                tensor.grad = None
         self._pending.append((place, made))
         if len(self._pending) == len(self._devices):
             self._add_oldest()

@@ -8,11 +8,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_harmony.engine.model.compiled import is_compiled
 from lightning_harmony.engine.model.layer import version_of
 from lightning_harmony.engine.replicas.replica import Holders, NotReplicableError
 from lightning_harmony.engine.structures.checksum import checksum
+
+_GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
 
 
 class Runs(Protocol):
@@ -40,6 +43,20 @@ class InPlace:
         return nullcontext()
 
     backward = forward
+
+
+class _ReadsGradients(TorchFunctionMode):
+    """Tells whether code asks for gradients.
+
+    Attributes:
+        has_read: whether it has.
+    """
+
+    has_read = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_read = self.has_read or func == _GRADIENT
+        return func(*args, **(kwargs or {}))
 
 
 class Watched:
@@ -77,7 +94,10 @@ class Watched:
     @contextmanager
     def forward(self, number: int) -> Iterator[None]:
         """The context of a microbatch's forward."""
-        yield
+        with _ReadsGradients() as reads:
+            yield
+        if reads.has_read:
+            self.refused = "the step reads gradients, which are elsewhere until all microbatches have run"
         changed = self._look()
         if any(isinstance(tensor, nn.Parameter) for tensor in changed):
             self.refused = "the step changes parameters"
