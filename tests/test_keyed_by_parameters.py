@@ -127,3 +127,32 @@ def test_hooks_find_what_a_step_has_put_into_a_dict() -> None:
     assert_equal(
         *([run.lightning_module.sums[p] for p in run.lightning_module.net.blocks.parameters()] for run in runs)
     )
+
+
+class Keeping(Model):
+    """Keeps parameters in a list that its step makes, and computes with them in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+        self.norms: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.kept = [parameter for name, parameter in self.named_parameters() if "bias" not in name]
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self.norms.append(float(sum(parameter.norm() for parameter in self.kept).detach()))
+            self.norms.append(
+                float(sum(p.norm() for name, p in self.named_parameters() if "bias" not in name).detach())
+            )
+
+
+def test_parameters_that_a_step_has_kept_are_those_after_it_in_a_hook() -> None:
+    """An assertion failed there, without a word, but under no_grad."""
+    trainer = trainer_for(harmony(device_memory=ROOMY))
+    trainer.fit(Keeping(), loader())
+    kept, own = trainer.lightning_module.norms[::2], trainer.lightning_module.norms[1::2]
+    assert kept
+    assert kept == own

@@ -50,7 +50,7 @@ class Runtime(Protocol):
     def glue_layer(self, parameter: nn.Parameter) -> SwappedLayer:
         """The layer that a parameter is when glue uses it."""
 
-    def tokens(self) -> dict[nn.Parameter, Tensor]:
+    def tokens(self) -> dict[nn.Parameter, Tensor] | None:
         """What the uses of each parameter in the current microbatch are differentiated to, kept for further uses."""
 
     def give(self, parameter: nn.Parameter) -> None:
@@ -261,6 +261,9 @@ def _swapped_in(stand_in: StandIn, *, copy: bool) -> Tensor:
             tensor = residency.leaves[parameter].detach()
             return (cloned(tensor) if copy else tensor).requires_grad_(stand_in.requires_grad)
     tokens = runtime.tokens()
+    if tokens is None:
+        # It was kept from a step, and stands for what the parameter is between steps.
+        return parameter.clone() if copy else parameter
     token = tokens.get(parameter)
     if token is None:
         anchor = torch.zeros((), requires_grad=True)

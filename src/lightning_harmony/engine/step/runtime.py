@@ -244,11 +244,10 @@ class Runtime:
         """The layer that a parameter with a name is when glue uses it."""
         return next((self.glue_layer(parameter) for parameter, own in self._model.names.items() if own == name), None)
 
-    def tokens(self) -> dict[nn.Parameter, Tensor]:
-        """Of the parameters that glue used in the current microbatch."""
+    def tokens(self) -> dict[nn.Parameter, Tensor] | None:
+        """Of the parameters that glue used in the current microbatch; None where none runs."""
         progress = self._step.current()
-        assert progress is not None
-        return progress.tokens
+        return None if progress is None else progress.tokens
 
     def give(self, parameter: nn.Parameter) -> None:
         """An autograd function of the user's own is given a parameter."""
