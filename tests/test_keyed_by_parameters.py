@@ -156,3 +156,23 @@ def test_parameters_that_a_step_has_kept_are_those_after_it_in_a_hook() -> None:
     kept, own = trainer.lightning_module.norms[::2], trainer.lightning_module.norms[1::2]
     assert kept
     assert kept == own
+
+
+class Missing(Model):
+    """A number that is not known yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(float("nan")), requires_grad=False)
+        self.known: list[bool] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.known.append(bool(self.temperature == self.temperature))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_parameter_that_is_no_number_does_not_equal_itself() -> None:
+    trainer = trainer_for(harmony(device_memory=ROOMY))
+    trainer.fit(Missing(), loader())
+    assert trainer.lightning_module.known
+    assert not any(trainer.lightning_module.known)
