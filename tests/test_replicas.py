@@ -443,6 +443,17 @@ def test_a_change_that_no_step_had_made_before_ends_the_fit_with_the_way_out() -
         fit(Late, 2, 2)
 
 
+def test_other_memory_that_a_later_step_gives_a_parameter_ends_the_fit_with_the_way_out() -> None:
+    class Assigning(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self.current_epoch > 0:
+                self.net[0].weight.data = self.net[0].weight.data * 0.5
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(UnsupportedModelError, match=r"other memory, .*Trainer\(devices=1\)"):
+        fit(Assigning, 2, 2)
+
+
 class Wide(Model):
     """Weights that fit, with a batch that does not."""
 

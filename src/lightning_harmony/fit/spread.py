@@ -13,6 +13,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.replicas.replica import NotReplicableError
 from lightning_harmony.engine.replicas.replicas import Replicas
 from lightning_harmony.engine.replicas.runs import Runs, Watched
+from lightning_harmony.errors import UnsupportedModelError
 from lightning_harmony.microbatches.snapshot import Snapshot
 from lightning_harmony.setup.lightning_tree import LightningTree
 
@@ -39,17 +40,15 @@ class Spread:
         self._kind: list[Any] | None = None
         self._replicas: Replicas | None = None
 
-    @property
-    def devices(self) -> list[torch.device]:
-        """Where microbatches may run."""
-        return self._torch_devices[:1] if self._is_refused else self._torch_devices
-
     def run(self, run: Callable[[Runs | None], Result], undoing: Callable[[], AbstractContextManager[None]]) -> Result:
         """Run a step of several microbatches.
 
         Args:
             run: runs it, given how its microbatches run; None for one after the other where the model is.
             undoing: makes a context that leaves gradients as they were if it ends with an error.
+
+        Raises:
+            UnsupportedModelError: if it does on other devices what no step before has done.
         """
         if self._is_refused:
             return run(None)
@@ -63,7 +62,12 @@ class Spread:
         except NotReplicableError as error:
             self._refuse(str(error))
             return run(None)
-        return run(self._replicas) if self._has_run else self._try(run, self._replicas, undoing)
+        if not self._has_run:
+            return self._try(run, self._replicas, undoing)
+        try:
+            return run(self._replicas)
+        except NotReplicableError as error:
+            raise UnsupportedModelError(f"{error}, as no step before has done: use Trainer(devices=1)") from error
 
     def end(self) -> None:
         """The fit is over."""

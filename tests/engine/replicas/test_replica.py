@@ -99,6 +99,17 @@ def test_what_is_assigned_or_appended_stays_and_copies_do_not(net: Net) -> None:
         assert net.count == 5
 
 
+def test_a_parameter_that_becomes_smaller_is_laid_out_anew_with_all_others(net: Net) -> None:
+    replica = replica_of(net)
+    net.linear.weight.data = torch.full((1, 2), 7.0)
+    net.linear.bias.data.fill_(3)
+    replica.refresh()
+    with replica.entered(carries=False):
+        assert net.linear.weight.tolist() == [[7, 7]]
+        assert net.linear.bias.eq(3).all()
+    assert net.linear.weight.shape == (1, 2)
+
+
 def test_a_layer_that_comes_later_is_found(net: Net) -> None:
     replica = replica_of(net)
     net.more = nn.Linear(2, 1)

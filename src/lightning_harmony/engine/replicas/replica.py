@@ -1,4 +1,4 @@
-"""A replica: copies of a model's tensors on another device, which its code finds in the places of its own."""
+"""A replica: copies of a model's tensors on another device, whose memory its own tensors take while its code runs there."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Owner:
         own = [(name, value) for name, value in attributes.items() if name not in OF_TORCH]
         self.places = [_Place(each, *item) for each in registries for item in each.items() if item[1] is not None]
         self.places += [_Place(attributes, *item) for item in own if _is_held_by_itself(item[1])]
-        self.containers = [(name, value) for name, value in own if type(value) in _CONTAINERS]
+        self.containers = [value for _, value in own if type(value) in _CONTAINERS]
         self.note()
         return len(before) != len(self.places) or not all(map(_Place.is_same, before, self.places))
 
@@ -93,19 +93,17 @@ class Holders:
         self._owners: dict[nn.Module, _Owner] = {}
         self._tensors: list[Tensor] | None = None
 
-    def look(self) -> bool:
-        """See what has changed; return whether anything has."""
+    def look(self) -> None:
+        """See what has changed."""
         changed = [owner for owner in self.owners if owner.has_changed()]
         if not changed and self._owners:
-            return False
+            return
         has_others = sum(owner.look() for owner in changed) > 0
         # Another module may be one of it now.
         known = self._owners
         self._owners = {module: known.get(module) or _Owner(module) for module in self._module.modules()}
-        if not has_others and self._owners.keys() == known.keys():
-            return False
-        self._tensors = None
-        return True
+        if has_others or self._owners.keys() != known.keys():
+            self._tensors = None
 
     @property
     def owners(self) -> Iterable[_Owner]:
@@ -190,7 +188,11 @@ class Replica:
     def _add_new(self) -> list[Tensor]:
         """Make copies of tensors that have none yet, or one that is not alike, and return those."""
         self._holders.look()
-        missing = [each for each in self._holders.tensors() if not _are_alike(each, self._copies.get(id(each)))]
+        tensors = self._holders.tensors()
+        missing = [each for each in tensors if not _are_alike(each, self._copies.get(id(each)))]
+        if any(id(each) in self._flat for each in missing):
+            # It has another shape than its place among the others: all are laid out anew.
+            missing, self._copies = tensors, {}
         if missing:
             alone = [
                 torch.empty_like(each, device=self._device, requires_grad=False) for each in missing if self._copies
@@ -220,7 +222,7 @@ class Replica:
         """
         self._holders.look()
         owners = list(self._holders.owners)
-        containers = [each for owner in owners for _, each in owner.containers]
+        containers = [each for owner in owners for each in owner.containers]
         lengths = {id(each): len(each) for each in containers if type(each) is list}
         devices = [
             each for owner in owners for each in owner.places if each.value == self._home and _is_device(each.value)
@@ -268,7 +270,7 @@ class Replica:
                     place.holder[place.name] = home
             owner.look()
             known = set(map(id, containers))
-            containers = [*containers, *(each for _, each in owner.containers if id(each) not in known)]
+            containers = [*containers, *(each for each in owner.containers if id(each) not in known)]
         for container in containers:
             length = lengths.get(id(container), 0)
             for key, each in list(entries_of(container, length if length > _SHORT else 0)):
