@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 from lightning_harmony.engine.batches.merge import gradient_of, loss_of, merge_losses, merge_outputs
 from lightning_harmony.engine.devices.device import Device
@@ -298,7 +299,8 @@ class InMemory:
     @contextmanager
     def _keeping_gradients(self) -> Iterator[None]:
         """A context that leaves gradients of earlier batches as they were, if its step fails or was undone."""
-        zeroed = {parameter: parameter.grad for parameter in self._zeroed()}
+        # Not kept: what is zeroed makes room for the step.
+        zeroed = {p: None if p.grad is None else TensorWeakRef(p.grad) for p in self._zeroed()}
         earlier = [
             (p, None if p.grad is None else p.grad.clone()) for p in self._module.parameters() if p not in zeroed
         ]
@@ -307,9 +309,10 @@ class InMemory:
         except Exception:
             for parameter, gradient in earlier:
                 parameter.grad = gradient
-            for parameter, gradient in zeroed.items():
+            for parameter, known in zeroed.items():
                 # An error may have come before Lightning would have zeroed them.
-                parameter.grad = gradient if parameter.grad is gradient else None
+                if known is None or known() is not parameter.grad:
+                    parameter.grad = None
             raise
 
     @contextmanager
