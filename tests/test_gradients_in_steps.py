@@ -12,14 +12,19 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
 from lightning_harmony.errors import UnsupportedModelError
-from support.lightning_fits import Manual, Model, assert_equal, assert_same, harmony, loader, trainer_for, values
+from support.lightning_fits import (
+    FIT_MARKS,
+    Manual,
+    Model,
+    assert_equal,
+    assert_same,
+    harmony,
+    loader,
+    trainer_for,
+    values,
+)
 
-pytestmark = [
-    pytest.mark.timeout(60, method="thread"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
+pytestmark = FIT_MARKS
 ROOMY = "96KiB"
 
 

@@ -10,14 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.lightning_fits import Model, assert_equal, assert_same, harmony, loader, trainer_for
+from support.lightning_fits import FIT_MARKS, Model, assert_equal, assert_same, harmony, loader, trainer_for
 
-pytestmark = [
-    pytest.mark.timeout(60, method="thread"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
+pytestmark = FIT_MARKS
 ROOMY = "96KiB"
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_harmony.errors import UnsupportedModelError
 from support.lightning_fits import (
     BATCH_SIZE,
+    FIT_MARKS,
     NUM_MICROBATCHES,
     ROOM_FOR_WHOLE_BATCH,
     Model,
@@ -26,16 +27,9 @@ from support.lightning_fits import (
     loader,
     trainer_for,
 )
+from support.postponing import BOTH_WAYS
 
-pytestmark = [
-    pytest.mark.timeout(60, method="thread"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
-# An update that is deferred and goes on when its step has ended, and one that runs just in time and outlasts the step.
-WAYS: dict[str, dict[str, Any]] = {"postponed": {"gradient_clip_val": 0.02}, "outlasting": {}}
-BOTH_WAYS = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+pytestmark = FIT_MARKS
 WHOLE = {"num_microbatches": 1, "device_memory": ROOM_FOR_WHOLE_BATCH}
 THE_OPTIMIZER: list[Any] = []
 

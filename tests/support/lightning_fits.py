@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,6 +22,13 @@ NUM_STEPS = 3
 CAPACITY = "64KiB"
 # One microbatch as large as the batch needs more room.
 ROOM_FOR_WHOLE_BATCH = "72KiB"
+# Of tests that fit it.
+FIT_MARKS = [
+    pytest.mark.timeout(60, method="thread"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -14,6 +14,10 @@ from lightning_harmony.engine.updates.postponed import PostponedUpdate
 from lightning_harmony.engine.updates.streamed_update import StreamedUpdate
 from lightning_harmony.engine.updates.update import Updater
 
+# An update that is deferred and goes on when its step has ended, and one that runs just in time and outlasts the step.
+WAYS: dict[str, dict[str, Any]] = {"postponed": {"gradient_clip_val": 0.02}, "outlasting": {}}
+BOTH_WAYS = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+
 
 @pytest.fixture
 def postponed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
