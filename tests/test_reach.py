@@ -73,7 +73,7 @@ def test_what_is_told_apart_is_not_looked_into() -> None:
     data = Holder([trainer, 1])
     parameters = frozenset(module.parameters())
     assert reaches(data, parameters)
-    assert not reaches(data, parameters, apart_from=trainer)
+    assert not reaches(data, parameters, apart_from=[trainer])
 
 
 class Loads(dict[str, Any]):

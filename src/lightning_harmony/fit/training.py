@@ -148,6 +148,7 @@ class Training:
             UnsupportedModelError: in the backward, if updates just in time are changing it.
         """
         self.engine.updater.postponed.finish()
+        self.deferred.policy.was_asked = True
         is_in_backward = torch._C._current_graph_task_id() != -1
         if not is_in_backward and layer_of_caller() is None:
             return
@@ -323,6 +324,7 @@ class Training:
                 requested=requested,
                 clip=by_value(limit) if limit else None,
                 may_outlast=policy.why_at_once() is None,
+                state_may_stay=policy.hides_state(),
             )
         else:
             self.engine.backward(gradient, None, requested=requested, with_norms=policy.needs_norms())

@@ -38,6 +38,7 @@ class DeferredUpdate:
                 yield
             return
         if self.policy.why_on_host(optimizer) is not None:
+            self._engine.updater.postponed.finish()
             yield
             return
         self.may_wait, self._clip = self.policy.choose()[0] == "deferred", None
@@ -69,10 +70,17 @@ class DeferredUpdate:
             with torch.enable_grad():
                 result = None if closure is None else closure()
             if self.policy.why_on_host(optimizer) is not None:
+                self._engine.updater.postponed.finish()
                 step()
                 return result
             waits = not self.may_wait or self.policy.why_at_once() is not None
-            self._engine.update(optimizer, self._clip, waits=waits)
+            self._engine.updater.update_all(
+                optimizer,
+                self._engine.parameters_in_order(),
+                self._clip,
+                waits=waits,
+                state_may_stay=self.policy.hides_state(),
+            )
             # Schedulers look whether a step came before theirs.
             optimizer._opt_called = True  # type: ignore[attr-defined]
             return result

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
+from lightning_harmony.updating.reach import names_in
 
 # Hooks that see gradients or the optimizer's step: with them, no pack may be updated before the backward has ended.
 _MODULE_HOOKS = (
@@ -86,17 +86,7 @@ def _why_reader(hook: Any) -> str | None:
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
     if not isinstance(code, CodeType):
         return "is no Python function, so that it may read gradients"
-    return None if _GRADIENTS.isdisjoint(_names(code)) else "reads gradients"
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """What code names, as far as that can be seen without running it."""
-    codes = [code]
-    while codes:
-        code = codes.pop()
-        yield from code.co_names
-        yield from (constant for constant in code.co_consts if isinstance(constant, str))
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return None if _GRADIENTS.isdisjoint(names_in(code)) else "reads gradients"
 
 
 def between_passes(tree: LightningTree, trainer: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""What an object can reach: whether code that Lightning doesn't announce, such as a dataset's, may look at parameters."""
+"""What an object can reach: whether code that Lightning doesn't announce, such as a dataset's, may look at something."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,26 +22,62 @@ _ELEMENTS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
 }
 
 
-def reaches(start: Any, parameters: Collection[Tensor], *, apart_from: Any = None) -> bool:
-    """Whether an object holds some of these parameters, itself or through others: attributes, containers and closures.
+def reaches(start: Any, wanted: Iterable[Any], *, apart_from: Iterable[Any] = (), if_too_many: bool = False) -> bool:
+    """Whether an object holds some of these, itself or through others: attributes, containers and closures.
 
     Args:
         start: the object.
-        parameters: the parameters.
+        wanted: what is looked for, such as parameters.
         apart_from: what is not looked into.
+        if_too_many: what to say where it holds so many objects that they are not all looked into.
     """
-    left, seen = deque([start]), {id(apart_from): apart_from, id(start): start}
+    found = set(map(id, wanted))
+    left, seen = deque([start]), {id(each): each for each in [start, *apart_from]}
     while left and len(seen) < _MOST_OBJECTS:
         each = left.popleft()
-        if isinstance(each, Tensor) and each in parameters:
+        if id(each) in found:
             return True
-        if isinstance(each, nn.Module) and any(parameter in parameters for parameter in each.parameters()):
+        if isinstance(each, nn.Module) and any(id(parameter) in found for parameter in each.parameters()):
             return True
         for held in _held(each):
             if id(held) not in seen:
                 seen[id(held)] = held
                 left.append(held)
-    return False
+    return if_too_many and bool(left)
+
+
+def code_of(owner: Any, *, apart_from: Collection[str]) -> list[Any]:
+    """The functions of an object's classes, those that they call of the same files, and the variables that all of these name.
+
+    Args:
+        owner: the object.
+        apart_from: packages whose classes are not looked at.
+    """
+    kinds = [kind for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] not in apart_from]
+    found = [value for kind in kinds for value in vars(kind).values() if isinstance(value, FunctionType)]
+    seen = set(map(id, found))
+    for each in found:
+        if isinstance(each, FunctionType) and each.__module__.partition(".")[0] not in apart_from:
+            named = [each.__globals__[name] for name in names_in(each.__code__) if name in each.__globals__]
+            new = [value for value in named if id(value) not in seen and not _is_elsewhere(value, each)]
+            seen.update(map(id, new))
+            found += new
+    return found
+
+
+def _is_elsewhere(value: Any, caller: FunctionType) -> bool:
+    """Whether it is a function of another file."""
+    return isinstance(value, FunctionType) and value.__globals__ is not caller.__globals__
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """What code names, as far as that can be seen without running it."""
+    codes = [code]
+    while codes:
+        code = codes.pop()
+        yield from code.co_names
+        yield from (constant for constant in code.co_consts if isinstance(constant, str))
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
 def _held(each: Any) -> Iterator[Any]:

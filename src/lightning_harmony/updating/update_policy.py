@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.updates.separable_optimizers import reads_default_dtype, why_not_separable
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating.hooks import end_of_batches, gradient_readers, onlooker, savers_on_exception
-from lightning_harmony.updating.reach import reaches
+from lightning_harmony.updating.reach import code_of, reaches
+
+# Whose code asks for optimizers where it needs them.
+_OURS = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_harmony", "torch", "builtins")
 
 
 @dataclass
@@ -25,6 +29,7 @@ class UpdatePolicy:
         step_reader: what lets code that Lightning does not announce read optimizer state; None if nothing does.
         backward_reader: the same of code that runs again in the backward.
         default_dtypes: those that steps set and that do not hold when an optimizer steps in plain Lightning.
+        was_asked: whether the user's code has asked for optimizers.
     """
 
     tree: LightningTree
@@ -34,9 +39,13 @@ class UpdatePolicy:
     step_reader: str | None = None
     backward_reader: str | None = None
     default_dtypes: Collection[torch.dtype] = ()
+    was_asked: bool = False
     # What was looked into for parameters, and whether it holds any.
     _data: Any = None
     _data_looks: bool = False
+    # What was looked into for the optimizer, and whether it holds that.
+    _holders: Sequence[Any] = ()
+    _holds_state: bool = False
 
     def choose(self) -> tuple[str, str]:
         """When this step's parameters are updated, "just-in-time" or "deferred", and why."""
@@ -76,6 +85,31 @@ class UpdatePolicy:
         reason = self.why_on_host(self._optimizers[0]) or onlooker(self.tree, self.trainer)
         return reason or self._why_data_looks() or self.step_reader or self._why_default_dtype()
 
+    def hides_state(self) -> bool:
+        """Whether nobody looks at optimizer state from this step's update to the next one's."""
+        if len(self._optimizers) != 1 or self.why_on_host(self._optimizers[0]) is not None:
+            return False
+        if self.was_asked or self.step_reader is not None or self.backward_reader is not None:
+            return False
+        return not self._is_state_held()
+
+    def _is_state_held(self) -> bool:
+        """Whether callbacks, loggers, data or hooks of the module have an optimizer without asking for it, or what it has."""
+        trainer, optimizer = self.trainer, self._optimizers[0]
+        owners = [*trainer.callbacks, *trainer.loggers, trainer.datamodule, trainer.train_dataloader]
+        known = [optimizer, *owners]
+        if len(known) != len(self._holders) or any(
+            one is not other for one, other in zip(known, self._holders, strict=True)
+        ):
+            self._holders = known
+            states = list(optimizer.state.values())
+            values = [value for state in states if isinstance(state, dict) for value in list(state.values())]
+            wanted = [optimizer, optimizer.state, *states, *(value for value in values if isinstance(value, Tensor))]
+            code = [code_of(each, apart_from=_OURS) for each in [*owners, trainer.lightning_module]]
+            apart_from = [trainer, trainer.lightning_module, trainer.strategy]
+            self._holds_state = reaches([owners, code], wanted, apart_from=apart_from, if_too_many=True)
+        return self._holds_state
+
     def why_on_host(self, optimizer: Any) -> str | None:
         """Why an optimizer steps as the user wrote it, on the host; None if its update may be made in shares on devices."""
         if (reason := why_not_separable(optimizer)) is not None:
@@ -90,7 +124,7 @@ class UpdatePolicy:
         if data is not self._data:
             self._data = data
             parameters = frozenset(self.trainer.lightning_module.parameters())
-            self._data_looks = reaches(data, parameters, apart_from=self.trainer)
+            self._data_looks = reaches(data, parameters, apart_from=[self.trainer])
         return "the training data hold the model" if self._data_looks else None
 
     def _why_default_dtype(self) -> str | None:

@@ -66,3 +66,39 @@ def test_packs_have_the_capacity_and_graphs_what_a_step_finds_of_it() -> None:
 
 def test_one_without_room_has_no_prediction_and_is_not_searched() -> None:
     assert decide(COSTS, NAMES, 4, MachineLimits(120)).predicted is None
+
+
+# Weights and gradients of 8, optimizer state of 16; copies of 8 a second, updates that use up 4 a second.
+STATE = Cost("layer", 8, 8, copied_bytes=8, forward_seconds=1.0, backward_seconds=3.0, optimizer_bytes=16)
+
+
+def stays(capacity: int | None, *, may_stay: bool = True, update_speed: float | None = 1.0) -> Plan:
+    machine = MachineLimits(capacity, 8.0, 8.0, None, update_speed, updates_in_place=True, state_may_stay=may_stay)
+    return decide({name: replace(STATE, name=name) for name in NAMES}, NAMES, 1, machine)
+
+
+def test_optimizer_state_stays_where_it_saves_time() -> None:
+    """Updates take 48 s, and a third of that where their state stays."""
+    plan, without = stays(None), stays(None, may_stay=False)
+    assert plan.state_on_device == set(plan.visits)
+    assert not without.state_on_device
+    assert without.predicted_seconds > 6 * 8
+    assert plan.predicted_seconds < without.predicted_seconds / 1.5
+    # What stays counts as taken.
+    assert plan.profile is not None
+    assert plan.profile.machine.occupied_bytes == 6 * 16
+
+
+def test_the_more_room_the_more_of_it_stays() -> None:
+    capacities = [48, 72, 96, 120, 200]
+    plans = [stays(capacity) for capacity in capacities]
+    numbers = [len(plan.state_on_device) for plan in plans]
+    assert numbers == sorted(numbers)
+    assert numbers[0] < numbers[-1] == 6
+    seconds = [plan.predicted_seconds for plan in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    # That of the packs stays which the next forward needs first.
+    assert all(plan.state_on_device == set(range(number)) for plan, number in zip(plans, numbers, strict=True))
+    for plan, capacity in zip(plans, capacities, strict=True):
+        assert plan.predicted is not None
+        assert max(plan.predicted.peak_bytes) <= capacity

@@ -96,7 +96,7 @@ class TestJson:
         [
             ("{", "", "not JSON"),
             ('"lightning-harmony plan"', '"something"', 'no "format"'),
-            ('"version": 10', '"version": 11', "version 11, but this release reads version 10"),
+            ('"version": 11', '"version": 12', "version 12, but this release reads version 11"),
             ('"visits"', '"order"', "plan has no 'visits'"),
             ('"format"', '"colour": 1, "format"', "plan has 'colour', which is not known"),
             ('"first_fused": 1', '"first_fused": "1"', "plan.first_fused is '1', where int is needed"),

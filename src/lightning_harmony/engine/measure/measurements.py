@@ -20,6 +20,16 @@ from lightning_harmony.plan.values.profile import MachineLimits
 from lightning_harmony.plan.values.record import Record
 
 
+class HasState(Protocol):
+    """What has optimizer state."""
+
+    def state_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        """What the state of some parameters takes that may stay on a device."""
+
+    def kept_bytes(self) -> Sequence[int]:
+        """What state that stays takes of each device."""
+
+
 class Disk(Protocol):
     """Where optimizer state may live.
 
@@ -44,6 +54,7 @@ class Measurements:
         work: what was allocated.
         update_speeds: of updates just in time.
         disk: where optimizer state may live; None if it may not.
+        state: on the host, and on devices; None if there is none.
     """
 
     devices: Sequence[Device]
@@ -52,14 +63,19 @@ class Measurements:
     work: WorkSpace
     update_speeds: UpdateSpeeds
     disk: Disk | None = None
+    state: HasState | None = None
 
     def cost(self, layer: SwappedLayer) -> Cost:
         """What a layer was seen to cost."""
         cost = self.profiler.complete(self.work.cost(layer, self.store), layer)
-        return cost if self.disk is None else replace(cost, disk_bytes=self.disk.bytes_of(layer.parameters))
+        on_disk = 0 if self.disk is None else self.disk.bytes_of(layer.parameters)
+        state = 0 if self.state is None or on_disk else self.state.state_bytes(layer.parameters)
+        return replace(cost, disk_bytes=on_disk, optimizer_bytes=state)
 
     def machine(self) -> MachineLimits:
         """The capacity, and the speeds that were seen."""
+        # The plan says how much of that stays.
+        kept = [0] * len(self.devices) if self.state is None else self.state.kept_bytes()
         return MachineLimits(
             smallest(device.capacity_bytes for device in self.devices),
             swap_in_bytes_per_second=self.profiler.swap_in.bytes_per_second,
@@ -68,9 +84,13 @@ class Measurements:
             update_bytes_per_second=self.update_speeds.fastest.bytes_per_second,
             disk_bytes_per_second=None if self.disk is None else self.disk.bytes_per_second,
             # Between steps, when nothing of a step is there.
-            occupied_bytes=max(device.occupied_bytes() + device.unplanned_bytes() for device in self.devices),
+            occupied_bytes=max(
+                device.occupied_bytes() + device.unplanned_bytes() - there
+                for device, there in zip(self.devices, kept, strict=True)
+            ),
             updates_outlast=self.update_speeds.outlast is not False,
             updates_in_place=self.update_speeds.in_place,
+            state_may_stay=self.update_speeds.state_may_stay,
             pools_apart=any(device.pools_apart for device in self.devices),
         )
 

@@ -78,12 +78,14 @@ class UpdateSpeeds:
         outlast: whether those of a step may go on when it has ended; None before the first. After some step something looks
             at weights at once, as when a validation follows: that says nothing of the others.
         in_place: whether the newest step's could use gradients where they were summed, and that spares a bus.
+        state_may_stay: whether behind the newest one nobody looks at optimizer state before the next update.
     """
 
     fastest: Speed = field(default_factory=Speed)
     newest: Speed = field(default_factory=Speed)
     outlast: bool | None = None
     in_place: bool = False
+    state_may_stay: bool = False
 
     def note(self, of_step: Speed) -> None:
         """The updates of a step are done."""

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
 
+from torch import nn
+
 from lightning_harmony.engine.lanes.lane import current_lane
 from lightning_harmony.engine.memory.residents import Residents
 from lightning_harmony.engine.model.host_store import HostStore
@@ -107,6 +109,13 @@ class Placement:
         """Where some of a pack's buffers may be, too: the same pack on other devices, and packs whose layers share modules."""
         sharing = self._sharing.get(pack.index)
         return [] if sharing is None else [(residents, other) for residents, other in sharing if other is not pack]
+
+    def parameters_with_state_there(self) -> list[frozenset[nn.Parameter]]:
+        """Of each device, the parameters whose optimizer state stays there."""
+        chosen: list[list[nn.Parameter]] = [[] for _ in self.residents]
+        for pack in self.plan.state_on_device:
+            chosen[self.plan.device_of(pack, 0)] += self.packs[pack].parameters
+        return list(map(frozenset, chosen))
 
     def device_of(self, pack: int) -> int:
         """The number of the device where a pack runs for the current lane; outside of lanes, the root."""

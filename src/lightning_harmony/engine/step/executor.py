@@ -110,6 +110,10 @@ class Executor:
         """What the gradients of each pack take on the host."""
         return [pack.gradient_layout()[1] for pack in self._placement.packs]
 
+    def parameters_in_order(self) -> list[Sequence[nn.Parameter]]:
+        """The parameters of each pack, those first that a forward needs first."""
+        return [pack.parameters for pack in self._placement.in_order()]
+
     @property
     def reentrant(self) -> bool:
         """Whether layers were called in a backward, as reentrant checkpointing does."""
@@ -251,6 +255,9 @@ class Executor:
         self._num_elements = num_elements
         step.random = RandomStreams([microbatch.seed for microbatch in microbatches], self._cuda_devices)
         self.updater.buffers.reclaim()
+        if is_measuring or not is_training:
+            # It gets all memory there is: no plan tells what it needs.
+            self.updater.postponed.finish()
         step.in_backward = False
         self._model.begin_step(is_training=is_training, runtime=self._runtime)
         for residents in self._placement.residents:
@@ -266,7 +273,7 @@ class Executor:
             # Hooks before the backward draw as others do, not as a microbatch.
             self._step.random.switch_back()
             # What comes next is user code that sees parameters, and gradients that take the place of those it uses.
-            self.updater.postponed.finish()
+            self.updater.postponed.finish_parameters()
 
     def _plan_step(self, num_elements: int, num_microbatches: int) -> None:
         plan = self.planner.before_step(
@@ -276,7 +283,7 @@ class Executor:
             lambda: self.pool.has_room(sum(self.gradient_bytes)),
         )
         if plan is not None:
-            self._placement.use(plan, self._model.layers)
+            self._go_by(plan)
             self.step_plan = plan
             self.recorder.run_by(plan, self._placement.packs)
 
@@ -289,6 +296,7 @@ class Executor:
         clip: Clip | None = None,
         with_norms: bool = False,
         may_outlast: bool = False,
+        state_may_stay: bool = False,
     ) -> None:
         """Run the backward of all microbatches, and the update of each pack behind it.
 
@@ -300,6 +308,7 @@ class Executor:
             clip: changes gradients before they are used just in time.
             with_norms: whether the norm of each collected gradient will be asked for.
             may_outlast: whether updates just in time may go on until the next forward, as one does that is postponed.
+            state_may_stay: whether nobody looks at optimizer state before the next update.
         """
         self._step.upstream = gradient.detach()
         self._step.in_backward = True
@@ -308,12 +317,14 @@ class Executor:
         self.updater.buffers.reclaim()
         self.updater.begin(
             optimizer,
-            [pack.parameters for pack in self._placement.in_order()],
+            self.parameters_in_order(),
             clip=clip,
             with_norms=with_norms,
             hold_back=optimizer is not None and not self.has_succeeded,
             # A recorded step is whole.
             may_outlast=may_outlast and not self.recorder.is_recording,
+            state_may_stay=state_may_stay,
+            is_tight=self._observer.is_measuring,
         )
         with self._glue.stand_ins(), out_of_reach(self._model.derived), self._unwinding_on_error():
             self._sums.deliver_final(range(len(self._placement.packs)))
@@ -322,18 +333,6 @@ class Executor:
             self._model.refuse_changed_buffers()
             self.updater.finish()
         self._end()
-
-    def update(self, optimizer: Optimizer, clip: Clip | None, *, waits: bool) -> None:
-        """Update all parameters that have gradients, pack by pack, before the next forward comes to each.
-
-        Args:
-            optimizer: the one to step. What a step would do now is done, whatever is changed meanwhile.
-            clip: changes gradients before they are used.
-            waits: whether to return when all are updated.
-        """
-        postponed = self.updater.postponed
-        update = postponed.make_at_once if waits else postponed.start
-        update(optimizer, [pack.parameters for pack in self._placement.in_order()], clip)
 
     def _end(self) -> None:
         """Nothing outlives a step on the device: its weights are stale after an update, whoever makes it."""
@@ -359,7 +358,12 @@ class Executor:
         self.has_succeeded = self._step.has_trained = True
         plan = self.planner.after_step(seen)
         if plan is not None:
-            self._placement.use(plan, self._model.layers)
+            self._go_by(plan)
+
+    def _go_by(self, plan: Plan) -> None:
+        """Steps run by a plan from now on."""
+        self._placement.use(plan, self._model.layers)
+        self.updater.keep_on_devices(self._placement.parameters_with_state_there())
 
     def _end_forward(self, *, is_training: bool) -> None:
         for residents in self._placement.residents:
@@ -400,7 +404,7 @@ class Executor:
         """A training step did not fit, and is to run again in smaller microbatches."""
         plan = self.planner.start_over()
         if plan is not None:
-            self._placement.use(plan, self._model.layers)
+            self._go_by(plan)
 
     def forget_evaluations(self) -> None:
         """Forget the work space of evaluations: a batch that failed is not run again."""

@@ -9,8 +9,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.measure.measurements import Measurements
 from lightning_harmony.engine.measure.origin import kind_of
 from lightning_harmony.engine.model.layer import SwappedLayer
-from lightning_harmony.plan.search.deciding import decide, foreseen, improved
-from lightning_harmony.plan.search.device_updates import with_device_updates
+from lightning_harmony.plan.search.deciding import decide, foreseen, improved, with_homes
 from lightning_harmony.plan.search.rules import Packs, fitting_packs, packed, with_graphs
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Parallel, Plan
@@ -93,7 +92,7 @@ class PlanMaker:
             return improved(foreseen(plan, costs, machine), self._names(calls), with_its_packs=True)
         # A step that differs from what a given plan foresees goes by its packs, but decides on graphs anew.
         if all(getattr(given, name) == getattr(plan, name) for name in ("packs", "visits", "num_microbatches")):
-            fields = ("first_fused", "kept", "joined", "device_updated")
+            fields = ("first_fused", "kept", "joined", "device_updated", "state_on_device")
             plan = replace(plan, **{name: getattr(given, name) for name in fields})
         elif not plan.just_in_time:
             plan = replace(plan, first_fused=len(plan.visits), kept=frozenset())
@@ -111,10 +110,10 @@ class PlanMaker:
         if self._given is not None:
             return foreseen(plan, costs, machine)
         # Who updates which packs is decided last, for whatever packs these are.
-        revised = foreseen(replace(plan, device_updated=frozenset()), costs, machine)
+        revised = foreseen(replace(plan, device_updated=frozenset(), state_on_device=frozenset()), costs, machine)
         if searches or _is_clearly_faster(revised, plan):
             revised = improved(revised, self._names(calls))
-        return with_device_updates(revised)
+        return with_homes(revised)
 
     def _packed(self, packs: Packs, calls: Sequence[int]) -> Plan:
         """A plan of packs, and of one for each layer that is in none; nothing is decided on graphs."""

@@ -106,7 +106,7 @@ class SwappedModel:
                     "gradients are summed elsewhere: use on_after_backward, or leave the update just in time to the strategy"
                 )
         if self.derived:
-            self._postponed.finish()
+            self._postponed.finish_parameters()
             for weight in self.derived.values():
                 weight.compute()
 

@@ -1,4 +1,7 @@
-"""The postponed update: asked for when a step ends, done pack by pack in the order in which the next forward needs them."""
+"""The postponed update: asked for when a step ends, done pack by pack in the order in which the next forward needs them.
+
+Optimizer state that stays on devices from one update to the next is back on the host when somebody may look.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_harmony.engine.devices.stream import Event, Urgency
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
-from lightning_harmony.engine.updates.queue import Overlap, UpdateQueue
+from lightning_harmony.engine.updates.queue import Overlap, UpdateQueue, queue_for
 
 
 class PostponedUpdate:
@@ -30,28 +33,61 @@ class PostponedUpdate:
         self._optimizer: Optimizer | None = None
         self._known: Collection[Tensor] = ()
         self._events: dict[nn.Parameter, Event] = {}
+        self._watched: Optimizer | None = None
         self._handles: list[RemovableHandle] = []
 
-    def start(self, optimizer: Optimizer, order: Iterable[Sequence[nn.Parameter]], clip: Clip | None) -> None:
+    def let_state_stay(self, optimizer: Optimizer | None) -> None:
+        """Say before an update whose state may stay on devices behind it; None if somebody may look at it."""
+        if optimizer is None:
+            self.finish()
+        else:
+            self._watch(optimizer)
+        for queue in self._queues:
+            queue.streamed.lets_state_stay = optimizer is not None and queue.streamed.spares_the_bus
+
+    def start(
+        self,
+        optimizer: Optimizer,
+        order: Iterable[Sequence[nn.Parameter]],
+        clip: Clip | None,
+        *,
+        state_may_stay: bool = False,
+    ) -> None:
         """Ask for it.
 
         Args:
             optimizer: one that `why_not_separable` finds nothing against. Its parameters' ``grad`` stays, clipped.
             order: parameters in shares, those first that are needed first. What isn't among them comes last.
             clip: changes the gradients of each share before they are used.
+            state_may_stay: whether nobody looks at optimizer state before the next update.
         """
-        self._ask(optimizer, order, clip)
+        self._ask(optimizer, order, clip, state_may_stay=state_may_stay)
 
-    def make_at_once(self, optimizer: Optimizer, order: Iterable[Sequence[nn.Parameter]], clip: Clip | None) -> None:
+    def make_at_once(
+        self,
+        optimizer: Optimizer,
+        order: Iterable[Sequence[nn.Parameter]],
+        clip: Clip | None,
+        *,
+        state_may_stay: bool = False,
+    ) -> None:
         """As `start`, and wait for it."""
         waited, busy = self._overlap.waited_seconds, self._overlap.busy_seconds
-        self._ask(optimizer, order, clip)
-        self.finish()
+        self._ask(optimizer, order, clip, state_may_stay=state_may_stay)
+        self.finish_parameters()
         # Nothing else goes on meanwhile.
         self._overlap.waited_seconds = waited + self._overlap.busy_seconds - busy
 
-    def _ask(self, optimizer: Optimizer, order: Iterable[Sequence[nn.Parameter]], clip: Clip | None) -> None:
-        self.finish()
+    def _ask(
+        self,
+        optimizer: Optimizer,
+        order: Iterable[Sequence[nn.Parameter]],
+        clip: Clip | None,
+        *,
+        state_may_stay: bool,
+    ) -> None:
+        self.finish_parameters()
+        self.let_state_stay(optimizer if state_may_stay else None)
         known = frozenset(optimizer.state)
         groups = enumerate(optimizer.param_groups)
         left = {p: number for number, group in groups for p in group["params"] if p.grad is not None}
@@ -60,7 +96,8 @@ class PostponedUpdate:
             members = {parameter: left.pop(parameter) for parameter in parameters if parameter in left}
             if members:
                 share = Share(optimizer, members)
-                queue = self._queues[number % len(self._queues)]
+                parameter = next(iter(members))
+                queue = queue_for(self._queues, parameter, share.gradients[parameter], number)
                 event = queue.submit(partial(_update, queue, share, clip), urgency=Urgency(number))
                 events.update(dict.fromkeys(members, event))
         self._follow(optimizer, events, known)
@@ -73,18 +110,24 @@ class PostponedUpdate:
             events: when each of them is.
             known: the parameters that had a state before.
         """
-        self.finish()
+        self.finish_parameters()
         self._follow(optimizer, events, known)
 
     def _follow(self, optimizer: Optimizer, events: dict[nn.Parameter, Event], known: Collection[Tensor]) -> None:
         if not events:
             return
         self._optimizer, self._known, self._events = optimizer, known, events
-        # Its state is complete for whoever asks for it, by whatever way.
-        self._handles = [
-            optimizer.register_state_dict_pre_hook(lambda _: self.finish()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
-        ]
+        self._watch(optimizer)
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        """Complete its state for whoever asks for it, by whatever way."""
+        if self._watched is not optimizer:
+            self._forget()
+            self._watched = optimizer
+            self._handles = [
+                optimizer.register_state_dict_pre_hook(lambda _: self.finish()),
+                optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
+            ]
 
     def is_under_way(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether some of these parameters are not updated yet."""
@@ -104,11 +147,18 @@ class PostponedUpdate:
         return list(dict.fromkeys(self._events[p] for p in parameters if p in self._events))
 
     def finish(self) -> None:
-        """Wait until all parameters are updated; raise what failed."""
+        """Wait until all parameters are updated, and bring optimizer state to the host; raise what failed."""
+        self.finish_parameters()
+        for queue in self._queues:
+            queue.bring_back_state()
+        self._forget()
+
+    def finish_parameters(self) -> None:
+        """Wait until all parameters are updated; raise what failed. Optimizer state stays where it is."""
         events = list(dict.fromkeys(self._events.values()))
         optimizer, self._optimizer = self._optimizer, None
         known, self._known = self._known, ()
-        self._forget()
+        self._events = {}
         if optimizer is None:
             return
         try:
@@ -118,6 +168,8 @@ class PostponedUpdate:
             for queue in self._queues:
                 queue.drain()
             sort_state(optimizer, known)
+            if not any(queue.streamed.lets_state_stay for queue in self._queues):
+                self._forget()
 
     def drain(self) -> None:
         """Wait until all parameters are updated, on the way out of another error."""
@@ -125,10 +177,9 @@ class PostponedUpdate:
             self.finish()
 
     def _forget(self) -> None:
-        self._events = {}
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._watched = [], None
 
 
 def _update(queue: UpdateQueue, share: Share, clip: Clip | None) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -207,6 +208,11 @@ class UpdateQueue:
         """Wait until all that was submitted is done."""
         self._stream.submit(lambda: None).synchronize()
 
+    def bring_back_state(self) -> None:
+        """Have optimizer state that stays on the device brought to the host, behind all that was submitted."""
+        if self.streamed.kept_bytes:
+            self._stream.submit(self.streamed.bring_back).synchronize()
+
     def take_speed(self) -> Speed:
         """Of the updates that counted for it since this was last asked; nothing is under way."""
         speed, self._speed = self._speed, Speed()
@@ -218,13 +224,15 @@ class UpdateQueue:
         self.streamed.close()
 
 
-def queue_for(queues: Sequence[UpdateQueue], gradient: Tensor, rank: int) -> UpdateQueue:
-    """Who updates a pack: the device that has its gradients; if the host has them, each device in turn.
+def queue_for(queues: Sequence[UpdateQueue], parameter: nn.Parameter, gradient: Tensor, rank: int) -> UpdateQueue:
+    """Who updates a pack: the device where its optimizer state stays, or that has its gradients; else each device in turn.
 
     Args:
         queues: to choose from.
-        gradient: one of the pack's.
+        parameter: one of the pack's.
+        gradient: of it.
         rank: of the pack among all.
     """
-    in_turn = queues[rank % len(queues)]
-    return next((queue for queue in queues if queue.device.owns(gradient)), in_turn)
+    has_gradient = (queue for queue in queues if queue.device.owns(gradient))
+    has_state = (queue for queue in queues if queue.streamed.keeps_state_of(parameter))
+    return next(chain(has_state, has_gradient), queues[rank % len(queues)])

@@ -1,6 +1,7 @@
 """Updates on a device of what lives on the host: parameters and optimizer state come in pieces, and go back.
 
-Gradients come with them, or are used where they are, if this device has summed them.
+Gradients come with them, or are used where they are, if this device has summed them. State stays between updates where there
+is room for it, and nobody looks.
 
 Each piece is stepped by the user's own optimizer, so that results have the bits of plain training on that device. Two pieces
 are under way at a time: one comes, or is stepped, while the other goes back. No more are asked for: all copies to a device
@@ -11,7 +12,7 @@ and is written while the next pieces are stepped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -105,6 +106,45 @@ class StreamedUpdate:
             for parameter, state in states.items():
                 self.disk.bring(parameter, state)
 
+    # ---- the device as a home of optimizer state -----------------------------------------------------------------------
+
+    def keep_on_device(self, parameters: frozenset[nn.Parameter]) -> None:
+        """Of these parameters, optimizer state may stay on the device. What else is there has been brought back."""
+        self._stage.home.parameters = parameters
+
+    @property
+    def lets_state_stay(self) -> bool:
+        """Whether it may stay behind the updates that come."""
+        return self._stage.home.is_open
+
+    @lets_state_stay.setter
+    def lets_state_stay(self, whether: bool) -> None:
+        self._stage.home.is_open = whether
+
+    def keeps_state_of(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer state of a parameter stays here."""
+        return parameter in self._stage.home.parameters
+
+    def keeps_others_than(self, parameters: frozenset[nn.Parameter]) -> bool:
+        """Whether state is here that is of none of these parameters."""
+        return bool(self.kept_bytes) and not self._stage.home.parameters <= parameters
+
+    @property
+    def kept_bytes(self) -> int:
+        """What optimizer state takes of the device between updates."""
+        return self._stage.home.num_bytes
+
+    def moved_share(self, parameters: Iterable[nn.Parameter]) -> float:
+        """What an update of some parameters sends back to the host, as a share of what it would if nothing stayed."""
+        num_bytes = sum(parameter.nbytes for parameter in parameters)
+        return num_bytes / max(num_bytes + sum(map(self._stage.home.spared_bytes, parameters)), 1)
+
+    def bring_back(self) -> None:
+        """Bring optimizer state that stays on the device to the host. Nothing is under way."""
+        self._stage.bring_back()
+
+    # ---- updates -------------------------------------------------------------------------------------------------------
+
     def settle(self) -> None:
         """Wait until all that updates have changed is where it lives.
 
@@ -164,7 +204,7 @@ class StreamedUpdate:
         called: deque[Piece] = deque()
         try:
             for parameters in (coming, there):
-                num_copies = _state_copies(share, parameters) + (2 if parameters is coming else 1)
+                num_copies = self._state_copies(share, parameters) + (2 if parameters is coming else 1)
                 pieces = iter(Pieces(parameters, self._stage.num_bytes // num_copies, partial(may_be_cut, share)))
                 is_first = True
                 while self._call_for(share, pieces, called):
@@ -178,6 +218,19 @@ class StreamedUpdate:
             for piece in called:
                 piece.drop()
 
+    def _state_copies(self, share: Share, parameters: Sequence[nn.Parameter]) -> int:
+        """Bytes of optimizer state that come to the device for each byte of some parameters, rounded up."""
+        num_bytes: int = sum(
+            value.nbytes
+            for parameter in parameters
+            for name, value in share.state(parameter).items()
+            if is_on_device(name, value, share.group_of(parameter))
+        )
+        if not num_bytes:
+            return _ASSUMED_COPIES
+        spared = sum(map(self._stage.home.spared_bytes, parameters))
+        return -(-(num_bytes - spared) // max(sum(parameter.nbytes for parameter in parameters), 1))
+
     def _call_for(self, share: Share, pieces: Iterator[list[Part]], called: deque[Piece]) -> bool:
         """Have the state of the next pieces come from disk; whether there is a next one."""
         while not called or (len(called) <= PIECES_AHEAD and self.disk is not None and self.disk.may_read_ahead):
@@ -190,16 +243,3 @@ class StreamedUpdate:
     def close(self) -> None:
         """Finish what is under way, and let the memory on the device go."""
         self._stage.close()
-
-
-def _state_copies(share: Share, parameters: Sequence[nn.Parameter]) -> int:
-    """Bytes of optimizer state that come to a device for each byte of some parameters, rounded up."""
-    num_bytes: int = sum(
-        value.nbytes
-        for parameter in parameters
-        for name, value in share.state(parameter).items()
-        if is_on_device(name, value, share.group_of(parameter))
-    )
-    if not num_bytes:
-        return _ASSUMED_COPIES
-    return -(-num_bytes // max(sum(parameter.nbytes for parameter in parameters), 1))

@@ -92,6 +92,7 @@ class Updater:
         self.norms = Norms(self._queues[0].device.torch_device)
         self.postponed = PostponedUpdate(self._queues, self.overlap)
         self._step = _Step()
+        self._optimizer: Optimizer | None = None
         self._known: frozenset[Tensor] = frozenset()
         self._held_back: list[tuple[UpdateQueue, list[nn.Parameter], list[list[_Part]], list[Event]]] | None = None
         # The number of the optimizer's group that each parameter is in.
@@ -112,6 +113,8 @@ class Updater:
         with_norms: bool = False,
         hold_back: bool = False,
         may_outlast: bool = False,
+        state_may_stay: bool = False,
+        is_tight: bool = False,
     ) -> None:
         """Begin a step.
 
@@ -124,6 +127,8 @@ class Updater:
                 once more.
             may_outlast: whether updates just in time may go on when `finish` has returned: whoever needs parameters then
                 asks `postponed` first. The optimizer is one that `why_not_separable` finds nothing against.
+            state_may_stay: whether nobody looks at optimizer state before the next update just in time.
+            is_tight: whether this step leaves no room for it.
         """
         # A step that failed never came to its end: what it left must not run into this one.
         self.drain()
@@ -138,6 +143,11 @@ class Updater:
         self._step = _Step(optimizer, clip, with_norms, not hold_back, may_outlast and not hold_back, separable)
         self.speeds.outlast = may_outlast or bool(self.speeds.outlast)
         self.speeds.in_place = separable and self.streamed.spares_the_bus
+        if optimizer is not None:
+            self._optimizer = optimizer
+            self.speeds.state_may_stay = state_may_stay and self.speeds.in_place
+            stays = state_may_stay and separable and not hold_back and not is_tight
+            self.postponed.let_state_stay(optimizer if stays else None)
         self._known = frozenset[Tensor]() if optimizer is None else frozenset(optimizer.state)
         self.norms.clear()
         self._parts = defaultdict(list)
@@ -214,7 +224,7 @@ class Updater:
         rank = min(self._ranks[p] for p in ready)
         # An optimizer that takes part as a whole is stepped by one at a time.
         queues = self._queues if self._step.optimizer is not None and self._step.separable else self._queues[:1]
-        queue = queue_for(queues, parts[0][0].gradient, rank)
+        queue = queue_for(queues, ready[0], parts[0][0].gradient, rank)
         if self._held_back is not None:
             self._held_back.append((queue, ready, parts, after))
             return None
@@ -338,6 +348,8 @@ class Updater:
     ) -> None:
         # The first step of all, the one that is held back, also makes the state.
         timed_bytes = sum(p.numel() * p.element_size() for p in parameters) if step.reuses else 0
+        # What need not go spares its time.
+        timed_bytes = int(timed_bytes * queue.streamed.moved_share(parameters))
         with queue.updating(parameters, timed_bytes):
             if share is not None:
                 queue.streamed.update(share, step.clip, between=between)
@@ -348,6 +360,51 @@ class Updater:
                     optimizer.step()
                 for parameter in parameters:
                     parameter.grad = None
+
+    def update_all(
+        self,
+        optimizer: Optimizer,
+        order: Iterable[Sequence[nn.Parameter]],
+        clip: Clip | None,
+        *,
+        waits: bool,
+        state_may_stay: bool,
+    ) -> None:
+        """Update all parameters that have gradients.
+
+        Args:
+            optimizer: the one to step.
+            order: parameters in shares, those first that the next forward needs first.
+            clip: changes gradients before they are used.
+            waits: whether to return when all are updated.
+            state_may_stay: whether nobody looks at optimizer state before the next update.
+        """
+        self._optimizer = optimizer
+        self.speeds.state_may_stay = state_may_stay and self.streamed.spares_the_bus
+        update = self.postponed.make_at_once if waits else self.postponed.start
+        update(optimizer, order, clip, state_may_stay=state_may_stay)
+
+    def keep_on_devices(self, parameters: Sequence[frozenset[nn.Parameter]]) -> None:
+        """Let optimizer state stay on devices between updates, as far as nobody looks.
+
+        Args:
+            parameters: of each device, those whose state stays there.
+        """
+        pairs = list(zip(self._queues, parameters, strict=True))
+        if any(queue.streamed.keeps_others_than(chosen) for queue, chosen in pairs):
+            self.postponed.finish()
+        for queue, chosen in pairs:
+            queue.streamed.keep_on_device(chosen)
+
+    def state_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        """What the optimizer state of some parameters takes that may stay on a device, as the last update has left it."""
+        state = {} if self._optimizer is None else self._optimizer.state
+        values = [value for parameter in parameters for value in list(state.get(parameter, {}).values())]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.dim() > 0)
+
+    def kept_bytes(self) -> list[int]:
+        """What optimizer state takes of each device between updates."""
+        return [queue.streamed.kept_bytes for queue in self._queues]
 
     def close(self) -> None:
         """Finish what was asked for and join the threads."""

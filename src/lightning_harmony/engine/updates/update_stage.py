@@ -17,6 +17,7 @@ from lightning_harmony.engine.devices.stream import Event, Happened
 from lightning_harmony.engine.devices.touched_memory import touched_buffer
 from lightning_harmony.engine.measure.report import Traffic
 from lightning_harmony.engine.model.host_store import Slot, lay_out
+from lightning_harmony.engine.updates.device_home import DeviceHome, Key
 from lightning_harmony.engine.updates.device_step import Part, copy_all, is_on_device, make_step, own_of
 from lightning_harmony.engine.updates.disk_home import DiskHome, Loan
 from lightning_harmony.engine.updates.optimizer_twin import Clip, Share
@@ -26,7 +27,7 @@ from lightning_harmony.plan.values.memory_size import format_bytes
 # What a piece may take on a device: a share of its capacity, and at most. Two are there at a time.
 _SHARE_OF_CAPACITY, _LEAST_BYTES, _MOST_BYTES = 32, 8 << 10, 128 << 20
 # Of parameters and the names in their states.
-Values = dict[tuple[nn.Parameter, str], Tensor]
+Values = dict[Key, Tensor]
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Stage:
     Attributes:
         device: which one.
         num_bytes: what a piece has there.
+        home: keeps optimizer state there from update to update.
     """
 
     def __init__(self, device: Device, traffic: Traffic, disk: DiskHome | None) -> None:
@@ -66,6 +68,7 @@ class Stage:
         # Of what comes, of steps, and of what goes back.
         # Steps are short, and hold up all of the three where they wait for what computes.
         self._streams = [device.side_stream(), device.side_stream(is_urgent=True), device.side_stream()]
+        self.home = DeviceHome(self._allocate_lasting)
         # Two, the one that is used next first, each with the event after which it may be written.
         self._buffers: list[tuple[Tensor, Event]] = []
         self._large: Tensor | None = None
@@ -77,6 +80,12 @@ class Stage:
 
     def _allocate(self, num_bytes: int) -> Tensor:
         return self.device.staging(num_bytes, self._streams[0])
+
+    def _allocate_lasting(self, num_bytes: int) -> Tensor | None:
+        """Memory for state that stays; None if there is no room for it."""
+        with suppress(torch.OutOfMemoryError):
+            return self.device.empty(num_bytes, self._streams[0]) if self.device.room_for(num_bytes) else None
+        return None
 
     def _large_buffer(self, num_bytes: int) -> Tensor:
         """One for a piece that is too large for the others. It stays: the next step needs it again.
@@ -145,7 +154,10 @@ class Stage:
         }
         gradients = {part.parameter: part.of(gradients[part.parameter]) for part in parts}
         coming_gradients = {p: gradient for p, gradient in gradients.items() if not self.device.owns(gradient)}
-        sources = [*masters.values(), *coming_gradients.values(), *values.values()]
+        with self.device.on_host():
+            kept = self._kept(share, piece)
+        passing = {key: value for key, value in values.items() if key not in kept}
+        sources = [*masters.values(), *coming_gradients.values(), *passing.values()]
         slots, num_bytes = lay_out(sources)
         fits = num_bytes <= self.num_bytes
         buffer, left = self._buffers[0] if fits else (self._large_buffer(num_bytes), Happened())
@@ -154,11 +166,13 @@ class Stage:
         left.synchronize()
         for loan in piece.loans:
             loan.arrive()
-        arrived = coming.submit(partial(copy_all, list(zip(there, sources, strict=True))))
+        first = [(place, values[key]) for key, place in kept.items() if not self.home.is_whole(key)]
+        arrived = coming.submit(partial(copy_all, [*zip(there, sources, strict=True), *first]))
+        self.home.note_coming(parts, kept)
         rest = iter(there)
         parameters_there = {parameter: next(rest) for parameter in parameters}
         gradients_there = gradients | {parameter: next(rest) for parameter in coming_gradients}
-        values_there = {key: next(rest) for key in values}
+        values_there = kept | {key: next(rest) for key in passing}
         with self.device.on_host():
             states = {part.parameter: _state_of(share, part, values_there) for part in parts}
         step = partial(make_step, share, clip, parameters_there, gradients_there, states)
@@ -167,18 +181,33 @@ class Stage:
         if clip is not None and keeps_gradients:
             changed += [(gradient, gradients_there[parameter]) for parameter, gradient in coming_gradients.items()]
         with self.device.on_host():
-            made = self._made(share, parts, states, values, homes)
+            made = self._made(share, parts, states, values | kept, homes)
             leaves = self._by_way_of_buffer(piece, changed + made)
         left = leaving.submit(partial(copy_all, leaves), [stepped])
         for loan in piece.loans:
             loan.write_after(left)
-        self._traffic.count_in("optimizer", sum(each.nbytes for each in sources if not self.device.owns(each)))
+        come = [*sources, *(value for _, value in first)]
+        self._traffic.count_in("optimizer", sum(each.nbytes for each in come if not self.device.owns(each)))
         self._traffic.count_out("optimizer", sum(value.nbytes for _, value in leaves))
         if fits:
             self._buffers = [*self._buffers[1:], (buffer, left)]
         if not fits or any(value.untyped_storage()._cdata != buffer.untyped_storage()._cdata for _, value in made):
             # The next piece may use the memory of what is not in one of the two buffers.
             left.synchronize()
+
+    def _kept(self, share: Share, piece: Piece) -> Values:
+        """Where state is that stays on the device: places for the parts of a piece."""
+        states = {key: share.state(key[0])[key[1]] for key in piece.values}
+        on_host = {key: state for key, state in states.items() if not self._is_on_disk(state)}
+        part_of = {part.parameter: part for part in piece.parts}
+        return {key: part_of[key[0]].of(place) for key, place in self.home.places_for(piece.parts, on_host).items()}
+
+    def bring_back(self) -> None:
+        """Bring optimizer state that stays on the device to its places on the host. Nothing is under way."""
+        leaves = self.home.to_host()
+        self._streams[2].submit(partial(copy_all, leaves)).synchronize()
+        self._traffic.count_out("optimizer", sum(value.nbytes for _, value in leaves))
+        self.home.clear()
 
     def _by_way_of_buffer(self, piece: Piece, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Copies from the device, those of new state that lives on disk to a buffer instead."""
@@ -212,8 +241,10 @@ class Stage:
                     # All parts count the same, and those to come begin with what was.
                     pass
                 elif key in values and _is_alike(values[key], value):
-                    pairs.append((values[key], value))
+                    if value is not values[key]:
+                        pairs.append((values[key], value))
                 else:
+                    self.home.drop(key)
                     new.append((part, name, value))
         without = [each for each in new if (each[0].parameter, each[1]) not in homes]
         likes = [

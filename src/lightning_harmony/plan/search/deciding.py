@@ -11,6 +11,9 @@ from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Parallel, Plan
 from lightning_harmony.plan.values.profile import MachineLimits, Profile
 
+# How much of the optimizer state may stay on the device; of shares that are equally fast, the first one is taken.
+STATE_SHARES = (1.0, 0.75, 0.5, 0.25)
+
 
 def decide(
     costs: Mapping[str, Cost],
@@ -36,7 +39,7 @@ def decide(
     packs = fitting_packs(costs, calls, [machine.capacity_bytes] * num_devices, parallel)
     plan = packed(packs, costs, calls, num_devices, parallel)
     plan = with_graphs(plan, costs, num_microbatches, [machine.free_bytes] * num_devices)
-    return with_device_updates(improved(foreseen(plan, costs, machine), calls, most_tasks=most_tasks))
+    return with_homes(improved(foreseen(plan, costs, machine), calls, most_tasks=most_tasks))
 
 
 def foreseen(plan: Plan, costs: Mapping[str, Cost], machine: MachineLimits) -> Plan:
@@ -45,10 +48,12 @@ def foreseen(plan: Plan, costs: Mapping[str, Cost], machine: MachineLimits) -> P
     Args:
         plan: the plan, with its number of microbatches.
         costs: of each layer, by its name.
-        machine: what the step runs on.
+        machine: what the step runs on, without optimizer state that stays there.
     """
-    layers = tuple(costs[name] for pack in plan.packs for name in pack)
-    return with_prediction(replace(plan, profile=Profile(layers, machine)))
+    profile = Profile(tuple(costs[name] for pack in plan.packs for name in pack), machine)
+    there = plan.state_bytes_there(profile.pack_costs(plan.packs))
+    machine = replace(machine, occupied_bytes=machine.occupied_bytes + there)
+    return with_prediction(replace(plan, profile=replace(profile, machine=machine)))
 
 
 def improved(plan: Plan, calls: Sequence[str], *, with_its_packs: bool = False, most_tasks: float = MOST_TASKS) -> Plan:
@@ -66,3 +71,35 @@ def improved(plan: Plan, calls: Sequence[str], *, with_its_packs: bool = False, 
     order = [places[name] for name in calls]
     better = search_better(plan, order, with_its_packs=with_its_packs, most_tasks=most_tasks)
     return plan if better is plan else foreseen(better, costs, plan.profile.machine)
+
+
+def with_homes(plan: Plan) -> Plan:
+    """A plan with what waits on devices for its update, or from one update to the next: gradients, and optimizer state.
+
+    State that stays takes room from graphs and from packs that are fetched ahead, whose rules are asked again. It is that of
+    the packs which a forward needs first, for it waits for their update.
+
+    Args:
+        plan: the plan, with what is foreseen of it where nothing stays. It stays as it is where nothing may.
+    """
+    found = [with_device_updates(plan)]
+    if plan.profile is None or plan.predicted is None or not plan.profile.machine.state_may_stay:
+        return found[0]
+    costs, machine = plan.profile.pack_costs(plan.packs), plan.profile.machine
+    by_name = {cost.name: cost for cost in plan.profile.layers}
+    packs = [p for p in dict.fromkeys(plan.visits) if costs[p].optimizer_bytes and _has_one_device(plan, p)]
+    for share in STATE_SHARES:
+        kept = replace(plan, state_on_device=frozenset(packs[: round(share * len(packs))]))
+        room = None if machine.free_bytes is None else machine.free_bytes - kept.state_bytes_there(costs)
+        if not kept.state_on_device or (room is not None and room <= 0):
+            continue
+        fewer = with_graphs(kept, by_name, plan.num_microbatches or 1, [room] * plan.num_devices)
+        for other in dict.fromkeys([(kept.first_fused, kept.kept), (fewer.first_fused, fewer.kept)]):
+            graphs = replace(kept, first_fused=other[0], kept=other[1])
+            found.append(with_device_updates(foreseen(graphs, by_name, machine)))
+    return min([*found[1:], found[0]], key=lambda each: each.predicted_seconds)
+
+
+def _has_one_device(plan: Plan, pack: int) -> bool:
+    """Whether one device runs a pack, and updates it."""
+    return plan.num_devices == 1 or (plan.parallel == "pipeline" and pack not in plan.spread)

@@ -111,10 +111,14 @@ def seconds_of(num_bytes: int, bytes_per_second: float | None) -> float:
     return num_bytes / bytes_per_second if bytes_per_second else 0.0
 
 
-def _update_seconds(cost: Cost, machine: MachineLimits) -> float:
-    """How long the update of a pack takes: state from disk is read and written piece by piece, under the copies of others."""
+def _update_seconds(cost: Cost, machine: MachineLimits, *, stays: bool) -> float:
+    """How long the update of a pack takes.
+
+    State from disk is read and written piece by piece, under the copies of others. What stays on the device spares its time.
+    """
+    share = cost.gradient_bytes / (cost.gradient_bytes + cost.optimizer_bytes) if stays and cost.gradient_bytes else 1.0
     return max(
-        seconds_of(cost.gradient_bytes, machine.update_bytes_per_second),
+        share * seconds_of(cost.gradient_bytes, machine.update_bytes_per_second),
         seconds_of(cost.disk_bytes, machine.disk_bytes_per_second),
     )
 
@@ -145,7 +149,9 @@ class ReplayState:
         self.lanes = [Lane() for _ in range(plan.num_microbatches)]
         limits = schedule.lasting_bytes if machine.pools_apart and schedule.lasting_bytes else [None] * plan.num_devices
         ranks = {pack: rank for rank, pack in enumerate(dict.fromkeys(plan.visits))}
-        updating = [_update_seconds(cost, machine) for cost in packs]
+        updating = [
+            _update_seconds(cost, machine, stays=pack in plan.state_on_device) for pack, cost in enumerate(packs)
+        ]
         self.devices = [
             Device(
                 number,

@@ -41,6 +41,10 @@ def refuse_invalid(plan: Plan) -> None:
             )
         if plan.device_updated and plan.num_devices > 1 and plan.parallel == "data":
             problems.append("it updates packs where their gradients are, but several devices sum these")
+        problems += [
+            f"the optimizer state of pack {pack} stays on its device, but the pack isn't visited"
+            for pack in sorted(plan.state_on_device - set(plan.visits))
+        ]
         if plan.joined and plan.num_devices > 1 and plan.parallel == "pipeline":
             problems.append("it joins forwards, but consecutive packs are on several devices")
         if plan.joined and not plan.just_in_time:

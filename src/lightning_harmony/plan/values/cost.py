@@ -31,6 +31,7 @@ class Cost:
         recompute_seconds: of the recompute alone, which ends with the last tensor that the backward needs.
         staging_bytes: what its weights take besides while they come, where they are cast on their way.
         disk_bytes: its optimizer state that lives on disk, and comes and goes at its update.
+        optimizer_bytes: its optimizer state that lives on the host, and may stay on a device between updates.
         arriving_bytes: what a microbatch has on the layer's device when it comes to its forward: the input, and what else
             code keeps.
         returning_bytes: the same when it comes to its backward.
@@ -54,6 +55,7 @@ class Cost:
     glue_stash_bytes: int = 0
     master_bytes: int = 0
     disk_bytes: int = 0
+    optimizer_bytes: int = 0
 
     @property
     def seconds(self) -> dict[str, Any]:
@@ -107,4 +109,5 @@ def pack_cost(costs: Sequence[Cost]) -> Cost:
         max(costs[-1].stash_bytes - costs[-1].input_bytes, 0),
         sum(cost.master_bytes for cost in costs),
         sum(cost.disk_bytes for cost in costs),
+        sum(cost.optimizer_bytes for cost in costs),
     )

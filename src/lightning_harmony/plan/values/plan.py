@@ -11,6 +11,7 @@ from itertools import islice, pairwise
 from math import inf
 from typing import Literal
 
+from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.document import DocumentKind
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.profile import Profile
@@ -18,7 +19,7 @@ from lightning_harmony.plan.values.task import Phase
 from lightning_harmony.plan.values.values import decode, encode
 
 # A reader of one version refuses all others: plans are quickly made anew.
-_KIND = DocumentKind("lightning-harmony plan", 10, "plan", "plan", way_out=": plan anew")
+_KIND = DocumentKind("lightning-harmony plan", 11, "plan", "plan", way_out=": plan anew")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Plan:
             the forward goes by packs of its own: each is a run of those that are swapped, and that the backward goes by.
         device_updated: the packs whose gradients stay on their device until it has updated them, and never go to the host. So
             do the weights that came for their backward.
+        state_on_device: the packs whose optimizer state stays on their device from one update to the next.
         spread: the packs of a pipeline whose microbatches go round the devices, so that one that computes for long bounds no
             device. They begin with its home, the one that it would have alone: there their gradients are summed one by one.
         num_devices: how many devices share the work.
@@ -80,6 +82,7 @@ class Plan:
     kept: frozenset[int] = frozenset()
     joined: frozenset[int] = frozenset()
     device_updated: frozenset[int] = frozenset()
+    state_on_device: frozenset[int] = frozenset()
     spread: frozenset[int] = frozenset()
     num_devices: int = 1
     parallel: Parallel = "pipeline"
@@ -133,6 +136,17 @@ class Plan:
         stashing = [pack for place, pack in enumerate(self.visits) if not self.keeps_graph(place)]
         return self.num_microbatches * sum(costs[pack].stash_bytes for pack in stashing)
 
+    def state_bytes_there(self, costs: Sequence[Cost]) -> int:
+        """What optimizer state that stays takes of a device, of the one that has most of it.
+
+        Args:
+            costs: of the packs.
+        """
+        of_device = [0] * self.num_devices
+        for pack in self.state_on_device:
+            of_device[self.device_of(pack, 0)] += costs[pack].optimizer_bytes
+        return max(of_device)
+
     def __str__(self) -> str:
         lines = [f"pack {index}: {', '.join(layers)}" for index, layers in enumerate(self.packs)]
         before = " ".join("+".join(str(self.visits[place]) for place in turn) for turn in self.forward_turns)
@@ -143,6 +157,11 @@ class Plan:
             if self.device_updated
             else []
         )
+        state = (
+            [f"optimizer state stays on the device: {' '.join(map(str, sorted(self.state_on_device)))}"]
+            if self.state_on_device
+            else []
+        )
         spread = [f"spread over all devices: {' '.join(map(str, sorted(self.spread)))}"] if self.spread else []
         number = [f"microbatches: {self.num_microbatches}"] if self.num_microbatches is not None else []
         devices = [f"{self.parallel} on {self.num_devices} devices"] if self.num_devices > 1 else []
@@ -150,7 +169,9 @@ class Plan:
         lookahead = [] if self.lookahead == LOOKAHEAD else [f"packs fetched ahead: {self.lookahead}"]
         predicted = [f"predicted: {_text(self.predicted)}"] if self.predicted is not None else []
         visits = f"visits: {before} [{fused}]".replace("  ", " ")
-        return "\n".join([*lines, visits, *kept, *there, *devices, *spread, *number, *reuse, *lookahead, *predicted])
+        return "\n".join(
+            [*lines, visits, *kept, *there, *state, *devices, *spread, *number, *reuse, *lookahead, *predicted]
+        )
 
     def to_json(self) -> str:
         """The plan as JSON, which `from_json` reads."""

@@ -25,6 +25,7 @@ class MachineLimits:
         updates_outlast: whether updates just in time may go on under the next step's forward. Where something may look at
             weights between steps, each step waits for its own.
         updates_in_place: whether packs may be updated with their gradients where these were summed.
+        state_may_stay: whether optimizer state may stay on devices between updates: nobody looks at it then.
         pools_apart: whether what lasts on a device (weights, sums of gradients) and what passes (activations, work) have
             memory of their own, of which what one has left is of no use to the other at once.
     """
@@ -38,6 +39,7 @@ class MachineLimits:
     occupied_bytes: int = 0
     updates_outlast: bool = True
     updates_in_place: bool = False
+    state_may_stay: bool = False
     pools_apart: bool = False
 
     @property

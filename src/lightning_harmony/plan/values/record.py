@@ -12,7 +12,7 @@ from lightning_harmony.plan.values.profile import MachineLimits
 from lightning_harmony.plan.values.values import decode, encode
 
 # A reader of one version refuses all others: a record is quickly made anew.
-_KIND = DocumentKind("lightning-harmony profile", 7, "profile", "profile")
+_KIND = DocumentKind("lightning-harmony profile", 8, "profile", "profile")
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ def _scaled(cost: Cost, factor: float) -> Cost:
         staging_bytes=cost.staging_bytes,
         master_bytes=cost.master_bytes,
         disk_bytes=cost.disk_bytes,
+        optimizer_bytes=cost.optimizer_bytes,
     )
     return on_line(nothing, cost, factor)
 

@@ -1,0 +1,123 @@
+"""The device as a home of optimizer state: it stays there from one update to the next, until somebody may look at it.
+
+Its place on the host stays its place, to which what has changed since goes back then. So whoever asks for optimizer state
+finds it where the parameters are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lightning_harmony.engine.model.host_store import lay_out
+from lightning_harmony.engine.updates.device_step import Part
+
+Key = tuple[nn.Parameter, str]
+
+
+@dataclass
+class _Held:
+    """A tensor that stays on the device.
+
+    Attributes:
+        on_host: its place there.
+        there: the tensor.
+        is_whole: whether all of it has come.
+    """
+
+    on_host: Tensor
+    there: Tensor
+    is_whole: bool = False
+
+
+class DeviceHome:
+    """Keeps optimizer state on one device.
+
+    Args:
+        allocate: makes a flat buffer of so many bytes there; None if there is no room.
+
+    Attributes:
+        parameters: whose state may stay.
+        is_open: whether any may stay behind the updates that come.
+        num_bytes: what is there.
+    """
+
+    def __init__(self, allocate: Callable[[int], Tensor | None]) -> None:
+        self.parameters: frozenset[nn.Parameter] = frozenset()
+        self.is_open = False
+        self.num_bytes = 0
+        self._allocate = allocate
+        self._held: dict[Key, _Held] = {}
+        self._spared: Counter[nn.Parameter] = Counter()
+
+    def spared_bytes(self, parameter: nn.Parameter) -> int:
+        """What of the state of a parameter need not come for its update, and need not go."""
+        return self._spared[parameter]
+
+    def places_for(self, parts: Sequence[Part], state: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """Where state is here, or will be: places for whole parameters. There are none for what there is no room for.
+
+        Args:
+            parts: that are updated next. Room is made with the first part of a parameter.
+            state: theirs, each tensor as a whole. Single numbers come and go with each update.
+        """
+        begun = {part.parameter for part in parts if part.is_first and self.is_open} & self.parameters
+        self._add(
+            {
+                key: tensor
+                for key, tensor in state.items()
+                if key[0] in begun and tensor.dim() > 0 and not self._has(key, tensor)
+            }
+        )
+        return {key: self._held[key].there for key, tensor in state.items() if self._has(key, tensor)}
+
+    def _has(self, key: Key, tensor: Tensor) -> bool:
+        held = self._held.get(key)
+        return held is not None and held.on_host is tensor
+
+    def _add(self, state: Mapping[Key, Tensor]) -> None:
+        for key in state:
+            # It has another place on the host by now.
+            self.drop(key)
+        slots, num_bytes = lay_out(list(state.values()))
+        buffer = self._allocate(num_bytes) if slots else None
+        if buffer is None:
+            return
+        for (key, tensor), slot in zip(state.items(), slots, strict=True):
+            self._held[key] = _Held(tensor, slot.view(buffer))
+            self.num_bytes += slot.num_bytes
+
+    def is_whole(self, key: Key) -> bool:
+        """Whether all of a tensor that has a place here has come."""
+        return self._held[key].is_whole
+
+    def note_coming(self, parts: Iterable[Part], keys: Iterable[Key]) -> None:
+        """These parts of tensors are on their way. The last one completes them."""
+        last = {part.parameter for part in parts if part.is_last}
+        for key in keys:
+            held = self._held[key]
+            if key[0] in last and not held.is_whole:
+                held.is_whole = True
+                self._spared[key[0]] += held.there.nbytes
+
+    def drop(self, key: Key) -> None:
+        """A tensor has another place from now on, or is another one."""
+        held = self._held.pop(key, None)
+        if held is not None:
+            self.num_bytes -= held.there.nbytes
+            self._spared[key[0]] -= held.there.nbytes if held.is_whole else 0
+
+    def to_host(self) -> list[tuple[Tensor, Tensor]]:
+        """The places on the host of all that is here, each with what goes there.
+
+        What has come in part alone belongs to an update that has failed, and is of no one step.
+        """
+        return [(each.on_host, each.there) for each in self._held.values() if each.is_whole]
+
+    def clear(self) -> None:
+        """All is on the host."""
+        self._held, self.num_bytes = {}, 0
+        self._spared.clear()

@@ -1,0 +1,264 @@
+"""Optimizer state that stays on devices between updates: trainings are those of plain Lightning, and who looks finds it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_harmony import HarmonyStrategy
+from lightning_harmony.engine.devices.virtual_device import VirtualDevice
+from support import nets
+from support.device_updates import OPTIMIZERS, build, plan_by_hand
+from support.same_training import Net, Training, _fit, _result, compare, root, trainer_for
+from support.same_training import train_plain as _train_plain
+from support.sampling import combined
+
+STEPS = 6
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*dataloader.*", "ignore:.*LeafSpec.*")
+
+
+class Seen(pl.Callback):
+    """Keeps what each step has sent to the host, and what has stayed on devices behind it."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.stays: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.sent.append(trainer.strategy.step_report.swapped_out_bytes["optimizer"])
+        engine = trainer.strategy._swapped.engine
+        engine.updater.postponed.finish_parameters()
+        self.stays.append(sum(engine.updater.kept_bytes()))
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices compute with processors of their own, as GPUs do."""
+    monkeypatch.setattr(VirtualDevice, "computes_apart", True)
+
+
+def samples(steps: int = STEPS) -> Any:
+    return nets.tokens(8 * steps)
+
+
+def train(module: Net, *callbacks: pl.Callback, devices: int = 1, **options: Any) -> tuple[Training, Seen]:
+    """Train by a plan that has all optimizer state stay."""
+    plan, seen = plan_by_hand(devices), Seen()
+    updated = frozenset[int]() if "gradient_clip_val" in options else plan.device_updated
+    plan = replace(plan, state_on_device=frozenset(plan.visits), device_updated=updated)
+    strategy = HarmonyStrategy(
+        device_memory="400KiB" if torch.device("cpu") == root() else "1GiB",
+        num_microbatches=4,
+        plan=plan,
+        profile_cache=False,
+    )
+    module = copy.deepcopy(module)
+    trainer = trainer_for(strategy, STEPS, [seen, *callbacks], devices=devices, **options)
+    _fit(trainer, module, DataLoader(samples(), batch_size=8))
+    return _result(trainer, module, []), seen
+
+
+def train_plain(module: Net, *callbacks: pl.Callback, **options: Any) -> Training:
+    return _train_plain(copy.deepcopy(module), samples(), 4, 8, more_callbacks=callbacks, **options)
+
+
+def state_bytes(training: Training) -> int:
+    return sum(value.nbytes for value in training.optimizer if value.dim() > 0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "devices", "options"),
+    combined([*OPTIMIZERS], [(1, {}), (1, {"gradient_clip_val": 0.5}), (2, {}), (2, {"gradient_clip_val": 0.5})]),
+)
+def test_state_that_stays_is_that_of_plain_lightning(optimizer: str, devices: int, options: Any) -> None:
+    module = build(optimizer)
+    training, seen = train(module, devices=devices, **options)
+    compare(train_plain(module, **options), training)
+    # The second step brings it, and the later ones send weights alone.
+    assert seen.stays[2:-1] == [state_bytes(training)] * (STEPS - 3)
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    if not options:
+        assert all(sent <= weights + 64 * STEPS for sent in seen.sent[2:-1])
+
+
+class Asks(pl.Callback):
+    """Looks at optimizer state in one hook, from the third step on."""
+
+    def __init__(self, hook: str, look: Callable[[Any], list[Tensor]]) -> None:
+        self.found: list[Tensor] = []
+        self._look = look
+        setattr(self, hook, self._hook)
+
+    def _hook(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step >= 3:
+            self.found += self._look(trainer)
+
+
+def tensors_of(optimizer: Any) -> list[Tensor]:
+    # Numbers that count updates are on the host in plain Lightning, too.
+    states = optimizer.state.values()
+    return [value.clone().cpu() for state in states for value in state.values() if value.dim() > 0]
+
+
+HOOKS = ["on_train_batch_end", "on_train_batch_start", "on_before_zero_grad", "on_train_epoch_end", "on_train_end"]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("way", ["optimizers", "state_dict"])
+def test_who_asks_for_optimizers_finds_the_state_behind_the_last_step(hook: str, way: str) -> None:
+    def look(trainer: Any) -> list[Tensor]:
+        if way == "optimizers":
+            return tensors_of(trainer.optimizers[0])
+        states = trainer.optimizers[0].state_dict()["state"].values()
+        return [value.clone().cpu() for state in states for value in state.values() if value.dim() > 0]
+
+    module, here, there = build(), Asks(hook, look), Asks(hook, look)
+    training, seen = train(module, here)
+    compare(train_plain(module, Every(4, there)), training)
+    assert max(seen.stays) > 0
+    assert len(here.found) == len(there.found) > 0
+    assert all(map(torch.equal, here.found, there.found))
+
+
+class Every(pl.Callback):
+    """Has a callback run for each step of plain Lightning, where that has a batch for each microbatch."""
+
+    def __init__(self, number: int, callback: pl.Callback) -> None:
+        for name in HOOKS:
+            if name in vars(callback):
+                setattr(self, name, self._at(number, vars(callback)[name], name))
+
+    def _at(self, number: int, hook: Callable[..., None], name: str) -> Callable[..., None]:
+        calls = [0]
+
+        def run(trainer: Any, *args: Any) -> None:
+            calls[0] += 1
+            at = {"on_train_batch_start": 1, "on_train_batch_end": 0}.get(name)
+            if at is None or calls[0] % number == at:
+                hook(trainer, *args)
+
+        return run
+
+
+OPTIMIZER: list[Any] = []
+
+
+class Holds(pl.Callback):
+    """Has an optimizer from before, and looks at its state without asking for it."""
+
+    def __init__(self, way: str) -> None:
+        self.found: list[Tensor] = []
+        self._way = way
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        OPTIMIZER[:] = []
+        if self._way == "attribute":
+            self.held = trainer.optimizers[0]
+        elif self._way == "variable":
+            OPTIMIZER.append(trainer.optimizers[0])
+        elif self._way == "its dict":
+            self.state = trainer.optimizers[0].state
+        else:
+            module.held = {"optimizer": trainer.optimizers[0]}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.global_step < 3:
+            return
+        if self._way == "its dict":
+            values = [value for state in self.state.values() for value in state.values()]
+            self.found += [value.clone().cpu() for value in values if value.dim() > 0]
+        else:
+            ways = {"attribute": lambda: self.held, "variable": lambda: OPTIMIZER[0]}
+            self.found += tensors_of(ways.get(self._way, lambda: module.held["optimizer"])())
+
+
+@pytest.mark.parametrize("way", ["attribute", "variable", "its dict", "module"])
+def test_state_that_somebody_holds_does_not_stay(way: str) -> None:
+    """Whoever has an optimizer since the start of the fit need not ask for it."""
+    module, here, there = build(), Holds(way), Holds(way)
+    training, seen = train(module, here)
+    every = Every(4, there)
+    every.on_train_start = there.on_train_start  # type: ignore[method-assign]
+    every.on_train_batch_end = every._at(4, there.on_train_batch_end, "on_train_batch_end")  # type: ignore[method-assign]
+    compare(train_plain(module, every), training)
+    assert max(seen.stays) == 0
+    assert len(here.found) == len(there.found) > 0
+    assert all(map(torch.equal, here.found, there.found))
+
+
+class Loads(pl.Callback):
+    """Loads other optimizer state in the middle of a fit."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 3:
+            optimizer = trainer.optimizers[0]
+            saved = copy.deepcopy(optimizer.state_dict())
+            for state in saved["state"].values():
+                state["exp_avg"] = state["exp_avg"] * 0.5
+            optimizer.load_state_dict(saved)
+
+
+def test_state_that_is_loaded_in_the_fit_is_trained_with() -> None:
+    module = build()
+    training, _ = train(module, Loads())
+    every = Every(4, pl.Callback())
+    every.on_train_batch_end = every._at(4, Loads().on_train_batch_end, "on_train_batch_end")  # type: ignore[method-assign]
+    compare(train_plain(module, every), training)
+
+
+class Saves(pl.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step in (3, 5):
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+def test_checkpoints_have_it(tmp_path: Path) -> None:
+    module, (ours, theirs) = build(), (tmp_path / "ours", tmp_path / "theirs")
+    _, seen = train(module, Saves(ours))
+    assert max(seen.stays) > 0
+    every = Every(4, pl.Callback())
+    every.on_train_batch_end = every._at(4, Saves(theirs).on_train_batch_end, "on_train_batch_end")  # type: ignore[method-assign]
+    train_plain(module, every)
+    for name in ("3.ckpt", "5.ckpt"):
+        one, other = (torch.load(each / name, weights_only=False, map_location="cpu") for each in (ours, theirs))
+        torch.testing.assert_close(one["optimizer_states"], other["optimizer_states"], rtol=0, atol=0)
+        torch.testing.assert_close(one["state_dict"], other["state_dict"], rtol=0, atol=0)
+
+
+class Evaluated(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("seen", self.training_step(batch, batch_idx))
+
+
+def test_evaluations_have_all_memory() -> None:
+    torch.manual_seed(0)
+    module = Evaluated(nets.Language(), OPTIMIZERS["AdamW"])
+    held: list[int] = []
+
+    class Looks(pl.Callback):
+        def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
+            held.append(sum(trainer.strategy._swapped.engine.updater.kept_bytes()))
+
+    plan = plan_by_hand()
+    plan = replace(plan, state_on_device=frozenset(plan.visits))
+    memory = "400KiB" if root().type == "cpu" else "1GiB"
+    strategy = HarmonyStrategy(device_memory=memory, num_microbatches=4, plan=plan, profile_cache=False)
+    seen, ours = Seen(), copy.deepcopy(module)
+    trainer = trainer_for(strategy, STEPS, [seen, Looks()], val_check_interval=3, num_sanity_val_steps=0)
+    torch.manual_seed(7)
+    trainer.fit(ours, DataLoader(samples(), batch_size=8), DataLoader(samples(1), batch_size=8))
+    assert max(seen.stays) > 0
+    assert held
+    assert not any(held)
