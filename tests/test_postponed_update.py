@@ -519,8 +519,8 @@ def test_the_report_tells_what_was_hidden_and_what_was_not() -> None:
 def test_an_update_that_all_wait_for_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     start = PostponedUpdate.start
 
-    def start_and_finish(self: PostponedUpdate, *args: Any) -> None:
-        start(self, *args)
+    def start_and_finish(self: PostponedUpdate, *args: Any, **options: Any) -> None:
+        start(self, *args, **options)
         self.finish()
 
     update = StreamedUpdate.update

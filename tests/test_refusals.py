@@ -688,6 +688,28 @@ def test_a_parameter_changed_within_the_step_is_refused(change: str) -> None:
     assert_trains(module, lambda: fit(module))
 
 
+NO_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "moved to where it is": lambda module: module.to(module.device),
+    "of its type": lambda module: module.net.float(),
+    "both": lambda module: module.net.head.to(module.device, torch.float32),
+    "trained as before": lambda module: module.requires_grad_(True),
+    "by attribute": lambda module: setattr(module.scale, "requires_grad", True),
+    "its own data": lambda module: setattr(module.scale, "data", module.scale.data),
+    "returned as it is": lambda module: module.scale.to(module.shift) is module.scale or 1 / 0,
+}
+
+
+@pytest.mark.parametrize("change", NO_CHANGES)
+def test_what_is_to_become_what_it_is_stays_so(change: str) -> None:
+    """Nothing is refused, and nothing is swapped in for it."""
+    module, plain = Glue(), Glue()
+    plain.load_state_dict(module.state_dict())
+    module.change = NO_CHANGES[change]
+    assert_trains(module, lambda: fit(module))
+    assert_trains(plain, lambda: fit(plain))
+    assert all(map(torch.equal, module.state_dict().values(), plain.state_dict().values()))
+
+
 class ClampsInHook(Glue):
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         self.scale.data.clamp_(0.0, 0.1)

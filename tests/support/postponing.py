@@ -33,7 +33,7 @@ def postponed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     num_together = 0
     make, update = Share.__init__, StreamedUpdate.update
     start, follow, wait_for, finish = (
-        getattr(PostponedUpdate, name) for name in ("start", "follow", "wait_for", "finish")
+        getattr(PostponedUpdate, name) for name in ("start", "follow", "wait_for", "finish_parameters")
     )
     wait_in_step = Updater._wait_for
 
@@ -54,15 +54,15 @@ def postponed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         return open_all
 
-    def late_start(self: PostponedUpdate, *args: Any) -> None:
-        start(self, *args)
+    def late_start(self: PostponedUpdate, *args: Any, **options: Any) -> None:
+        start(self, *args, **options)
         found.append(False)
 
     def late_follow(self: PostponedUpdate, *args: Any) -> None:
         nonlocal num_together
         # Of the step before, nothing is left. Of this one, nothing is to begin.
         with monkeypatch.context() as patch:
-            patch.setattr(PostponedUpdate, "finish", finish)
+            patch.setattr(PostponedUpdate, "finish_parameters", finish)
             follow(self, *args)
         found.append(False)
         num_together = len(gates)
@@ -81,7 +81,7 @@ def postponed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     monkeypatch.setattr(PostponedUpdate, "start", late_start)
     monkeypatch.setattr(PostponedUpdate, "follow", late_follow)
     monkeypatch.setattr(PostponedUpdate, "wait_for", opening_wait)
-    monkeypatch.setattr(PostponedUpdate, "finish", opening(finish))
+    monkeypatch.setattr(PostponedUpdate, "finish_parameters", opening(finish))
     monkeypatch.setattr(Updater, "_wait_for", opening(wait_in_step))
     # Nothing waits for room in between.
     monkeypatch.setattr("lightning_harmony.engine.updates.update.RING", 1000)

@@ -271,8 +271,10 @@ class StateElsewhere:
                 may_change = is_changed_in_place or self._copies_all
             else:
                 may_change = (is_changed_in_place or has_changed) and tensor.layout is torch.strided
-            # The user may change the tensor itself before it is in the stash.
-            return KeptTensor(stash(copied(detached(tensor))), tensor) if may_change else None
+            if not may_change:
+                return None
+            # The user may change the tensor itself before it is in the stash. Of a small one, a copy is kept.
+            return KeptTensor(stash(detached(tensor) if is_small(tensor) else copied(detached(tensor))), tensor)
 
         first: int | None = 0 if is_changed_in_place or self._copies_all else None
         if first is None and has_changed:

@@ -32,12 +32,13 @@ def reaches(start: Any, wanted: Iterable[Any], *, apart_from: Iterable[Any] = ()
         if_too_many: what to say where it holds so many objects that they are not all looked into.
     """
     found = set(map(id, wanted))
+    # By their types: proxies are asked nothing.
     left, seen = deque([start]), {id(each): each for each in [start, *apart_from]}
     while left and len(seen) < _MOST_OBJECTS:
         each = left.popleft()
         if id(each) in found:
             return True
-        if isinstance(each, nn.Module) and any(id(parameter) in found for parameter in each.parameters()):
+        if issubclass(type(each), nn.Module) and any(id(parameter) in found for parameter in each.parameters()):
             return True
         for held in _held(each):
             if id(held) not in seen:
@@ -54,10 +55,10 @@ def code_of(owner: Any, *, apart_from: Collection[str]) -> list[Any]:
         apart_from: packages whose classes are not looked at.
     """
     kinds = [kind for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] not in apart_from]
-    found = [value for kind in kinds for value in vars(kind).values() if isinstance(value, FunctionType)]
+    found = [value for kind in kinds for value in vars(kind).values() if issubclass(type(value), FunctionType)]
     seen = set(map(id, found))
     for each in found:
-        if isinstance(each, FunctionType) and each.__module__.partition(".")[0] not in apart_from:
+        if issubclass(type(each), FunctionType) and each.__module__.partition(".")[0] not in apart_from:
             named = [each.__globals__[name] for name in names_in(each.__code__) if name in each.__globals__]
             new = [value for value in named if id(value) not in seen and not _is_elsewhere(value, each)]
             seen.update(map(id, new))
@@ -67,7 +68,7 @@ def code_of(owner: Any, *, apart_from: Collection[str]) -> list[Any]:
 
 def _is_elsewhere(value: Any, caller: FunctionType) -> bool:
     """Whether it is a function of another file."""
-    return isinstance(value, FunctionType) and value.__globals__ is not caller.__globals__
+    return issubclass(type(value), FunctionType) and value.__globals__ is not caller.__globals__
 
 
 def names_in(code: CodeType) -> Iterator[str]:
@@ -81,21 +82,21 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 def _held(each: Any) -> Iterator[Any]:
-    if isinstance(each, (str, bytes, type, ModuleType, Tensor)):
+    if issubclass(type(each), (str, bytes, type, ModuleType, Tensor)):
         return
     for kind, elements in _ELEMENTS.items():
-        if isinstance(each, kind):
+        if issubclass(type(each), kind):
             yield from islice(elements(each), _MOST_ELEMENTS)
-    if isinstance(each, FunctionType):
+    if issubclass(type(each), FunctionType):
         yield from each.__closure__ or ()
         yield from each.__defaults__ or ()
-    elif isinstance(each, CellType):
+    elif issubclass(type(each), CellType):
         # It may be empty.
         with suppress(ValueError):
             yield each.cell_contents
-    elif isinstance(each, MethodType):
+    elif issubclass(type(each), MethodType):
         yield each.__self__
-    elif isinstance(each, partial):
+    elif issubclass(type(each), partial):
         yield from (each.func, each.args, each.keywords)
     with suppress(AttributeError):
         # Not by way of the object's own code.

@@ -17,6 +17,7 @@ from lightning_harmony.engine.glue.equal_stand_ins import COMPARING, equal_stand
 from lightning_harmony.engine.glue.refusals import (
     GRADIENTS_ASKED,
     changed_in_step,
+    changes_nothing,
     gradient_in_step,
     not_its_own,
     refuse_lost_gradient,
@@ -130,6 +131,8 @@ class StandIn(Tensor):
                 return func(*args, **kwargs)
         if func in _DETACHING:
             return args[0].detached()
+        if changes_nothing(func, *args, **kwargs):
+            return args[0]
         if func in COMPARING and (equal := equal_stand_ins(with_parameters, *args)) is not None:
             return equal
         if func is Tensor.__deepcopy__:
@@ -190,6 +193,7 @@ ANSWERED = _getters(
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.__len__, Tensor.__hash__, Tensor.get_device,
     Tensor.is_contiguous, Tensor.storage_offset, Tensor.is_inference, torch.is_floating_point, torch.is_complex, torch.numel,
+    torch._has_compatible_shallow_copy_type,
 }  # fmt: skip
 _GRADIENT = _getters("grad")
 _DETACHING = {*_getters("data"), Tensor.detach}

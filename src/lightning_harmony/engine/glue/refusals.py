@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lightning_harmony.engine.model.layer import SwappedLayer
@@ -25,6 +26,13 @@ _BETWEEN = (
     "torch.overrides",
     "torch.utils._contextlib",
 )
+
+_SET_DATA, _SET_FLAG = (getattr(Tensor, name).__set__ for name in ("data", "requires_grad"))
+# They return the tensor itself where it is of that type, and there.
+_CONVERTING = {
+    Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.type, Tensor.type_as,
+    Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16,
+}  # fmt: skip
 
 
 def _name(stand_in: StandIn) -> str:
@@ -73,6 +81,27 @@ def _is_asked_by_torch() -> bool:
         frame = frame.f_back
     name = str(frame.f_globals.get("__name__"))
     return name.partition(".")[0] in ("torch", "lightning_harmony") and name != "torch.nn.utils.clip_grad"
+
+
+def changes_nothing(func: Any, stand_in: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether a call is to make of a parameter what it is already, as ``self.to(self.device)`` does in a step.
+
+    Args:
+        func: what is called.
+        stand_in: what with, if the parameter's comes first.
+        args: what with, behind that.
+        kwargs: what with, too.
+    """
+    if func == _SET_FLAG or func is Tensor.requires_grad_:
+        flag = args[0] if args else kwargs.get("requires_grad", True)
+        return bool(flag == stand_in.requires_grad)
+    if func == _SET_DATA:
+        return type(args[0]) is type(stand_in) and bool(args[0].parameter is stand_in.parameter)
+    if func not in _CONVERTING or kwargs.get("memory_format", torch.preserve_format) is not torch.preserve_format:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        number = torch.empty((), dtype=stand_in.dtype, device=stand_in.device)
+        return bool(func(number, *args, **kwargs) is number)
 
 
 def changed_in_step(stand_in: StandIn) -> str:

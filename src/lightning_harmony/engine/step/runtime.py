@@ -276,8 +276,12 @@ class Runtime:
 
     def stash(self, tensor: Tensor) -> Stashed:
         """Keep what a layer takes for the backward: on the host, unless it is small or needed again at once."""
-        # Small ones are counters and the like, which code between layers may change afterwards.
-        return Alias.of_copy(tensor) if is_small(tensor) else self.stash_unchanged(tensor)
+        if not is_small(tensor):
+            return self.stash_unchanged(tensor)
+        # These are counters and the like, which code between layers may change afterwards.
+        is_there = any(device.owns(tensor) for device in self._devices)
+        with nullcontext() if is_there else self._devices[0].on_host():
+            return Alias.of_copy(tensor)
 
     def stash_unchanged(self, tensor: Tensor) -> Stashed:
         """Keep a tensor that nobody may change, such as those that autograd saves."""
