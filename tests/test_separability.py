@@ -151,6 +151,8 @@ def test_an_error_of_a_microbatch_says_how_its_batch_was_split(memory: str | Non
     (note,) = notes(num_microbatches=4)
     assert "the batch of 6 samples was split into 4 microbatches of 2, 2, 1, 1" in note
     assert "num_microbatches=1" in note
+    (note,) = notes(num_microbatches=3)
+    assert "into 3 microbatches of 2; a step" in note
     # What is wrong with a whole batch has other reasons.
     assert notes(num_microbatches=1) == []
 

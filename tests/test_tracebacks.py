@@ -41,6 +41,8 @@ class Fragile(nn.Module):
         x = self.linear(x)
         if self.fails == "forward":
             raise ZeroDivisionError("of the user's")
+        if self.fails == "operation":
+            x = x + torch.ones(nets.WIDTH + 1)
         return FailsInBackward.apply(x) if self.fails == "backward" else x
 
 
@@ -91,6 +93,14 @@ def files_of(module: pl.LightningModule, error: type[Exception], **options: Any)
 def test_what_stands_between_the_users_frames_is_not_shown(where: str, step: int, options: dict[str, Any]) -> None:
     files = files_of(Module(where, step), ZeroDivisionError, **options)
     assert_is_short(files)
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_what_stands_between_the_users_frames_and_an_operation_of_torch_is_not_shown(step: int) -> None:
+    """A virtual device passes each operation on: all our frames were shown where one failed."""
+    files = files_of(Module("operation", step), RuntimeError)
+    assert_is_short([file for file in files if "/torch/" not in file])
+    assert files[-1].endswith("torch/_ops.py") or files[-1] == __file__
 
 
 def assert_is_short(files: list[str]) -> None:

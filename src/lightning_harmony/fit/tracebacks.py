@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from types import TracebackType
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 # Modules whose frames stand between ours.
 _BETWEEN = ("contextlib", "torch.autograd.function")
+# Methods that torch calls for each operation.
+_PASSING_ON = ("__torch_dispatch__", "__torch_function__")
 
 
 def of_user(error: BaseException) -> TracebackType | None:
     """The traceback of an error without our frames. Of one that was raised here, or by torch in a call from here, with all.
+
+    What stands between the user's code and each operation of torch, as virtual devices do, calls nothing of its own accord.
 
     Args:
         error: as it was caught.
@@ -20,7 +25,8 @@ def of_user(error: BaseException) -> TracebackType | None:
     while traceback is not None:
         frames.append(traceback)
         traceback = traceback.tb_next
-    packages = [package for package in map(_package, frames) if package not in ("torch", "contextlib")]
+    to_operation = takewhile(lambda each: each.tb_frame.f_code.co_name not in _PASSING_ON, frames)
+    packages = [package for package in map(_package, to_operation) if package not in ("torch", "contextlib")]
     if not packages or packages[-1] == _OWN_PACKAGE:
         return error.__traceback__
     shown, follows_ours = [], False

@@ -182,9 +182,9 @@ class SplitCheck:
 
 def _few(sizes: Sequence[int]) -> str:
     """The sizes of microbatches, in few words."""
-    if len(sizes) <= 8:
-        return ", ".join(map(str, sizes))
-    return f"{max(sizes)}" if max(sizes) == min(sizes) else f"{min(sizes)} or {max(sizes)}"
+    if max(sizes) == min(sizes):
+        return f"{max(sizes)}"
+    return ", ".join(map(str, sizes)) if len(sizes) <= 8 else f"{min(sizes)} or {max(sizes)}"
 
 
 def batch_norms(module: nn.Module) -> dict[str, nn.Module]:

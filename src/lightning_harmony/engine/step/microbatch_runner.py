@@ -25,7 +25,7 @@ from lightning_harmony.engine.step.shortage import exceeded_in_turn
 from lightning_harmony.engine.step.step import Step
 from lightning_harmony.engine.step.turns import LaneProgress, Microbatch, Request
 from lightning_harmony.plan.values.memory_size import format_bytes
-from lightning_harmony.plan.values.task import Phase, Task
+from lightning_harmony.plan.values.task import Phase
 
 
 class MicrobatchRunner:
@@ -114,9 +114,11 @@ class MicrobatchRunner:
         except Exception as error:
             granted = step.granted
             if granted is not None and granted.pack is not None and hasattr(error, "add_note"):
-                task = Task(granted.pack.index, granted.phase, granted.progress.lane.microbatch)
+                microbatch, phase = granted.progress.lane.microbatch, granted.phase.name.lower()
                 on_device = f" on device {granted.device}" if len(self._devices) > 1 else ""
-                error.add_note(f"in task {task} ({granted.pack.name}){on_device}")
+                error.add_note(
+                    f"in the {phase} of microbatch {microbatch}, in or next to {granted.pack.name}{on_device}"
+                )
             raise
         finally:
             step.granted = None
