@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, Timer
 from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_harmony.plan.drawing.page import format_seconds
@@ -36,7 +37,7 @@ pytestmark = [
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(LightningTree, "info", lambda self, message: found.append(message))
+    monkeypatch.setattr(LightningTree, "show", lambda self, message: found.append(message))
     return found
 
 
@@ -81,7 +82,7 @@ def test_the_summary_says_what_is_known_and_then_the_plan(said: list[str], plans
     # The time of the updates included, which is known from the second step on.
     assert plan.profile.machine.update_bytes_per_second is not None
     assert re.search(rf"{re.escape(format_seconds(plan.predicted.seconds))} +Predicted time of a step\n", planned)
-    assert re.search(r"just-in-time +Update: nothing reads the gradients of all packs together", planned)
+    assert re.search(r"just-in-time +Weights are updated during the backward: nothing reads the gradients", planned)
     table = cells(planned)
     assert table["weights"] == [
         start.split(", ")[1].split(" of")[0],
@@ -89,10 +90,36 @@ def test_the_summary_says_what_is_known_and_then_the_plan(said: list[str], plans
         "-",
     ]
     assert table["gradients"][1:] == ["-", format_bytes(report.swapped_out_bytes["gradients"])]
-    assert table["optimizer state"] == [format_bytes(state_bytes(trainer.optimizers)), "-", "-"]
+    assert table["optimizer state"] == [format_bytes(state_bytes(trainer.optimizers)), "with updates", "with updates"]
     stash = report.swapped_out_bytes["stash"]
     assert table["stash"] == [format_bytes(stash), format_bytes(report.swapped_in_bytes["stash"]), format_bytes(stash)]
-    assert max(map(len, planned.splitlines())) <= 100
+    assert max(map(len, planned.splitlines())) <= 110
+
+
+def test_the_summary_is_printed_where_lightning_prints_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    fit(max_steps=2)
+    printed = capsys.readouterr()
+    assert "Harmony: 6 layers" in printed.out
+    assert "Predicted time of a step" in printed.out
+    assert "Harmony" not in printed.err
+
+
+class Counts(Model):
+    """Its microbatches cannot take turns, for each finds what the one before it has left."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.factor = 1.0 + float(batch.float().mean())
+        return super().training_step(batch, batch_idx) * self.factor
+
+
+@pytest.mark.cpu
+def test_nothing_is_predicted_of_microbatches_that_run_one_after_the_other(said: list[str]) -> None:
+    """A time and bytes were, of a step in which they take turns, and far too low."""
+    trainer = fit(Counts())
+    assert "one by one  " in said[1]
+    assert "Predicted" not in said[1]
+    assert cells(said[1])["weights"][1:] == ["unknown", "unknown"]
+    assert trainer.strategy.step_report.predicted_seconds is None
 
 
 def test_a_second_fit_says_it_again(said: list[str]) -> None:
@@ -150,7 +177,9 @@ def test_the_trained_part_of_a_frozen_base_alone_has_gradients_and_state(said: l
 def test_deferred_gradients_are_all_on_the_host_at_once(said: list[str]) -> None:
     trainer = fit(gradient_clip_val=0.1)
     table = cells(said[1])
-    assert re.search(r"deferred +Update: gradient_clip_val=0.1 needs all gradients", said[1])
+    assert re.search(
+        r"deferred +Weights are updated after the backward: gradient_clip_val=0.1 needs all gradients", said[1]
+    )
     assert table["gradients"][0] == format_bytes(trainer.strategy.step_report.swapped_out_bytes["gradients"])
 
 

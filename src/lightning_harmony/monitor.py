@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing_extensions import override
 from lightning_harmony.engine.measure.report import StepReport
 from lightning_harmony.setup import compat
 from lightning_harmony.setup.argument_names import suggests_names
+from lightning_harmony.setup.lightning_tree import LightningTree
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -25,8 +27,9 @@ class MonitorMixin(_Base):
     """Logs the step report of `HarmonyStrategy` to the Trainer's loggers, every `log_every_n_steps`.
 
     What it logs are the fields of `StepReport` that are numbers, under names such as ``harmony/seconds`` and
-    ``harmony/swapped_in_bytes/weights``. One of them, the share of its time in which each device computed, is measured for it
-    alone. It holds up neither a step nor a deferred update; but what a step that it logs or records updates just in time is
+    ``harmony/swapped_in_gib/weights``, and ``harmony/samples_per_second`` in the steps since it logged last. A number that has
+    been 0 in all steps is not logged. One, the share of its time in which each device computed, is measured for it alone. It
+    holds up neither a step nor a deferred update; but what a step that it logs or records updates just in time is
     updated when that step ends.
 
     It can also record a step: when each task ran on which device, for `lightning-harmony trace`.
@@ -49,6 +52,8 @@ class MonitorMixin(_Base):
         self.dirpath = dirpath
         self._has_asked = False
         self._logged: StepReport | None = None
+        self._names: set[tuple[str, ...]] = set()
+        self._num_samples, self._seconds, self._start = 0, 0.0, 0.0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -59,7 +64,10 @@ class MonitorMixin(_Base):
         """
         if stage != "fit":
             return
-        self._has_asked, self._logged = False, None
+        self._has_asked = False
+        self._logged = None
+        self._names.clear()
+        self._num_samples, self._seconds = 0, 0.0
         if getattr(trainer.strategy, "strategy_name", None) != "harmony":
             raise self._wrong(
                 "HarmonyMonitor tells what Trainer(strategy='harmony') swaps and when it computes, but the strategy is "
@@ -78,6 +86,7 @@ class MonitorMixin(_Base):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Ask for what is wanted of this step."""
+        self._start = time.perf_counter()
         strategy: Any = trainer.strategy
         recorder = strategy.recorder
         if recorder is None:
@@ -95,9 +104,11 @@ class MonitorMixin(_Base):
         strategy: Any = trainer.strategy
         report, recorder = strategy.step_report, strategy.recorder
         # A batch that was skipped has none of its own.
-        if report is not None and report is not self._logged and compat.logs_this_step(trainer):
-            for logger in trainer.loggers:
-                logger.log_metrics(_figures(report, logger.group_separator), step=_step(trainer))
+        if report is not None and report is not self._logged:
+            self._num_samples += report.num_samples or 0
+            self._seconds += time.perf_counter() - self._start
+            if compat.logs_this_step(trainer):
+                self._log(trainer, report)
         self._logged = report
         if recorder is None:
             return
@@ -105,11 +116,34 @@ class MonitorMixin(_Base):
         if recording is not None:
             self._write(trainer, recording.to_json())
 
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say that the step to record was never reached."""
+        if self.trace_step is not None and not self._has_asked:
+            LightningTree(self.tree).warn(
+                f"HarmonyMonitor(trace_step={self.trace_step}) recorded nothing: the fit ended before that step. Its last "
+                f"was step {_step(trainer) - 1}, as steps count from 0"
+            )
+
+    def _log(self, trainer: Trainer, report: StepReport) -> None:
+        figures = _figures(report)
+        if self._num_samples:
+            figures["samples_per_second",] = self._num_samples / self._seconds
+        self._num_samples, self._seconds = 0, 0.0
+        self._names |= {name for name, value in figures.items() if value}
+        for logger in trainer.loggers:
+            named = {
+                logger.group_separator.join(("harmony", *name)): figures[name]
+                for name in figures
+                if name in self._names
+            }
+            logger.log_metrics(named, step=_step(trainer))
+
     def _say_what_is_missing(self, trainer: Trainer) -> None:
         """The model fits: nothing is swapped that could be recorded."""
         if self.trace_step is not None and _step(trainer) == self.trace_step and not self._has_asked:
             self._has_asked = True
-            import_module(f"{self.tree}.utilities.rank_zero").rank_zero_warn(
+            LightningTree(self.tree).warn(
                 f"HarmonyMonitor(trace_step={self.trace_step}) records nothing: the model fits on its device, where nothing "
                 "is swapped; HarmonyStrategy(device_memory=...) with less than it takes has its layers swapped"
             )
@@ -118,7 +152,7 @@ class MonitorMixin(_Base):
         file = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir) / f"step-{self.trace_step}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
-        import_module(f"{self.tree}.utilities.rank_zero").rank_zero_info(
+        LightningTree(self.tree).info(
             f"HarmonyMonitor recorded step {self.trace_step}. To draw it: lightning-harmony trace {file} --png step.png"
         )
 
@@ -128,22 +162,22 @@ def _step(trainer: Trainer) -> int:
     return compat.logged_step(trainer)
 
 
-def _figures(report: StepReport, separator: str) -> dict[str, float]:
-    """The numbers of a report, with names for loggers."""
-    several: dict[str, Mapping[Any, float]] = {
-        "swapped_in_bytes": report.swapped_in_bytes,
-        "swapped_out_bytes": report.swapped_out_bytes,
-        "peak_device_bytes": dict(enumerate(report.peak_device_bytes)),
-        "reserved_device_bytes": dict(enumerate(report.reserved_device_bytes)),
-        "busy": dict(enumerate(report.busy)),
+def _figures(report: StepReport) -> dict[tuple[str, ...], float]:
+    """The numbers of a report, with names in parts; amounts of memory in GiB."""
+    shares: dict[str, Mapping[Any, float]] = {"busy": dict(enumerate(report.busy))}
+    amounts: dict[str, Mapping[Any, int]] = {
+        "swapped_in_gib": report.swapped_in_bytes,
+        "swapped_out_gib": report.swapped_out_bytes,
+        "peak_device_gib": dict(enumerate(report.peak_device_bytes)),
+        "reserved_device_gib": dict(enumerate(report.reserved_device_bytes)),
     }
     single = {
         "seconds": report.seconds,
         "predicted_seconds": report.predicted_seconds,
-        "transferred_bytes": report.transferred_bytes,
-        "host_bytes": report.host_bytes,
+        "transferred_gib": report.transferred_bytes / 2**30,
+        "host_gib": report.host_bytes / 2**30,
         "update_hidden": report.update_hidden,
     }
-    figures: dict[str, float] = {name: value for name, value in single.items() if value is not None}
-    figures |= {f"{name}{separator}{key}": value for name, values in several.items() for key, value in values.items()}
-    return {f"harmony{separator}{name}": float(value) for name, value in figures.items()}
+    several = shares | {name: {key: n / 2**30 for key, n in each.items()} for name, each in amounts.items()}
+    figures: dict[tuple[str, ...], float] = {(name,): value for name, value in single.items() if value is not None}
+    return figures | {(name, str(key)): value for name, values in several.items() for key, value in values.items()}

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_harmony.plan.outlook.outlook import Outlook
 from lightning_harmony.plan.values.machine import Machine
 from lightning_harmony.plan.values.memory_size import format_bytes
+from lightning_harmony.plan.values.printed import Printed
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(Printed):
     """What training a model takes of a machine. Prints as a page; `to_dict` gives the figures.
 
     Attributes:

@@ -62,6 +62,7 @@ class InMemory:
     lasting: LastingBytes
     split_check: SplitCheck
     _num_microbatches: int = 1
+    _num_samples: int | None = None
     # The layers that are compiled for as long as this lasts.
     _compiled: list[nn.Module] = field(default_factory=list)
 
@@ -122,7 +123,7 @@ class InMemory:
         room = "without a limit" if capacity is None else f"of {format_bytes(capacity)}"
         number = len(self.devices)
         runs = "whole" if number == 1 else f"in {number} microbatches, one for each device,"
-        self.tree.info(
+        self.tree.show(
             f"Harmony: {format_bytes(self.lasting.total)} of weights, gradients and optimizer state fit on a "
             f"{self.device.torch_device.type} device {room}. Nothing is swapped; a batch runs {runs} unless "
             "HarmonyStrategy(num_microbatches=...) says otherwise."
@@ -146,7 +147,7 @@ class InMemory:
     def report(self, reports: StepReports) -> None:
         """The backward of a step has ended."""
         self.split_check.after_backward(self._losses_of, [self.device])
-        reports.write_in_memory(self._num_microbatches, self._watch.peak_bytes)
+        reports.write_in_memory(self._num_microbatches, self._num_samples, self._watch.peak_bytes)
 
     def evaluate(self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a validation, test or prediction step as it is.
@@ -163,6 +164,7 @@ class InMemory:
     def _split(self, args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any]]:
         """The samples of each microbatch of a batch, and the microbatches."""
         settings, (batch, *rest) = self.settings, args
+        self._num_samples = self.split_check.splitting.number(batch)
         # Where nothing says it, one for each device.
         number = len(self.devices) if settings.num_microbatches is None else settings.num_microbatches
         if number == 1 and settings.microbatch_size is None:

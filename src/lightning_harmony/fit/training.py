@@ -65,6 +65,7 @@ class Training:
         # Where nothing says it, the fewest that fit. Of several devices each has one to run, and one to wait for.
         self._number = 1 if len(self.engine.devices) == 1 else 2 * len(self.engine.devices)
         self._least_samples = 2 if batch_norms(self._module) else 1
+        self._num_samples: int | None = None
 
     def start(self) -> None:
         """Say what is known before the first step.
@@ -168,6 +169,7 @@ class Training:
         samples = None if runs_whole else splitting.samples(batch)
         sizes = (1,) if samples is None else settings.sizes(samples.number, self._at_most(samples.number))
         parts = splitting.split(batch, samples, sizes)
+        self._num_samples = splitting.number(batch)
         self.split_check.note(batch, samples, sizes, rest, kwargs)
         step, precision = self._module.training_step, self.trainer.precision_plugin
         return sizes, parts, [TrainingStep(self.engine, precision, step, (part, *rest), kwargs) for part in parts]
@@ -210,7 +212,7 @@ class Training:
     def after_backward(self) -> None:
         """Once, show the plan, and check the loss if that was asked for."""
         if not self._runs_alone():
-            self.summary.show_plan(self.deferred.policy)
+            self.summary.show_plan(self.deferred.policy, takes_turns=self._interleaving.hazard is None)
         self.split_check.after_backward(self._losses_of, self.engine.devices)
 
     def _runs_alone(self) -> bool:
@@ -340,7 +342,8 @@ class Training:
         self._interleaving.finish()
 
     def _report(self, num_microbatches: int, update: str, reason: str) -> None:
-        self.reports.write(self.engine, self.trainer.optimizers, num_microbatches, update, reason)
+        optimizers, num_samples = self.trainer.optimizers, self._num_samples
+        self.reports.write(self.engine, optimizers, num_microbatches, num_samples, update, reason)
 
     def _stepping_by_hand(self) -> AbstractContextManager[None]:
         """The context of a training_step that may step optimizers itself."""

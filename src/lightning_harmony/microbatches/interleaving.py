@@ -288,6 +288,6 @@ class Interleaving:
         """
         self.hazard = hazard
         self._tree.info(
-            f"microbatches run one after the other: {hazard}. Results are exact, but each layer is swapped in "
+            f"Harmony: microbatches run one after the other: {hazard}. Results are exact, but each layer is swapped in "
             f"{num_microbatches} times as often. To let them take turns, {way_out}"
         )

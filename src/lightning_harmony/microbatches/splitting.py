@@ -61,6 +61,13 @@ class Splitting:
             return Samples(number, loaded)
         return Samples(self._assumed(batch, loaded), loaded)
 
+    def number(self, batch: Any) -> int | None:
+        """How many samples a batch has; None if that cannot be told with certainty."""
+        try:
+            return count_samples(batch, self._loaded()._replace(has_rows=self._has_rows))
+        except Indivisible:
+            return None
+
     def split(self, batch: Any, samples: Samples | None, sizes: Sequence[int]) -> list[Any]:
         """The microbatches of a batch.
 

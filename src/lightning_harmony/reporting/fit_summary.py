@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_harmony.engine.measure.report import in_words
 from lightning_harmony.engine.step.executor import Executor
 from lightning_harmony.engine.updates.disk_home import DiskHome
 from lightning_harmony.errors import PlanError
@@ -15,6 +16,7 @@ from lightning_harmony.plan.values.host_need import waiting_bytes
 from lightning_harmony.plan.values.memory_size import format_bytes
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import Prediction
+from lightning_harmony.plan.values.printed import fact_lines, table_lines
 from lightning_harmony.setup.lightning_tree import LightningTree
 from lightning_harmony.updating import optimizer_state
 from lightning_harmony.updating.update_policy import UpdatePolicy
@@ -40,13 +42,14 @@ class FitSummary:
             runs_alone: whether the training_step runs as it is, so that there will be no plan.
         """
         if self._is_wanted():
-            self.tree.info(describe_start(self.engine, runs_alone=runs_alone))
+            self.tree.show(describe_start(self.engine, runs_alone=runs_alone))
 
-    def show_plan(self, policy: UpdatePolicy) -> None:
+    def show_plan(self, policy: UpdatePolicy, *, takes_turns: bool) -> None:
         """A backward has ended: show the plan, if there is one by now, and no first update in it is still to be timed.
 
         Args:
             policy: tells when parameters are updated, and why.
+            takes_turns: whether microbatches may take turns, as the plan has it.
         """
         plan = self.engine.plan
         if self._has_shown_plan or plan.num_microbatches is None or plan.profile is None:
@@ -57,7 +60,9 @@ class FitSummary:
         seen = policy.why_never_later()
         self._has_shown_plan, self._has_named_reader = True, seen is not None
         if self._is_wanted():
-            self.tree.info("\n" + describe_plan(self.engine, self.trainer.optimizers, update, reason, seen))
+            self.tree.show(
+                describe_plan(self.engine, self.trainer.optimizers, update, reason, seen, takes_turns) + "\n"
+            )
 
     def show_late_reader(self, policy: UpdatePolicy) -> None:
         """A step begins: say what ends the overlap of updates, if the plan was shown and named nothing that did.
@@ -97,7 +102,12 @@ def describe_start(engine: Executor, *, runs_alone: bool) -> str:
 
 
 def describe_plan(
-    engine: Executor, optimizers: Sequence[Any], update: str, reason: str, seen: str | None = None
+    engine: Executor,
+    optimizers: Sequence[Any],
+    update: str,
+    reason: str,
+    seen: str | None = None,
+    takes_turns: bool = True,
 ) -> str:
     """What the plan says, and where things live: a table, and a few lines below it.
 
@@ -107,16 +117,19 @@ def describe_plan(
         update: when parameters are updated.
         reason: why then.
         seen: what may look at parameters between two batches, so that no update goes on there; None if nothing does.
+        takes_turns: whether microbatches may take turns. What others do is not predicted.
     """
     plan = engine.plan
-    prediction = _predicted(plan)
+    prediction = _predicted(plan) if takes_turns else None
     title = (
         f"Harmony: {_count(sum(len(pack) for pack in plan.packs), 'layer')} in {_count(len(plan.packs), 'pack')}, "
         f"{_count(plan.num_microbatches or 1, 'microbatch', 'es')}, {_count(plan.num_devices, 'device')}"
         f"{f' ({plan.parallel})' if plan.num_devices > 1 else ''}"
     )
     table = _table(engine, optimizers, prediction, is_deferred=update == "deferred")
-    facts = [(update, f"Update: {reason}")]
+    facts = [(update, in_words(update, reason))]
+    if not takes_turns:
+        facts.insert(0, ("one by one", "Microbatches run one after the other, which no plan predicts"))
     if seen is not None:
         facts.append(("no overlap", f"Each update ends before the next batch: {seen}"))
         if update == "just-in-time":
@@ -135,8 +148,7 @@ def describe_plan(
         facts.append((_packs(plan.fused), "A microbatch goes through to its loss and back at once"))
     if (disk := engine.updater.streamed.disk) is not None and disk.is_in_use:
         facts.append((format_bytes(disk.used_bytes), _on_disk(disk, prediction)))
-    width = max(len(value) for value, _ in facts)
-    return "\n".join([title, *table, *(f"{value:<{width}}  {meaning}" for value, meaning in facts)])
+    return "\n".join([title, *table, *fact_lines(facts)])
 
 
 def _on_disk(disk: DiskHome, prediction: Prediction | None) -> str:
@@ -174,20 +186,16 @@ def _table(
         "gradients": format_bytes(most) if most == sum(gradients) else f"up to {format_bytes(most)}",
         "optimizer state": "unknown" if state is None else _amount(state - on_disk),
     }
-    moved: dict[str, tuple[int, int]] = {}
+    # Weights and gradients that go with it are not predicted either.
+    moved = {"optimizer state": ["with updates" if engine.updater.streamed.is_on_device else "-"] * 2}
     if prediction is not None:
         for kind in ("weights", "gradients", "stash"):
-            moved[kind] = (
-                sum(device.swapped_in_bytes.get(kind, 0) for device in prediction.devices),
-                sum(device.swapped_out_bytes.get(kind, 0) for device in prediction.devices),
-            )
-        on_host["stash"] = _amount(moved["stash"][1])
+            ways = [(device.swapped_in_bytes, device.swapped_out_bytes) for device in prediction.devices]
+            moved[kind] = [_amount(sum(each.get(kind, 0) for each in way)) for way in zip(*ways, strict=True)]
+        on_host["stash"] = moved["stash"][1]
     rows = [["", "On the host", "In, a step", "Out, a step"]]
-    rows += [[kind, text, *map(_amount, moved.get(kind, (0, 0)))] for kind, text in on_host.items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
-    return [lines[0], rule, *lines[1:], rule]
+    rows += [[kind, text, *moved.get(kind, ["unknown"] * 2)] for kind, text in on_host.items()]
+    return table_lines(rows)
 
 
 def _count(number: int, noun: str, ending: str = "s") -> str:

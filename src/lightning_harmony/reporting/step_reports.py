@@ -31,7 +31,13 @@ class StepReports:
         self._start = time.perf_counter()
 
     def write(
-        self, engine: Executor, optimizers: Sequence[Optimizer], num_microbatches: int, update: str, reason: str
+        self,
+        engine: Executor,
+        optimizers: Sequence[Optimizer],
+        num_microbatches: int,
+        num_samples: int | None,
+        update: str,
+        reason: str,
     ) -> None:
         """A step has ended."""
         # In the first step, buffers go as the optimizer's state comes: what they took together is no more than either end.
@@ -43,7 +49,8 @@ class StepReports:
         before, self._state_bytes = self._state_bytes, self._state_size.num_bytes(optimizers) - on_disk
         most = max(engine.pool.take_peak_bytes() + before, engine.pool.num_bytes + self._state_bytes)
         engine.note_seconds(seconds)
-        predicted = engine.step_plan.predicted
+        is_alone = engine.is_sequential and num_microbatches > 1
+        predicted = None if is_alone else engine.step_plan.predicted
         self.last = StepReport(
             seconds=seconds,
             swapped_in_bytes=dict(engine.traffic.swapped_in),
@@ -61,13 +68,15 @@ class StepReports:
             reserved_device_bytes=[device.peak_reserved_bytes() for device in engine.devices],
             disk_read_bytes=read_bytes,
             disk_written_bytes=written_bytes,
+            num_samples=num_samples,
         )
 
-    def write_in_memory(self, num_microbatches: int, peak_bytes: int | None) -> None:
+    def write_in_memory(self, num_microbatches: int, num_samples: int | None, peak_bytes: int | None) -> None:
         """A step has ended in which nothing was swapped.
 
         Args:
             num_microbatches: that it had.
+            num_samples: of its batch; None where they cannot be told.
             peak_bytes: the most that was seen to be on the device; None where nobody counts.
         """
         self.last = StepReport(
@@ -82,4 +91,5 @@ class StepReports:
             update="in-memory",
             update_reason="the model fits on its device, where its optimizer steps as in plain Lightning",
             update_hidden=0.0,
+            num_samples=num_samples,
         )

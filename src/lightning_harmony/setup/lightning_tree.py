@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+
+from lightning_harmony.setup.progress_bars import above_progress_bars
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,23 @@ class LightningTree:
         """How many samples a batch has, as Lightning tells it; raises whatever it raises."""
         return int(self.part("utilities.data").extract_batch_size(batch))
 
+    def show(self, message: str) -> None:
+        """Print it where Lightning prints its model summary."""
+        with self._above_progress_bars():
+            print(message)
+
     def info(self, message: str) -> None:
         """Say it where Lightning says what it does."""
-        self.part("utilities.rank_zero").rank_zero_info(message)
+        with self._above_progress_bars():
+            self.part("utilities.rank_zero").rank_zero_info(message)
 
     def warn(self, message: str) -> None:
         """Say it once."""
-        self.part("utilities.rank_zero").rank_zero_warn(message)
+        with self._above_progress_bars():
+            self.part("utilities.rank_zero").rank_zero_warn(message)
+
+    def _above_progress_bars(self) -> AbstractContextManager[None]:
+        return above_progress_bars(logging.getLogger(f"{self.name}.utilities.rank_zero"))
 
 
 def classes_of(tree: str) -> Any:

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
+
+from lightning_harmony.plan.drawing.page import format_seconds
+from lightning_harmony.plan.values.memory_size import format_bytes
+from lightning_harmony.plan.values.printed import Printed, fact_lines, table_lines
 
 KINDS = ("weights", "gradients", "optimizer", "stash")
 
 
+_TIMES = {
+    "just-in-time": "Weights are updated during the backward",
+    "deferred": "Weights are updated after the backward",
+}
+
+
+def in_words(update: str, reason: str) -> str:
+    """When weights are updated, and why.
+
+    Args:
+        update: as in `StepReport`.
+        reason: the same.
+    """
+    return f"{_TIMES.get(update, 'Nothing is swapped')}: {reason}"
+
+
 @dataclass(frozen=True)
-class StepReport:
-    """The last training step.
+class StepReport(Printed):
+    """The last training step. Prints as a table.
 
     Attributes:
         seconds: from the split of the batch to the end of the backward, or of the last just-in-time update.
@@ -39,6 +59,7 @@ class StepReport:
             keeps unused, but without the process's context. Empty where nothing is counted.
         disk_read_bytes: optimizer state that updates read from disk since the step before.
         disk_written_bytes: what they wrote there.
+        num_samples: of the batch; None where they cannot be told with certainty.
     """
 
     seconds: float
@@ -57,6 +78,45 @@ class StepReport:
     reserved_device_bytes: list[int] = field(default_factory=list)
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0
+    num_samples: int | None = None
+
+    def __str__(self) -> str:
+        microbatches = "1 microbatch" if self.num_microbatches == 1 else f"{self.num_microbatches} microbatches"
+        packs = {0: "", 1: ", 1 pack"}.get(self.num_packs, f", {self.num_packs} packs")
+        lines = [f"A step of {microbatches}{packs}"]
+        if self.num_packs:
+            # What comes and goes as "optimizer" are weights and gradients, too.
+            rows = [
+                ("for updates" if kind == "optimizer" else kind, *map(_amount, (self.swapped_in_bytes[kind], out)))
+                for kind, out in self.swapped_out_bytes.items()
+            ]
+            lines += table_lines([("", "In", "Out"), *rows])
+        return "\n".join([*lines, *fact_lines(list(self._facts()))])
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        predicted = (
+            "" if self.predicted_seconds is None else f"; {format_seconds(self.predicted_seconds)} were predicted"
+        )
+        yield format_seconds(self.seconds), f"Time of the step{predicted}"
+        if self.num_packs and self.num_samples:
+            yield f"{self.num_samples / self.seconds:.3g}", "Samples a second"
+        for number, peak in enumerate(self.peak_device_bytes):
+            yield format_bytes(peak), f"Peak on device {number}"
+        if self.num_packs:
+            yield format_bytes(self.host_bytes), "In host memory"
+        if self.transferred_bytes:
+            yield format_bytes(self.transferred_bytes), "From device to device"
+        if self.disk_read_bytes or self.disk_written_bytes:
+            yield format_bytes(self.disk_read_bytes), f"Read from disk; {format_bytes(self.disk_written_bytes)} written"
+        for number, busy in enumerate(self.busy):
+            yield f"{busy:.0%}", f"Of the time, device {number} computed"
+        if self.update_hidden:
+            yield f"{self.update_hidden:.0%}", "Of the time of updates, devices had other work"
+        yield self.update, in_words(self.update, self.update_reason)
+
+
+def _amount(num_bytes: int) -> str:
+    return format_bytes(num_bytes) if num_bytes else "-"
 
 
 @dataclass

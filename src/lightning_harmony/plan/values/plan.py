@@ -14,6 +14,7 @@ from typing import Literal
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.document import DocumentKind
 from lightning_harmony.plan.values.memory_size import format_bytes
+from lightning_harmony.plan.values.printed import Printed
 from lightning_harmony.plan.values.profile import Profile
 from lightning_harmony.plan.values.task import Phase
 from lightning_harmony.plan.values.values import decode, encode
@@ -47,7 +48,7 @@ LOOKAHEAD = 2
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Printed):
     """Packs, the order of their visits, and where they run.
 
     Attributes:

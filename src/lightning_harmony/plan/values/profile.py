@@ -8,6 +8,8 @@ from statistics import median
 from typing import Any
 
 from lightning_harmony.plan.values.cost import SECONDS, Cost, pack_cost
+from lightning_harmony.plan.values.memory_size import format_bytes
+from lightning_harmony.plan.values.printed import Printed, table_lines
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class MachineLimits:
 
 
 @dataclass(frozen=True)
-class Profile:
-    """What was measured.
+class Profile(Printed):
+    """What was measured. Prints as a table of the layers.
 
     Attributes:
         layers: the cost of each, in the order of their first calls.
@@ -63,6 +65,17 @@ class Profile:
     def pack_costs(self, packs: Sequence[Sequence[str]]) -> tuple[Cost, ...]:
         """The costs of packs of these layers, given by their names; a layer that was not seen costs nothing."""
         return tuple(pack_cost([self._by_name.get(name) or Cost(name, 0, 0) for name in pack]) for pack in packs)
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                cost.name,
+                format_bytes(cost.weight_bytes),
+                *(f"{1000 * each:.3g} ms" for each in (cost.forward_seconds, cost.backward_seconds)),
+            )
+            for cost in self.layers
+        ]
+        return "\n".join(table_lines([("Layer", "Weights", "Forward", "Backward"), *rows]))
 
     @cached_property
     def _by_name(self) -> dict[str, Cost]:
