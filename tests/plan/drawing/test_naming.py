@@ -15,6 +15,12 @@ def test_packs_are_called_by_their_layers_without_what_all_have_in_common() -> N
     assert [pack_name(PLAN, pack) for pack in range(4)] == ["wte", "h.0 to h.2", "pack 2", "h.3"]
 
 
+def test_no_name_begins_with_a_number() -> None:
+    """Packs of a stack were called "0 0.0" and "1 1.0" in the key."""
+    plan = replace(STEP, packs=(("model.net.0.0",), ("model.net.1.0", "model.net.2.0")))
+    assert [pack_name(plan, pack) for pack in range(2)] == ["net.0.0", "net.1.0 to net.2.0"]
+
+
 def test_tasks_are_told_in_words() -> None:
     assert task_name(PLAN, Task(3, Phase.FORWARD, 3)) == "h.3 forward, microbatch 3"
     assert task_name(PLAN, Task(1, Errand.SWAP_IN)) == "h.0 to h.2 weights to the device"

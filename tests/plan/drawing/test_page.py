@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -62,6 +63,24 @@ def test_a_page_is_as_wide_as_its_window_with_ticks_capacity_and_key() -> None:
     assert "may hold 10 KiB" in page
     assert "</i> 1 c to d</span>" in page
     assert boxes(drawing, "idle")
+
+
+def test_what_a_device_holds_at_last_is_drawn_to_the_end_of_the_step() -> None:
+    """It had no width, and the device looked empty behind the last change."""
+    device = replace(PREDICTION.devices[0], memory=((0.0, 1024), (PREDICTION.seconds / 2, 512)))
+    (drawing,) = drawings(to_html(STEP, {"measured": replace(PREDICTION, devices=(device,))}, "A step"))
+    widths = [float((box.get("width") or "").rstrip("%")) for box in boxes(drawing, "memory").values()]
+    assert widths == pytest.approx([50, 50])
+
+
+def test_names_beside_a_drawing_do_not_cover_each_other() -> None:
+    assert STEP.profile is not None
+    for held in (100, 5000, 10240):
+        device = replace(PREDICTION.devices[0], memory=((0.0, held),), peak_bytes=held)
+        plan = replace(STEP, profile=replace(STEP.profile, machine=MachineLimits(10240)))
+        page = to_html(plan, {"measured": replace(PREDICTION, devices=(device,))}, "A step")
+        tops = sorted(int(top) for top in re.findall(r'<div style="top:(\d+)px', page))
+        assert all(below - above >= 16 for above, below in pairwise(tops))
 
 
 @pytest.mark.parametrize(

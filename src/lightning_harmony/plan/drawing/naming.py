@@ -32,7 +32,10 @@ _WORDS: dict[Kind, str] = {
 
 
 def pack_name(plan: Plan, pack: int) -> str:
-    """A pack by its layers, as in "h.0" or "h.0 to h.3", without the parts of their names that all layers have in common."""
+    """A pack by its layers, as in "h.0" or "h.0 to h.3".
+
+    Names are without the parts in front that all layers have in common, unless a number would be the first one then.
+    """
     return _pack_names(plan.packs)[pack]
 
 
@@ -40,6 +43,8 @@ def pack_name(plan: Plan, pack: int) -> str:
 def _pack_names(packs: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
     parents = [layer.split(".")[:-1] for layers in packs for layer in layers]
     num_common = sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False)))
+    while num_common and any(layer.split(".")[num_common].isdigit() for layers in packs for layer in layers):
+        num_common -= 1
     short = [[".".join(layer.split(".")[num_common:]) for layer in layers] for layers in packs]
     return tuple(
         f"pack {pack}" if not layers else layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"

@@ -13,13 +13,15 @@ from lightning_harmony.plan.values.prediction import DevicePrediction, Predictio
 from lightning_harmony.plan.values.streams import COMPUTE, STREAMS
 
 _ROW, _GAP, _CURVE, _NUM_TICKS = 26, 4, 120, 8
-# How wide a letter is, as a share of a window that is not small.
+# How wide a letter is, as a share of a window that is not small. In small ones there are no labels.
 _LETTER = 0.007
 _GRID, _LIMIT = "#dde3ea", "#b3452c"
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2em; color: #222; background: #fff; }
-.device { display: flex; } .names { position: relative; flex: 0 0 8em; font-size: 12px; } .names div { position: absolute; }
-.wide { flex: 1; min-width: 0; overflow-x: auto; } svg { display: block; width: calc(100% * var(--zoom, 1)); }
+.device { display: flex; } .names { position: relative; flex: 0 0 11em; font-size: 12px; white-space: nowrap; }
+.names div { position: absolute; } .wide { flex: 1; min-width: 0; overflow-x: auto; } svg { display: block; width: 100%; }
+.zoomed { width: calc(100% * var(--zoom, 1)); container-type: inline-size; }
+@container (max-width: 60em) { .label { display: none; } } pre { white-space: pre-wrap; }
 text { font: 11px system-ui, sans-serif; fill: #222; pointer-events: none; } rect:hover { stroke: #000; stroke-width: 1.5; }
 .key span { display: inline-block; margin-right: 1.2em; } .key i { display: inline-block; width: 1em; height: 1em; }
 """
@@ -107,7 +109,8 @@ def to_html(plan: Plan, steps: Mapping[str, Prediction], title: str) -> str:
             heading = f"device {number}, {name}" if len(steps) > 1 else f"device {number}"
             names, drawing = "".join(_names(device, scales)), "".join(_drawing(plan, steps[name], number, scales))
             drawings.append(
-                f"<h3>{heading}</h3><div class=device><div class=names>{names}</div><div class=wide>{drawing}</div></div>"
+                f"<h3>{heading}</h3><div class=device><div class=names>{names}</div>"
+                f"<div class=wide><div class=zoomed>{drawing}</div></div></div>"
             )
     lines, newline = "<br>".join(escape(line) for line in summaries(plan, steps)), "\n"
     return (
@@ -178,7 +181,7 @@ def _names(device: DevicePrediction, scales: _Scales) -> Iterator[str]:
     held = scales.height(held_bytes(device)) - 9
     if scales.capacity_bytes is not None:
         at = scales.height(scales.capacity_bytes) - 9
-        held = held if held > at + 16 else at + 16
+        held = min(max(held, at + 16), scales.bottom - 32)
         yield f'<div style="top:{at:.0f}px;color:{_LIMIT}">may hold {format_bytes(scales.capacity_bytes)}</div>'
     yield f'<div style="top:{held:.0f}px;color:{_LIMIT}">at most {format_bytes(held_bytes(device))}</div>'
     yield f'<div style="top:{scales.bottom - 16}px">memory</div>'
@@ -189,7 +192,7 @@ def _drawing(plan: Plan, step: Prediction, number: int, scales: _Scales) -> Iter
     yield f'<svg height="{scales.bottom + 22}">'
     for moment in ticks(scales.seconds, _NUM_TICKS):
         x = scales.across(moment)
-        anchor = "start" if moment == 0 else "end" if moment > 0.98 * scales.seconds else "middle"
+        anchor = "start" if moment == 0 else "end" if moment > 0.95 * scales.seconds else "middle"
         yield f'<line x1="{x}" x2="{x}" y1="0" y2="{scales.bottom}" stroke="{_GRID}"/>'
         yield f'<text x="{x}" y="{scales.bottom + 15}" text-anchor="{anchor}">{format_seconds(moment) if moment else 0}</text>'
     if COMPUTE in scales.streams:
@@ -205,7 +208,7 @@ def _drawing(plan: Plan, step: Prediction, number: int, scales: _Scales) -> Iter
     for stream in scales.streams:
         for label, start, end, ink in labels([span for span in device.spans if span.stream == stream]):
             yield from _label(scales, stream, label, start, end, ink)
-    yield from _curve(device, scales)
+    yield from _curve(device, step.seconds, scales)
     yield "</svg>"
 
 
@@ -221,12 +224,13 @@ def _label(scales: _Scales, stream: str, label: str, start: float, end: float, i
     """A label in the middle of what it is for, where that is wide enough."""
     if (end - start) / scales.seconds > _LETTER * (len(label) + 1):
         y = scales.streams.index(stream) * (_ROW + _GAP) + 17
-        yield f'<text x="{scales.across((start + end) / 2)}" y="{y}" text-anchor="middle" style="fill:{ink}">{label}</text>'
+        x = scales.across((start + end) / 2)
+        yield f'<text class="label" x="{x}" y="{y}" text-anchor="middle" style="fill:{ink}">{label}</text>'
 
 
-def _curve(device: DevicePrediction, scales: _Scales) -> Iterator[str]:
-    """The memory below, with its top and what the device may hold."""
-    ends = [*(moment for moment, _ in device.memory[1:]), device.memory[-1][0]] if device.memory else []
+def _curve(device: DevicePrediction, seconds: float, scales: _Scales) -> Iterator[str]:
+    """The memory below until the step ends, with its top and what the device may hold."""
+    ends = [*(moment for moment, _ in device.memory[1:]), max(seconds, device.memory[-1][0])] if device.memory else []
     for (moment, num_bytes), end in zip(device.memory, ends, strict=True):
         y, told = scales.height(num_bytes), f"{format_bytes(num_bytes)} from {format_seconds(moment)}"
         yield (
