@@ -165,6 +165,12 @@ def test_a_model_of_the_hub_that_cannot_be_read_says_why_and_what_works_offline(
             ["--config", "{broken}", "--batch", "float32[4, 64]"],
             "test_estimate_command.Broken cannot be built: ValueError",
         ),
+        ([""], "name a model, or give --config"),
+        (["test_estimate_command.Wide", "--batch", f"float32[{10**20}]"], "is no batch: "),
+        (["--config", "{no_class}"], "'3' is no import path"),
+        (["--config", "{no_settings}"], "init_args of a strategy, must hold names and values"),
+        (["--config", "{no_number}", "--batch", "float32[4, 64]"], "num_microbatches must be at least 1, not [2]"),
+        (["--config", "{no_yaml}"], "is no configuration of a LightningCLI application: "),
         (["--config", "{no_data}"], "a batch of test_estimate_command.NoData cannot be built: KeyError: 'folder'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -179,6 +185,10 @@ def test_wrong_input_is_named_in_one_line(
     for name, text in (
         ("broken", model % "Broken"),
         ("no_data", model % "Wide" + "data: {class_path: test_estimate_command.NoData}\n"),
+        ("no_class", "model: {class_path: 3}\n"),
+        ("no_settings", model % "Wide" + "trainer: {strategy: {class_path: X, init_args: 3}}\n"),
+        ("no_number", model % "Wide" + "trainer: {strategy: {class_path: X, init_args: {num_microbatches: [2]}}}\n"),
+        ("no_yaml", "a: b: [\n"),
     ):
         places[name] = tmp_path / f"{name}.yaml"
         places[name].write_text(text)
@@ -272,6 +282,47 @@ def test_what_to_change_is_told_in_the_order_of_what_it_costs() -> None:
     ]
     found = [next(i for i, line in enumerate(result.advice) if rank in line) for rank in ranks]
     assert found == sorted(found), result.advice
+
+
+class Stack(pl.LightningModule):
+    """What stands between its layers keeps activations of each microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).square().mean()
+
+
+def test_the_least_limit_is_advised_where_many_small_microbatches_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the limit that microbatches of a single sample need was named."""
+    monkeypatch.setattr("lightning_harmony.engine.memory.stash.SMALLEST_BYTES", 16 * 1024)
+    result = estimate(
+        Stack,
+        torch.empty(64, 64, device="meta"),
+        machine=replace(H200, device_bytes=None, library_bytes=0),
+        device_memory=9000,
+    )
+    needs = {row.microbatch_size: row.outlook.need.num_bytes for row in result.rows}
+    least = min(needs, key=lambda size: needs[size])
+    assert needs[least] < needs[1]
+    first, second = [line for line in result.advice if "device_memory=" in line]
+    assert first.endswith(f"for microbatches of {least}")
+    assert second.endswith("for microbatches of 1")
+
+
+def test_what_does_not_fit_is_not_said_to_use_less_than_it_needs() -> None:
+    text = str(
+        estimate(
+            Stack,
+            torch.empty(8, 64, device="meta"),
+            machine=replace(H200, device_bytes=None, library_bytes=0),
+            device_memory=9000,
+        )
+    )
+    (line,) = [line for line in text.splitlines() if line.startswith("device  DOES NOT FIT")]
+    assert "uses up to" not in line
 
 
 def test_state_that_a_host_has_no_room_for_may_live_on_disk() -> None:

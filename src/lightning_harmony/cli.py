@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _ESTIMATE = """Say what training a model takes, before any memory is taken: bytes on device and host, packs, the time of a
 step and what bounds it, for several sizes of the microbatches, and what to change if it does not fit."""
 _EXAMPLES = """examples:
-  lightning-harmony estimate examples.gpt.GPT --batch "int64[8, 128], int64[8, 128]" --device-memory 32MiB
+  lightning-harmony estimate my_project.Model --batch "int64[8, 128], int64[8, 128]" --device-memory 8GiB
   lightning-harmony estimate transformers.GPT2Config n_layer=48 n_embd=1600 n_head=25 --machine h200
   lightning-harmony estimate --config config.yaml --machine machine.json"""
 
@@ -247,7 +247,7 @@ def _estimate(options: argparse.Namespace) -> int:
         if arguments:
             raise ValueError("the model's arguments stand in the configuration: leave out name=value, or --config")
         given = read_config(options.config, model)
-    elif model is None:
+    elif not model:
         raise ValueError("name a model, or give --config")
     else:
         given["model"] = find_model(model, parse_arguments(arguments))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_harmony.engine.model.decompose import find_layers
-from lightning_harmony.estimating.result import Estimate
+from lightning_harmony.estimating.result import Estimate, Row
 from lightning_harmony.plan.outlook.outlook import Need
 from lightning_harmony.plan.values.card_memory import limit_for
 from lightning_harmony.plan.values.memory_size import format_bytes
@@ -47,14 +47,13 @@ def _other_microbatches(result: Estimate) -> Iterator[str]:
 
 
 def _higher_limit(result: Estimate) -> Iterator[str]:
-    if not result.fits_device(result.chosen) and _has(result, result.outlook.need):
-        yield _limit(result, result.outlook.need, result.chosen.microbatch_size)
-    elif (need := _least_too_large(result)) is not None and _has(result, need):
-        yield _limit(result, need, result.rows[0].microbatch_size)
-
-
-def _limit(result: Estimate, need: Need, size: int) -> str:
-    return f'HarmonyStrategy(device_memory="{_rounded_up(_taken(result, need))}") or more, for microbatches of {size}'
+    if result.fits_device(result.chosen):
+        return
+    for row in [result.chosen] if any(map(result.fits_device, result.rows)) else [_least(result), result.chosen]:
+        need = row.outlook.need
+        if _has(result, need):
+            limit = _rounded_up(_taken(result, need))
+            yield f'HarmonyStrategy(device_memory="{limit}") or more, for microbatches of {row.microbatch_size}'
 
 
 def _finer_layers(result: Estimate, module: nn.Module) -> Iterator[str]:
@@ -129,7 +128,7 @@ def _larger_card(result: Estimate) -> Iterator[str]:
     if need is not None and not _has(result, need):
         yield (
             f"a device with {_rounded_up(_taken(result, need))} or more, for microbatches of "
-            f"{result.rows[0].microbatch_size}"
+            f"{_least(result).microbatch_size}"
         )
 
 
@@ -141,9 +140,14 @@ def _more_host_memory(result: Estimate) -> Iterator[str]:
 # ---- amounts -----------------------------------------------------------------------------------------------------------
 
 
+def _least(result: Estimate) -> Row:
+    """The size of microbatches that needs least of the device: inputs of many small ones take more than a few large ones."""
+    return min(result.rows, key=lambda row: row.outlook.need.num_bytes)
+
+
 def _least_too_large(result: Estimate) -> Need | None:
-    """What the smallest microbatches need, where no size fits on the device."""
-    return None if any(map(result.fits_device, result.rows)) else result.rows[0].outlook.need
+    """The least that any size of microbatches needs, where none fits on the device."""
+    return None if any(map(result.fits_device, result.rows)) else _least(result).outlook.need
 
 
 def _has(result: Estimate, need: Need) -> bool:

@@ -159,7 +159,7 @@ def parse_batch(text: str) -> Any:
         try:
             tensors.append((match[1], torch.empty(shape, dtype=dtype, device="meta")))
         except (RuntimeError, TypeError) as error:
-            raise ValueError(f"{text!r} is no batch: {error}") from error
+            raise ValueError(f"{text!r} is no batch: {str(error).splitlines()[0]}") from error
         place = match.end()
     names = [name for name, _ in tensors if name is not None]
     if not tensors or (names and len(set(names)) < len(tensors)):
@@ -181,8 +181,12 @@ def read_config(path: str, model: str | None) -> dict[str, Any]:
     """
     values = _read_yaml(path)
     section, trainer = values.get("model") or {}, values.get("trainer") or {}
-    if not isinstance(trainer, dict) or not isinstance(section, dict):
-        raise ValueError(f"{path}: its sections model and trainer must hold names and values")
+    strategy = trainer.get("strategy") if isinstance(trainer, dict) else None
+    given = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+    if not all(isinstance(each, dict) for each in (trainer, section, given)):
+        raise ValueError(
+            f"{path}: its sections model and trainer, and init_args of a strategy, must hold names and values"
+        )
     arguments: dict[str, Any] = {
         "model": _builder(_with_class(section, model, "model", path), "lightning.pytorch.LightningModule")
     }
@@ -193,8 +197,6 @@ def read_config(path: str, model: str | None) -> dict[str, Any]:
         arguments["precision"] = trainer["precision"]
     if trainer.get("gradient_clip_val") or (trainer.get("accumulate_grad_batches") or 1) != 1:
         arguments["update"] = "deferred"
-    strategy = trainer.get("strategy")
-    given = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
     for name in ("device_memory", "num_microbatches", "microbatch_size"):
         if given.get(name) not in (None, "auto"):
             arguments[name] = given[name]
@@ -213,7 +215,8 @@ def _read_yaml(path: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} is no configuration of a LightningCLI application: {error}") from error
+        why = " ".join(str(error).split())
+        raise ValueError(f"{path} is no configuration of a LightningCLI application: {why}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} is no configuration of a LightningCLI application: it has no sections")
     # Those that an application writes itself may stand below its subcommand.
@@ -238,11 +241,12 @@ def _builder(section: dict[str, Any], base: str) -> Callable[[], Any]:
         jsonargparse = import_module("jsonargparse")
     except ImportError as error:
         raise ValueError("--config needs jsonargparse: pip install 'jsonargparse[signatures]'") from error
-    import_by_path(section["class_path"])
+    import_by_path(str(section["class_path"]))
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(import_by_path(base), "it")
     try:
         parsed = parser.parse_object({"it": section})
     except (jsonargparse.ArgumentError, TypeError) as error:
-        raise ValueError(f"{section['class_path']} cannot be built as the configuration says: {error}") from error
+        why = " ".join(str(error).split())
+        raise ValueError(f"{section['class_path']} cannot be built as the configuration says: {why}") from error
     return lambda: _made(section["class_path"], lambda: parser.instantiate_classes(parsed).it)

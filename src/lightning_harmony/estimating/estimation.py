@@ -74,8 +74,8 @@ def estimate(
         "microbatch_size": microbatch_size,
     }
     for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name} must be at least 1, not {number}")
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise ValueError(f"{name} must be at least 1, not {number!r}")
     precision = precision_name(precision)
     where = measure_machine() if machine is None else read_machine(machine) if isinstance(machine, str) else machine
     if host_memory is not None:

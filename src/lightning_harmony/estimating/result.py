@@ -151,8 +151,9 @@ class Estimate(Printed):
             else format_bytes(self.machine.host_bytes)
         )
         microbatches = _plural(self.outlook.num_microbatches, "1 microbatch", "microbatches")
+        layers = _plural(self.num_layers, "1 layer", "layers")
         return [
-            f"{self.name}: {_count(self.num_parameters)} parameters{trained}, {self.num_layers} layers, {self.precision}, "
+            f"{self.name}: {_count(self.num_parameters)} parameters{trained}, {layers}, {self.precision}, "
             f"{self.optimizer}",
             f"a step: {self.batch_size} samples"
             + (f", {self.items_per_step:,} tokens" if self.items == "tokens" else "")
@@ -164,18 +165,16 @@ class Estimate(Printed):
         outlook = self.outlook
         need, host = outlook.need, outlook.host
         where = f"for {need.name}" if need.name else "before the first layer"
-        device_verdict = "fits" if self.fits_device(self.chosen) else "DOES NOT FIT"
-        host_verdict = "fits: needs" if self.fits_host(self.chosen) else "DOES NOT FIT: needs"
+        device_verdict = "fits: " if self.fits_device(self.chosen) else "DOES NOT FIT: "
+        host_verdict = "fits: " if self.fits_host(self.chosen) else "DOES NOT FIT: "
         if self.machine.host_bytes is None:
-            host_verdict = "needs"
+            host_verdict = ""
         return [
-            f"device  {device_verdict}: needs {format_bytes(need.num_bytes)}, and uses up to "
-            f"{format_bytes(outlook.peak_bytes)} where it has it",
+            f"device  {device_verdict}{_needed(need.num_bytes, outlook.peak_bytes)}",
             f"        most {where}: {format_bytes(need.state_bytes)} weights and gradients, "
             f"{format_bytes(need.work_bytes)} work space, {format_bytes(need.live_bytes)} of other microbatches, "
             f"{format_bytes(need.other_bytes)} besides",
-            f"host    {host_verdict} {format_bytes(host.least_bytes)}, and uses up to "
-            f"{format_bytes(host.num_bytes)} where it has it",
+            f"host    {host_verdict}{_needed(host.least_bytes, host.num_bytes)}",
             f"        at the most {format_bytes(host.weight_bytes)} weights + "
             f"{format_bytes(host.gradient_bytes)} gradients + {format_bytes(host.optimizer_bytes)} optimizer + "
             f"{format_bytes(host.stash_bytes)} stash",
@@ -231,6 +230,11 @@ class Estimate(Printed):
     def _end(self) -> list[str]:
         advice = ["To make it fit:", *(f"- {line}" for line in self.advice)] if self.advice else []
         return [*advice, *(f"Note: {note}." for note in self.notes)]
+
+
+def _needed(least: int, most: int) -> str:
+    more = f", and uses up to {format_bytes(most)} where it has it" if most > least else ""
+    return f"needs {format_bytes(least)}{more}"
 
 
 def _describe_packs(outlook: Outlook) -> str:

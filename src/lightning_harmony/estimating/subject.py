@@ -232,7 +232,7 @@ def build(make: Callable[[], Any]) -> nn.Module:
             'with device="cpu", or build the model yourself and give that'
         ) from error
     if not isinstance(module, nn.Module):
-        raise UnsupportedModelError(f"a model was expected, not a {type(module).__name__}")
+        raise UnsupportedModelError(f"a model was expected, not {type(module).__name__}")
     return module
 
 

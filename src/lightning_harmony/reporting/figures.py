@@ -18,7 +18,7 @@ def figure_class() -> type[Figure]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('pictures need matplotlib: pip install "lightning-harmony[viz]"') from error
+        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
     return Figure
 
 
