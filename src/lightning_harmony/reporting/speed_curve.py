@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from lightning_harmony.reporting.figures import figure_class
@@ -75,7 +76,9 @@ def draw_curve(series: Sequence[Series], file: Path, *, memory: str, speed: str,
         _draw_series(axes, each, unit)
     axes.set_xlabel(f"{memory}, {name}", color=_INK)
     axes.set_title(speed, loc="left", fontsize=10, color=_INK)
-    figure.supxlabel("\n".join(notes), fontsize=8.5, color=_NOTE)
+    # A longer line would be cut off on both sides.
+    lines = [line for note in notes for line in wrap(note, 105)]
+    figure.supxlabel("\n".join(lines), fontsize=8.5, color=_NOTE)
     from matplotlib import rc_context
 
     # Texts stay texts in an SVG, and the same points make the same file.
