@@ -28,7 +28,6 @@ NUM_COMPARED_STEPS = 6
 SEED = 1
 STATE_BYTES_PER_PARAMETER = 16  # FP32 weight and gradient, and the two moments of AdamW
 PROMPT = "The following"
-KINDS = ("weights", "gradients", "optimizer", "stash")
 
 
 @dataclass(frozen=True)
@@ -197,34 +196,6 @@ def print_text(model: GPT) -> None:
     print(vocabulary.decode(model.generate(vocabulary.encode(PROMPT), num_tokens=100, temperature=0.6)))
 
 
-def per_microbatch_bytes(swapped_in: Mapping[str, int], swapped_out: Mapping[str, int], num_microbatches: int) -> int:
-    """Return the bytes that a step would swap if it ran one microbatch after the other.
-
-    Each microbatch would then bring in all weights again and take out gradients of its own. Everything else moves as
-    often as it did.
-    """
-    measured = sum(swapped_in.values()) + sum(swapped_out.values())
-    repeated = swapped_in.get("weights", 0) + swapped_out.get("gradients", 0)
-    return measured + (num_microbatches - 1) * repeated
-
-
-def print_report(report: StepReport) -> None:
-    """Print what the last step swapped."""
-    swapped_in, swapped_out = report.swapped_in_bytes, report.swapped_out_bytes
-    print(f"\nThe last step: {report.num_microbatches} microbatches, {report.num_packs} packs.")
-    print(f"Update: {report.update} ({report.update_reason}).\n")
-    print(f"{'swapped':<12}{'in':>14}{'out':>14}")
-    for kind in KINDS:
-        print(f"{kind:<12}{format_bytes(swapped_in.get(kind, 0)):>14}{format_bytes(swapped_out.get(kind, 0)):>14}")
-    measured = sum(swapped_in.values()) + sum(swapped_out.values())
-    alone = per_microbatch_bytes(swapped_in, swapped_out, report.num_microbatches)
-    print(
-        f"\nAll of it: {format_bytes(measured)}. One microbatch after the other would bring in the weights, and take\n"
-        f"out gradients, {report.num_microbatches} times as often: {format_bytes(alone)}, "
-        f"which is {alone / max(1, measured):.1f} times as much."
-    )
-
-
 def compare_with_plain(options: Options) -> bool:
     """Train a few steps both ways from equal weights, and print what each takes.
 
@@ -273,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
     assert ours.report is not None, "training steps have ended"
     print_losses(ours.losses)
     print_text(model)
-    print_report(ours.report)
+    print(f"\nThe last step:\n{ours.report}")
     is_equal = compare_with_plain(options)
     recording = folder / f"step-{last}.json"
     if ours.report.update == "in-memory":
@@ -281,7 +252,6 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         print("\nThe last step, measured and as it was predicted:")
         lightning_harmony(["trace", str(recording), "--png", str(options.picture)])
-        print(f"\nA picture of it: {options.picture}")
     return 0 if is_equal else 1
 
 
