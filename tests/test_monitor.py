@@ -354,7 +354,9 @@ def test_a_first_step_that_an_earlier_fit_planned_is_recorded_by_its_plan(tmp_pa
     fit(strategy=harmony(**cached))
     trainer, recording = record(tmp_path, 0, strategy=harmony(**cached), max_steps=1)
     assert recording.plan.packs == trainer.strategy.plan.packs
-    assert recording.predicted() is not None
+    # It runs one microbatch after the other, which is not what the plan predicts.
+    assert recording.predicted() is None
+    assert predict(recording.plan).seconds > 0
 
 
 def test_parameters_that_are_pruned_between_steps_end_no_watch(tmp_path: Path) -> None:

@@ -156,12 +156,7 @@ def show_recording(recording: Recording, *, png: Path | None, html: Path | None,
         steps["predicted"] = predicted
     print("\n".join(summaries(recording.plan, steps)))
     if predicted is None:
-        tells_costs = recording.plan.profile is not None
-        print(
-            "predicted: nothing, for the plan is so tight that a step makes room as it goes"
-            if tells_costs
-            else "predicted: nothing, for the plan was made before the step had been measured"
-        )
+        print(f"predicted: nothing, for {recording.why_unpredicted()}")
     in_time = "; predicted just in time" if predicted is not None and recording.update.startswith("deferred") else ""
     print(f"update: {recording.update}{in_time}")
     _write(recording.plan, steps, "A recorded step", png=png, html=html, trace=trace)

@@ -18,6 +18,7 @@ from lightning_harmony.plan.simulate.replay import predict, replay
 from lightning_harmony.plan.values.cost import Cost
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.profile import MachineLimits
+from lightning_harmony.plan.values.task import Phase
 from support.plans import STEP, machines, plans
 
 RECORDING = Recording(STEP, predict(STEP), "just-in-time: nothing reads all gradients")
@@ -35,6 +36,18 @@ def test_what_is_written_is_read_back(planned: tuple[Plan, tuple[Cost, ...]], ma
 def test_the_prediction_is_that_of_the_plan() -> None:
     assert RECORDING.predicted() == predict(STEP)
     assert replace(RECORDING, plan=replace(STEP, profile=None)).predicted() is None
+
+
+def test_what_took_no_turns_is_not_told_what_turns_take() -> None:
+    """Some steps run one microbatch after the other, with a plan for turns: their prediction was much too short."""
+    (device,) = RECORDING.measured.devices
+    spans = sorted(
+        (span for span in device.spans if span.task.kind is Phase.FORWARD), key=lambda span: span.task.microbatch or 0
+    )
+    in_sequence = tuple(span._replace(start_seconds=n, end_seconds=n + 0.5) for n, span in enumerate(spans))
+    recording = replace(RECORDING, measured=replace(RECORDING.measured, devices=(replace(device, spans=in_sequence),)))
+    assert recording.predicted() is None
+    assert recording.why_unpredicted() == "microbatches ran one after the other"
 
 
 def changed(**parts: Any) -> str:

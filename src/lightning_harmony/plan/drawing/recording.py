@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from lightning_harmony.errors import PlanError
@@ -10,6 +11,7 @@ from lightning_harmony.plan.values.document import DocumentKind
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.prediction import Prediction
 from lightning_harmony.plan.values.streams import STREAM_OF
+from lightning_harmony.plan.values.task import Phase
 from lightning_harmony.plan.values.values import decode, encode
 
 # A reader of one version refuses all others: a step is quickly recorded anew.
@@ -38,11 +40,20 @@ class Recording:
     update: str
 
     def predicted(self) -> Prediction | None:
-        """What the plan says that the step does; None if it does not say."""
+        """What the plan says that the step does; None if it does not say, or microbatches took no turns as it has it."""
         try:
-            return predict(self.plan)
+            predicted = predict(self.plan)
         except PlanError:
             return None
+        return None if _takes_turns(predicted) and not _takes_turns(self.measured) else predicted
+
+    def why_unpredicted(self) -> str:
+        """Why nothing is predicted of the step."""
+        if self.plan.profile is None:
+            return "the plan was made before the step had been measured"
+        if not _takes_turns(self.measured):
+            return "microbatches ran one after the other"
+        return "the plan is so tight that a step makes room as it goes"
 
     def to_json(self) -> str:
         """The recording as JSON, which `from_json` reads."""
@@ -74,6 +85,15 @@ def read_recording(file: Path) -> Recording:
         return Recording.from_json(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, PlanError) as error:
         raise PlanError(f"{str(file)!r}: {error}") from error
+
+
+def _takes_turns(step: Prediction) -> bool:
+    """Whether a forward of one microbatch comes between those of another."""
+    spans = [span for device in step.devices for span in device.spans if span.task.kind is Phase.FORWARD]
+    order = [
+        number for number, _ in groupby(span.task.microbatch for span in sorted(spans, key=lambda s: s.start_seconds))
+    ]
+    return len(order) > len(set(order))
 
 
 def _refuse_contradictions(recording: Recording) -> None:
