@@ -417,12 +417,12 @@ def test_an_optimizer_that_steps_on_the_host_keeps_its_state_there(
 
 
 def test_the_summary_tells_what_is_written(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     host = Host(1.0, monkeypatch, tmp_path)
-    with caplog.at_level("INFO"):
-        train(build(), host, pl.callbacks.ModelSummary())
-    (text,) = [record.message for record in caplog.records if "Predicted time of a step" in record.message]
+    train(build(), host, pl.callbacks.ModelSummary())
+    text = capsys.readouterr().out
+    assert text.count("Predicted time of a step") == 1
     said = rf"2.* MiB +Optimizer state in {tmp_path}: so much is read and written in each step, .* written a day"
     assert re.search(said, text)
 
