@@ -289,16 +289,40 @@ class Writes(Reads):
 
     def run(self, x: Tensor) -> Tensor:
         x = self.blocks(x)
-        if self.how == "in place":
-            self.blocks[0].mean.zero_()
-        elif self.how == "an element":
-            self.blocks[0].mean[0] = 0.0
-        else:
-            self.blocks[0].mean = torch.zeros(nets.WIDTH)
+        mean = self.blocks[0].mean
+        match self.how:
+            case "in place":
+                mean.zero_()
+            case "an element":
+                mean[0] = 0.0
+            case "assigned":
+                self.blocks[0].mean = torch.zeros(nets.WIDTH)
+            case "through data":
+                mean.data.mul_(0.5)
+            case "a view":
+                mean[:2].zero_()
+            case "through NumPy":
+                mean.numpy()[:] = 0.0
+            case "as an output":
+                torch.mean(x.detach(), 0, out=mean)
+            case "as statistics":
+                F.batch_norm(x.detach(), mean, torch.ones(nets.WIDTH, device=x.device), training=True)
         return x
 
 
-@pytest.mark.parametrize("how", ["in place", "an element", "assigned"])
+WAYS_TO_WRITE = [
+    "in place",
+    "an element",
+    "assigned",
+    "through data",
+    "a view",
+    pytest.param("through NumPy", marks=pytest.mark.cpu),
+    "as an output",
+    "as statistics",
+]
+
+
+@pytest.mark.parametrize("how", WAYS_TO_WRITE)
 def test_a_buffer_that_is_written_between_layers_is_refused_by_name(how: str) -> None:
     trainer = trainer_for(HarmonyStrategy(num_microbatches=2), 2, [])
     loader = torch.utils.data.DataLoader(samples(), batch_size=8)
@@ -306,6 +330,22 @@ def test_a_buffer_that_is_written_between_layers_is_refused_by_name(how: str) ->
         UnsupportedModelError, match=r"buffer 'mean' of layer 'net\.blocks\.0' is changed within a step"
     ):
         trainer.fit(Net(Writes(how)), loader)
+
+
+class WritesInHook(Net):
+    """A hook before the backward writes it."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.net.blocks[0].mean.data.mul_(0.5)
+
+
+def test_a_buffer_that_a_hook_before_the_backward_writes_is_refused_before_any_update() -> None:
+    module = WritesInHook(BehindTheCall())
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    loader = torch.utils.data.DataLoader(samples(), batch_size=8)
+    with pytest.raises(UnsupportedModelError, match=r"buffer 'mean' of layer 'net\.blocks\.0' is changed"):
+        trainer_for(HarmonyStrategy(num_microbatches=2), 2, []).fit(module, loader)
+    assert all(torch.equal(parameter.cpu(), before[name]) for name, parameter in module.named_parameters())
 
 
 class ReadsAnother(nets.Block):

@@ -248,10 +248,14 @@ class SwappedLayer:
         assert buffer is not None
         if not self.is_training and key not in self.changed_buffers:
             return buffer
-        raise UnsupportedModelError(
+        raise self.refusal_of_change(key)
+
+    def refusal_of_change(self, key: BufferKey) -> UnsupportedModelError:
+        """The refusal of what others do to a buffer."""
+        return UnsupportedModelError(
             f"buffer {key[1]!r} of layer {self.name!r} is changed within a step, outside of the layer's call, but the "
-            "layer is called again for other microbatches and in the backward: change it in the layer's forward, or "
-            "in a hook such as on_train_batch_end"
+            "layer is called again for other microbatches and in the backward: change it in the layer's forward, in a hook "
+            "such as on_train_batch_end, or make a layer of the module around both with HarmonyStrategy(layers=...)"
         )
 
     @contextmanager

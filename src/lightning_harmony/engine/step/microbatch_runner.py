@@ -98,6 +98,8 @@ class MicrobatchRunner:
     def drive(self, until: Phase) -> None:
         """Grant lanes, one at a time, until each has ended or waits for what comes after ``until``."""
         step = self._step
+        # Hooks have run between the forward and the backward.
+        step.buffer_copies.refuse_changed()
         try:
             # A compiled container around layers runs as it is written where its operations may be on several devices.
             whole = torch.compiler.set_stance("force_eager") if len(self._devices) > 1 else nullcontext()
@@ -212,6 +214,7 @@ class MicrobatchRunner:
         """Run a microbatch up to its loss; None if there is nothing to differentiate."""
         with self._glue.stashing(), progress.glue or nullcontext():
             loss = progress.microbatch.step()
+        self._step.buffer_copies.refuse_changed()
         return None if loss is None or not loss.requires_grad else loss
 
     def _run_backward(self, progress: LaneProgress, loss: Tensor) -> None:
@@ -228,3 +231,4 @@ class MicrobatchRunner:
                 # Hooks, checkpoints and functions of the user's own run glue in it.
                 stack.enter_context(progress.glue)
             torch.autograd.backward(loss, gradient)
+        self._step.buffer_copies.refuse_changed()

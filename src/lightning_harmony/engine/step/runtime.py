@@ -218,6 +218,9 @@ class Runtime:
             )
         step.read_buffers[key] = layer
         reader = self._devices[0].torch_device if caller is None else self.device_of(caller)
+        return step.buffer_copies.read(layer, key, reader, lambda: self._copy_of_buffer(layer, key, reader))
+
+    def _copy_of_buffer(self, layer: SwappedLayer, key: BufferKey, reader: torch.device) -> Tensor:
         index = self._placement.pack_of[layer.index]
         places = [(residents, residents.packs[index]) for residents in self._placement.residents]
         places += [each for _, pack in places[:1] for each in self._placement.others_with_buffers_of(pack)]

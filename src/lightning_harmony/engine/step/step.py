@@ -15,6 +15,7 @@ from lightning_harmony.engine.lanes.rng import RandomStreams
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import SwappedPack
+from lightning_harmony.engine.step.read_buffers import ReadBuffers
 from lightning_harmony.engine.step.turns import LaneProgress, Turns
 from lightning_harmony.plan.values.plan import Plan
 from lightning_harmony.plan.values.task import Phase
@@ -88,6 +89,7 @@ class Step:
         is_sequential: whether one microbatch runs after the other, in the caller's own thread.
         watch: watches its microbatches while one runs after the other.
         read_buffers: the buffers of layers that others have read, and the layers.
+        buffer_copies: what those have read.
         in_backward: whether the gradient of its loss has come.
         has_trained: whether there was a training step before it.
         upstream: that gradient.
@@ -105,6 +107,7 @@ class Step:
         self.is_sequential = False
         self.watch: StepWatch | None = None
         self.read_buffers: dict[BufferKey, SwappedLayer] = {}
+        self.buffer_copies = ReadBuffers()
         self.in_backward = self.has_trained = False
         self.upstream = torch.ones(())
         self.random = RandomStreams([], [])
@@ -154,6 +157,7 @@ class Step:
         """
         if running:
             self.read_buffers = {}
+        self.buffer_copies = ReadBuffers()
         self._progress = {progress.lane: progress for progress in running}
         self.turns = Turns(running, plan, having_buffers, fuses=self.fuses)
 

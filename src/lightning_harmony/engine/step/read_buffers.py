@@ -1,0 +1,93 @@
+"""Buffers of layers that other code reads: it gets copies, and what it changes in one would be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_harmony.engine.lanes.lane import AnyLane, current_lane
+from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, version_of
+from lightning_harmony.engine.model.pack import buffer_of
+from lightning_harmony.engine.structures.checksum import checksum
+from lightning_harmony.engine.structures.operations import Unseen
+from lightning_harmony.engine.structures.parts import is_composed
+
+
+@dataclass
+class _Copy:
+    """A copy of a buffer.
+
+    Attributes:
+        layer: whose buffer it is of.
+        host: the host's buffer, as it was copied.
+        version: that of it.
+        tensor: the copy.
+        checksum: of what was copied.
+    """
+
+    layer: SwappedLayer
+    host: Tensor
+    version: int
+    tensor: Tensor
+    checksum: Tensor
+
+    def is_of_now(self, key: BufferKey) -> bool:
+        """Whether nobody has changed the buffer since."""
+        host = buffer_of(key)
+        return key not in self.layer.changed_buffers and host is self.host and version_of(host) == self.version
+
+    def refuse_changed(self, key: BufferKey) -> None:
+        """Refuse what others have changed in it."""
+        with Unseen():
+            has_changed = not torch.equal(checksum(self.tensor), self.checksum)
+        if has_changed:
+            raise self.layer.refusal_of_change(key)
+
+
+class ReadBuffers:
+    """The newest copies that each lane has, until it comes to its loss or to its end."""
+
+    def __init__(self) -> None:
+        self._copies: dict[AnyLane | None, dict[tuple[BufferKey, torch.device], _Copy]] = {}
+
+    def read(self, layer: SwappedLayer, key: BufferKey, device: torch.device, copy: Callable[[], Tensor]) -> Tensor:
+        """A copy of a buffer for the calling lane: the same one as before while nobody has changed the buffer.
+
+        Args:
+            layer: whose buffer it is.
+            key: which.
+            device: where the copy is to be.
+            copy: makes one.
+
+        Raises:
+            UnsupportedModelError: if the lane has changed an older copy.
+        """
+        copies = self._copies.setdefault(current_lane(), {})
+        known = copies.get((key, device))
+        if known is not None:
+            if known.is_of_now(key):
+                return known.tensor
+            known.refuse_changed(key)
+        made = copy()
+        # What a graph records holds nothing yet.
+        if made.layout is torch.strided and not is_composed(made) and not _is_recording(device):
+            host = buffer_of(key)
+            with Unseen():
+                copies[key, device] = _Copy(layer, host, version_of(host), made, checksum(made))
+        return made
+
+    def refuse_changed(self) -> None:
+        """The calling lane has come to its loss or to its end: refuse what it has changed in its copies, and forget them.
+
+        Raises:
+            UnsupportedModelError: naming the buffer.
+        """
+        for (key, _), copy in self._copies.pop(current_lane(), {}).items():
+            copy.refuse_changed(key)
+
+
+def _is_recording(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
