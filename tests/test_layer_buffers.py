@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 from lightning_harmony import HarmonyStrategy
 from lightning_harmony.errors import UnsupportedModelError
-from support import nets
-from support.same_training import Net, assert_same_training, trainer_for
+from lightning_harmony.plan.values.plan import Plan
+from support import nets, same_training
+from support.same_training import Net, assert_same_training, compare, train_harmony, train_plain, trainer_for
 from support.taking_turns import samples, takes_turns
 
 pytestmark = [
@@ -407,3 +409,79 @@ def test_a_buffer_that_is_expanded_may_be_replaced(each: bool) -> None:
     """The layer's was written into the user's, of which PyTorch says that several elements are one place in memory."""
     torch.manual_seed(0)
     assert_same_training(Net(ExpandedBuffers(each)), samples(), num_microbatches=4)
+
+
+class Observes(nets.Block):
+    """Makes buffers larger where they are, as observers of quantization do: in its first call, or in a later one."""
+
+    low: Tensor
+    scale: Tensor
+    offset: Tensor
+
+    def __init__(self, from_call: int = 0) -> None:
+        super().__init__()
+        self.from_call, self.calls = from_call, 0
+        self.register_buffer("low", torch.empty(0))
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("offset", torch.ones(1, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        if self.calls >= self.from_call:
+            # More than what memory is laid out by.
+            lowest = y.detach().amin(0).repeat(64)
+            self.low.resize_(len(lowest)).copy_(lowest)
+            self.scale.resize_(len(lowest)).copy_(1 + lowest.abs())
+        self.calls += 1
+        return y / self.scale[-nets.WIDTH :] + self.offset
+
+
+class Observed(ExpandedBuffers):
+    def __init__(self, from_call: int = 0) -> None:
+        super().__init__(each=False)
+        self.blocks = nn.Sequential(*[Observes(from_call) for _ in range(3)])
+
+
+@pytest.mark.devices(1, 2)
+def test_a_buffer_that_a_layer_makes_larger_is_not_written_over_the_next_one() -> None:
+    torch.manual_seed(0)
+    assert_same_training(Net(Observed()), samples(), num_microbatches=4)
+
+
+def test_a_buffer_that_is_made_larger_in_a_late_call_is_refused_by_name() -> None:
+    trainer = trainer_for(HarmonyStrategy(num_microbatches=4), 4, [])
+    loader = torch.utils.data.DataLoader(samples(), batch_size=8)
+    with pytest.raises(UnsupportedModelError, match=r"'net\.blocks\.0' makes its buffer 'low' larger in place"):
+        trainer.fit(Net(Observed(from_call=10)), loader)
+
+
+class Divides(nets.Block):
+    """Divides by a running mean, which autograd saves, and changes it in place in the next call."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(nets.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        self.scale.mul_(0.9).add_(0.1 * y.detach().abs().mean(0))
+        return y / self.scale
+
+
+class Divided(ExpandedBuffers):
+    def __init__(self) -> None:
+        super().__init__(each=False)
+        self.blocks = nn.Sequential(*[Divides() for _ in range(3)])
+
+
+@pytest.mark.devices(1, 2)
+def test_a_buffer_that_a_kept_graph_has_saved_may_be_changed_by_the_next_microbatch() -> None:
+    torch.manual_seed(0)
+    module, devices = Net(Divided()), same_training.default_devices
+    packs = tuple((f"net.blocks.{number}",) for number in range(3))
+    plan = Plan(packs, (0, 1, 2), 3, kept=frozenset({1, 2}), num_microbatches=4, num_devices=devices)
+    plain = train_plain(copy.deepcopy(module), samples(), 4, 8)
+    strategy = HarmonyStrategy(plan=plan)
+    compare(plain, train_harmony(module, samples(), strategy, 8, with_gradients=True, devices=devices))

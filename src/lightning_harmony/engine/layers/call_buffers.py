@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
+from lightning_harmony.engine.structures.parts import parts_of
 from lightning_harmony.engine.structures.strides import copied
+from lightning_harmony.errors import UnsupportedModelError
 
 
 class CallBuffers:
@@ -23,10 +26,19 @@ class CallBuffers:
 
     def __init__(self, layer: SwappedLayer, residency: Residency, *, copies: bool) -> None:
         self._layer = layer
-        self.bound = {key: residency.buffers[key] for key in layer.buffers}
-        copies = copies or layer.has_unknown_buffers()
-        self._before = {key: copied(tensor) for key, tensor in self.bound.items()} if copies else {}
+        found = {key: residency.buffers[key] for key in layer.buffers}
+        self._is_unknown = layer.has_unknown_buffers()
+        copies = copies or self._is_unknown
+        # What a call changes is apart: the graph of another call may have saved what this one finds, and behind the memory of
+        # one that becomes larger, as those of observers of quantization do, lies another one.
+        apart = [key for key in found if self._is_unknown or (copies and key in layer.changing_buffers)]
+        with torch.inference_mode(False):
+            copied_ones = _copies(found) if copies else {}
+        self.bound = found | {key: copied_ones[key] for key in apart}
+        self._before = copied_ones | {key: found[key] for key in apart}
+        self._apart = frozenset(apart)
         self._versions = {key: tensor._version for key, tensor in self.bound.items()}
+        self._extents = {key: _extent(tensor) for key, tensor in found.items() if key not in self._apart}
 
     def take_over(self, residency: Residency, left: Mapping[BufferKey, Tensor | None]) -> list[BufferKey]:
         """Let the pack have those that the layer changed or replaced.
@@ -37,36 +49,62 @@ class CallBuffers:
 
         Returns:
             Which ones.
+
+        Raises:
+            UnsupportedModelError: if the layer has made one larger in its memory.
         """
-        resident, layer = residency.buffers, self._layer
-        if layer.has_unknown_buffers():
+        layer = self._layer
+        self._refuse_grown(left)
+        if self._is_unknown:
             layer.note_calls(self._before, left)
         changed = [
             key
             for key, tensor in left.items()
             if tensor is not None
             and (
-                tensor is not resident[key]
+                tensor is not self.bound[key]
                 or tensor._version != self._versions[key]
                 or _is_statistic(key)
                 or key in layer.unversioned_buffers
             )
         ]
-        resident.update({key: tensor.detach() for key in changed if (tensor := left[key]) is not None})
+        residency.buffers.update({key: tensor.detach() for key in changed if (tensor := left[key]) is not None})
         residency.dirty_buffers.update(changed)
         layer.changed_buffers.update(changed)
-        self._keep(changed)
+        layer.changing_buffers.update(changed)
+        self._keep(changed, residency)
         return changed
 
-    def _keep(self, changed: Iterable[BufferKey]) -> None:
-        """Keep what a recompute must find."""
-        self._before = {key: self._before[key] for key in changed if key in self._before}
+    def _keep(self, changed: Iterable[BufferKey], residency: Residency) -> None:
+        """Keep what a recompute must find, but not in the pack's memory, which does not last."""
+        before = {key: self._before[key] for key in changed if key in self._before}
+        self._before = {key: copied(each) if residency.has_staged(each) else each for key, each in before.items()}
         self.bound = {}
+
+    def _refuse_grown(self, left: Mapping[BufferKey, Tensor | None]) -> None:
+        for key, (storages, length) in self._extents.items():
+            tensor = left[key]
+            if tensor is not None and tensor.numel() > length and storages and _extent(tensor)[0] == storages:
+                raise UnsupportedModelError(
+                    f"layer {self._layer.name!r} makes its buffer {key[1]!r} larger in place (resize_, or out=) for the "
+                    "first time when it has been called before without, over what lies behind it on the device: assign a "
+                    "new tensor, or make it as large in the first call"
+                )
 
     def as_they_were(self, residency: Residency) -> dict[BufferKey, Tensor]:
         """What the recompute finds; what it does to those that calls change is dropped."""
         buffers = {key: residency.buffers[key] for key in self._layer.buffers}
-        return buffers | {key: copied(tensor) for key, tensor in self._before.items()}
+        return buffers | _copies(self._before)
+
+
+def _copies(tensors: Mapping[BufferKey, Tensor]) -> dict[BufferKey, Tensor]:
+    return {key: copied(tensor) for key, tensor in tensors.items()}
+
+
+def _extent(tensor: Tensor) -> tuple[list[int], int]:
+    """Where a tensor lies, and how many elements it has."""
+    plain = [part for part in parts_of(tensor) if part.layout is torch.strided]
+    return [part.untyped_storage()._cdata for part in plain], tensor.numel()
 
 
 def _is_statistic(key: BufferKey) -> bool:

@@ -133,6 +133,7 @@ class SwappedLayer:
         shares_inputs: whether others used what it was called with after it, before the next call.
         reaches_elsewhere: whether its code has used tensors of other devices than its own.
         unversioned_buffers: those that its code changes through `.data`, of which no version tells.
+        changing_buffers: those that its code has changed so far.
         gathered: parameters of recurrent modules, which cuDNN copies to one memory and leaves there.
         composed: the parameters whose values are in tensors of their own.
         is_parametrized: whether modules of it compute weights with `torch.nn.utils.parametrize`.
@@ -161,6 +162,7 @@ class SwappedLayer:
         self.attributes = AttributesOfLayer(list(module.modules()) if module is not None else [])
         self.buffer_writes: Counter[BufferKey] = Counter()
         self.unversioned_buffers: set[BufferKey] = set()
+        self.changing_buffers: set[BufferKey] = set()
         self.num_compared_calls = 0
         self.changes_inputs: bool | None = None
         self.is_training = self.is_in_graph = self.reaches_elsewhere = self.shares_inputs = False

@@ -17,7 +17,7 @@ from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.devices.stream import Event
 from lightning_harmony.engine.model.host_store import ALONE, HostStore, Slot, lay_out, num_users
 from lightning_harmony.engine.model.layer import BufferKey, SwappedLayer, bytes_of, host_buffer
-from lightning_harmony.engine.structures.parts import is_composed
+from lightning_harmony.engine.structures.parts import is_composed, parts_of
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,12 @@ class Residency:
     def cuda_index(self) -> int | None:
         """Which GPU it is on; None for a device of another kind."""
         return self.device.torch_device.index
+
+    def has_staged(self, buffer: Tensor) -> bool:
+        """Whether a buffer, or a part of one, lies in the memory to which the pack's buffers came."""
+        memory = None if self.staging is None else self.staging.on_device.untyped_storage()._cdata
+        parts = (part for part in parts_of(buffer) if part.layout is torch.strided)
+        return any(part.untyped_storage()._cdata == memory for part in parts)
 
     def parameter_at(self, tensor: Tensor) -> nn.Parameter | None:
         """The parameter in whose memory a strided tensor begins; None if it does in none's, or in one composed of others."""
