@@ -606,6 +606,24 @@ def test_scripted_modules_are_refused() -> None:
     assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
 
 
+class HasScripted(nets.Block):
+    """A part without parameters is scripted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = torch.jit.script(nn.Sequential(nn.Tanh(), nn.Hardtanh()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.activation(super().forward(x))
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_scripted_modules_without_parameters_are_not() -> None:
+    module = with_blocks(HasScripted)
+    assert_trains(module, lambda: fit(module))
+
+
 BECOMES: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
     "too large": (lambda: nn.Linear(nets.WIDTH, 4096), CapacityError, r"layer 'net\.blocks\.1' needs 272 KiB"),
     "lazy": (lambda: nn.LazyLinear(nets.WIDTH), UnsupportedModelError, r"'net\.blocks\.1\.weight' has no shape yet"),

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.held.held_state import Held, Kind
 from lightning_harmony.microbatches.lane_attributes import KnownChanges
+from lightning_harmony.microbatches.snapshot import undo_of_tensor
 from lightning_harmony.microbatches.step_undo import MOST_COPIED, Undo
 
 
@@ -41,3 +42,14 @@ def test_an_expanded_tensor_is_taken_back() -> None:
     assert tensors[0].tolist() == [1, 1, 1]
     assert undo.restore()
     assert tensors[0].tolist() == [0, 0, 0]
+
+
+def test_a_tensor_that_was_made_larger_is_taken_back() -> None:
+    """A step that did not fit ended with an error of the copy in place of another attempt."""
+    tensors = [torch.empty(0), torch.ones(1)]
+    undo_all = [undo_of_tensor(tensor) for tensor in tensors]
+    for tensor in tensors:
+        tensor.resize_(3).fill_(2)
+    for undo in undo_all:
+        undo()
+    assert [tensor.tolist() for tensor in tensors] == [[], [1]]

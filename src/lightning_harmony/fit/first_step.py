@@ -22,7 +22,9 @@ class BuffersBefore:
         self._copies: dict[Tensor, tuple[torch.Size, Tensor]] = {}
         for owner in module.modules():
             buffers = dict(owner._buffers)
-            self._buffers.append((owner, buffers))
+            # Those of TorchScript cannot be replaced.
+            if isinstance(owner._buffers, dict):
+                self._buffers.append((owner, buffers))
             for buffer in buffers.values():
                 for part in () if buffer is None else parts_of(buffer):
                     if part not in self._copies:

@@ -184,6 +184,8 @@ class Places:
                 each
                 for _, module in modules_of(self._model)
                 for each in (module._modules, *(vars(module).get(name, {}) for name in HOOKS_OF_BACKWARD))
+                # Those of TorchScript stay what they are.
+                if isinstance(each, dict)
             ]
             self._versions, self._within = _versions_of(self._structure), self._in_structure()
         contents = Contents(self._together)

@@ -167,6 +167,8 @@ def undo_of_tensor(value: Tensor) -> Callable[[], None]:
         # The statistics of a normalization change without a new version.
         if version is None or value._version != version or not torch.equal(value, before):
             with torch.inference_mode(version is None):
+                if value.size() != before.size():
+                    value.resize_(before.size())
                 assign(value.detach(), before)
 
     return undo
