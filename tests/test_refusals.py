@@ -687,6 +687,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "all-at-once": under_no_grad(lambda module: torch._foreach_mul_(list(module.parameters()), 0.5)),
     "out": under_no_grad(lambda module: torch.mul(module.shift, 0.5, out=module.scale)),
     "item-assigned": under_no_grad(lambda module: module.net.head.weight.__setitem__(0, 0.0)),
+    "a-view": under_no_grad(lambda module: module.net.head.weight[:1].mul_(0.5)),
+    "a-view-of-data": lambda module: module.net.head.weight.data.view(-1).clamp_(-0.1, 0.1),
+    "a-row": under_no_grad(lambda module: next(iter(module.net.head.weight)).zero_()),
     "initialised": lambda module: nn.init.zeros_(module.scale),
     "frozen": lambda module: module.scale.requires_grad_(False),
     "frozen-by-attribute": lambda module: setattr(module.scale, "requires_grad", False),
@@ -726,6 +729,20 @@ def test_what_is_to_become_what_it_is_stays_so(change: str) -> None:
     assert_trains(module, lambda: fit(module))
     assert_trains(plain, lambda: fit(plain))
     assert all(map(torch.equal, module.state_dict().values(), plain.state_dict().values()))
+
+
+@pytest.mark.cpu
+def test_an_array_that_shares_a_parameters_memory_is_for_reading_within_the_step() -> None:
+    module, seen = Glue(), []
+
+    def change(module: Any) -> None:
+        weight = module.net.head.weight.detach().numpy()
+        seen.append(weight.sum())
+        weight *= 0.5
+
+    module.change = change
+    assert_refused(module, ValueError, ["read-only"], lambda: fit(module))
+    assert seen
 
 
 class ClampsInHook(Glue):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from lightning_harmony.engine.glue.refusals import (
     refuse_lost_gradient,
     used_by_compiled_code,
 )
+from lightning_harmony.engine.glue.views import Views
 from lightning_harmony.engine.memory.stash import Stashed
 from lightning_harmony.engine.model.host_store import lies_in
 from lightning_harmony.engine.model.layer import (
@@ -53,6 +55,9 @@ class Runtime(Protocol):
 
     def tokens(self) -> dict[nn.Parameter, Tensor] | None:
         """What the uses of each parameter in the current microbatch are differentiated to, kept for further uses."""
+
+    def views(self) -> Views | None:
+        """Those of parameters that the current microbatch has been given; None where none runs."""
 
     def give(self, parameter: nn.Parameter) -> None:
         """An autograd function of the user's own is given a parameter."""
@@ -143,7 +148,11 @@ class StandIn(Tensor):
             for changed in tree_leaves(args[:1]):
                 if isinstance(changed, StandIn):
                     raise UnsupportedModelError(changed_in_step(changed))
-        return with_parameters(func, args, kwargs, copy=func in _SHARING)
+        result = with_parameters(func, args, kwargs, copy=func in _SHARING)
+        if func is Tensor.numpy:
+            # What is written there would be lost, and nothing counts it.
+            result.flags.writeable = False
+        return result
 
     def __hash__(self) -> int:
         return id(self.stands_for)
@@ -235,8 +244,14 @@ def with_parameters(func: Any, args: Any, kwargs: Any, *, copy: bool = False) ->
     def owned(tensor: Tensor) -> Tensor:
         """A view of the parameter would change under the user's hands when the parameter is swapped out."""
         held = unwrapped(tensor)
-        is_view = any(lies_in(held, part) for weight in real.values() for part in parts_of(weight))
-        return cloned(tensor) if is_view else tensor
+        if not any(lies_in(held, part) for weight in real.values() for part in parts_of(weight)):
+            return tensor
+        view = cloned(tensor)
+        if views is not None:
+            views.note(view, partial(changed_in_step, unique[0]))
+        return view
+
+    views = stand_ins[0]._runtime.views()
 
     return tree_map_only(Tensor, owned, result)
 

@@ -336,6 +336,9 @@ class _Rehearsal:
             self._layers.append(layer)
         return layer
 
+    def views(self) -> None:
+        """Nothing has values to change."""
+
     def tokens(self) -> dict[nn.Parameter, Tensor]:
         """What the uses of each parameter are differentiated to."""
         return self._tokens

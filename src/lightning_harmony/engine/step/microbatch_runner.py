@@ -214,7 +214,7 @@ class MicrobatchRunner:
         """Run a microbatch up to its loss; None if there is nothing to differentiate."""
         with self._glue.stashing(), progress.glue or nullcontext():
             loss = progress.microbatch.step()
-        self._step.buffer_copies.refuse_changed()
+        self._refuse_lost_changes(progress)
         return None if loss is None or not loss.requires_grad else loss
 
     def _run_backward(self, progress: LaneProgress, loss: Tensor) -> None:
@@ -231,4 +231,8 @@ class MicrobatchRunner:
                 # Hooks, checkpoints and functions of the user's own run glue in it.
                 stack.enter_context(progress.glue)
             torch.autograd.backward(loss, gradient)
+        self._refuse_lost_changes(progress)
+
+    def _refuse_lost_changes(self, progress: LaneProgress) -> None:
+        progress.views.refuse_changed()
         self._step.buffer_copies.refuse_changed()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_harmony.engine.devices.device import Device
 from lightning_harmony.engine.glue.one_device import OneDevice
+from lightning_harmony.engine.glue.views import Views
 from lightning_harmony.engine.layers.narrow import CastWatch, autocast_dtype
 from lightning_harmony.engine.layers.open_call import OpenCall
 from lightning_harmony.engine.layers.recordings import Recordings
@@ -251,6 +252,11 @@ class Runtime:
         """Of the parameters that glue used in the current microbatch; None where none runs."""
         progress = self._step.current()
         return None if progress is None else progress.tokens
+
+    def views(self) -> Views | None:
+        """Those of parameters that the current microbatch has been given; None where none runs."""
+        progress = self._step.current()
+        return None if progress is None else progress.views
 
     def give(self, parameter: nn.Parameter) -> None:
         """An autograd function of the user's own is given a parameter."""

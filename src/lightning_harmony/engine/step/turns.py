@@ -11,6 +11,7 @@ from math import inf
 from torch import Tensor, nn
 
 from lightning_harmony.engine.glue.one_device import OneDevice
+from lightning_harmony.engine.glue.views import Views
 from lightning_harmony.engine.lanes.lane import AnyLane
 from lightning_harmony.engine.memory.stash import LaneStash
 from lightning_harmony.engine.memory.transfer import LaneTransfers
@@ -74,6 +75,7 @@ class LaneProgress:
         position: where in the plan's order of each phase it is.
         uses: how often it has called each layer.
         tokens: of the parameters that glue used.
+        views: of parameters, that its glue was given.
         given: the parameters that autograd functions of the user's own were given.
         pending: how many backwards it still has to run of each pack.
         calls: the layers that it called, in order.
@@ -91,6 +93,7 @@ class LaneProgress:
     position: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
     uses: Counter[int] = field(default_factory=Counter)
     tokens: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    views: Views = field(default_factory=Views)
     given: set[nn.Parameter] = field(default_factory=set)
     pending: Counter[int] = field(default_factory=Counter)
     calls: list[int] = field(default_factory=list)
