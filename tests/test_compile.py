@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_harmony import HarmonyPrecision, HarmonyStrategy, estimate
@@ -203,3 +204,30 @@ def test_compiled_glue_that_uses_a_parameter_is_refused_and_does_not_hang(monkey
 def test_compile_layers_is_a_choice_or_arguments() -> None:
     with pytest.raises(ValueError, match=r"compile_layers='max-autotune'\): True, False, or the arguments"):
         HarmonyStrategy(compile_layers="max-autotune")
+
+
+class Stacked(nn.Module):
+    """Submodules that `torch.compile` has wrapped, for a compiler that runs their operations one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(nets.WIDTH, nets.WIDTH), nn.GELU()) for _ in range(3)]
+        self.blocks = nn.Sequential(*[torch.compile(block, backend="eager") for block in blocks])
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.blocks(batch[0]).square().mean()
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_a_recompute_saves_is_not_traced_where_the_compiler_leaves_code_to_python() -> None:
+    """It does for good what it does once, as where a mode is active, and compiles what that code calls: a hook of ours."""
+    samples = torch.utils.data.TensorDataset(torch.randn(24, nets.WIDTH))
+    with Passing():
+        build(Stacked).net(samples[:2])
+    plain = train_plain(build(Stacked), samples, 4, 8)
+    harmony, _ = train(build(Stacked), HarmonyStrategy(num_microbatches=4, device_memory="20KiB"), samples)
+    compare(plain, harmony)

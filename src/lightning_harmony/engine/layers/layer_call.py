@@ -341,7 +341,8 @@ class LayerCall(Call):
             raise second_backward(self.layer)
         running = self.runtime.surroundings.running(self.residency)
         with running, self.runtime.measuring_graph(self.layer), torch.enable_grad():
-            if not self._saves.fill(lambda: self._recompute.run(self.residency, self._run)):
+            run = partial(self._recompute.run, self.residency, self._run)
+            if not self._saves.fill(run, is_compiled=self._is_compiled):
                 raise UnsupportedModelError(
                     f"layer {self.layer.name!r} saves other tensors for its backward when it runs again than it saved in its "
                     "forward: it depends on something beside its arguments, parameters, buffers, attributes and random "

@@ -94,18 +94,21 @@ class Saves:
         for saved in self.alive():
             saved.content = None
 
-    def fill(self, run: Callable[[], Any]) -> bool:
+    def fill(self, run: Callable[[], Any], *, is_compiled: bool = False) -> bool:
         """Bring all by a recompute, which ends with the last one.
 
         Args:
             run: the call, once more.
+            is_compiled: whether it is one of compiled code.
 
         Returns:
             Whether it saved what the call had saved.
         """
         filling = _Filling([None if place is None else place() for place in self._places])
+        # Code that a compiler leaves to Python would have it traced.
+        take = torch.compiler.disable(filling.take) if is_compiled else filling.take
         try:
-            with saved_tensors_hooks(filling.take, _refuse):
+            with saved_tensors_hooks(take, _refuse):
                 run()
         # User code may have caught it, or wrapped it in an error of its own.
         except (Filled, Exception):
