@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_harmony import HarmonyPrecision, HarmonyStrategy
 from support import nets
@@ -358,3 +358,30 @@ def test_a_frozen_base_may_be_bfloat16_on_the_host_as_well() -> None:
 def test_an_unknown_precision_is_refused() -> None:
     with pytest.raises(ValueError, match=r"HarmonyPrecision\('fp8'\): one of '32-true', .*'bf16-compute' is needed"):
         HarmonyPrecision("fp8")
+
+
+class Tangent(nets.Block):
+    """Differentiates in forward mode, whose tangents that are zero have no memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, tangent = torch.func.jvp(super().forward, (x,), (torch.ones_like(x),))
+        return y + 0.1 * tangent
+
+
+class Tangents(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Tangent() for _ in range(3)])
+
+    def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
+        loss: Tensor = self.blocks(batch[0]).square().mean()
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_layer_under_autocast_may_differentiate_in_forward_mode() -> None:
+    module = build(Tangents)
+    samples = TensorDataset(torch.randn(24, nets.WIDTH))
+    plain = train_plain(copy.deepcopy(module), samples, 4, 8, precision="bf16-mixed")
+    strategy = HarmonyStrategy(num_microbatches=4)
+    compare(plain, train_harmony(module, samples, strategy, 8, with_gradients=True, precision="bf16-mixed"))

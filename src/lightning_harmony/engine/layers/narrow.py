@@ -43,12 +43,8 @@ class CastWatch(TorchDispatchMode):
     def __init__(self, residency: Residency, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self._storage = residency.weights.untyped_storage().data_ptr()
-        self._ranges = [
-            (leaf.data_ptr(), leaf.data_ptr() + leaf.numel() * leaf.element_size(), parameter)
-            for parameter, leaf in residency.leaves.items()
-            if may_be_narrow(leaf, dtype)
-        ]
+        self._residency = residency
+        self._watched = {parameter for parameter, leaf in residency.leaves.items() if may_be_narrow(leaf, dtype)}
         self._num_casts: Counter[nn.Parameter] = Counter()
         self._used: set[nn.Parameter] = set()
 
@@ -71,10 +67,8 @@ class CastWatch(TorchDispatchMode):
         return result
 
     def _parameter(self, tensor: Tensor) -> nn.Parameter | None:
-        if tensor.layout is not torch.strided or tensor.untyped_storage().data_ptr() != self._storage:
-            return None
-        address = tensor.data_ptr()
-        return next((parameter for start, end, parameter in self._ranges if start <= address < end), None)
+        parameter = self._residency.parameter_at(tensor) if tensor.layout is torch.strided else None
+        return parameter if parameter in self._watched else None
 
     def _note(self, parameter: nn.Parameter, func: Any, kwargs: Any, result: Any) -> None:
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is self.dtype:
