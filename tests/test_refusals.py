@@ -703,7 +703,13 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_a_parameter_changed_within_the_step_is_refused(change: str) -> None:
     module = Glue()
     module.change = CHANGES[change]
-    words = ["parameter '", "changed inside the step", "on_train_batch_start", "optimize manually"]
+    words = [
+        "parameter '",
+        "changed inside the step",
+        "on_train_batch_start",
+        "on_validation_start",
+        "automatic_optimization",
+    ]
     assert_refused(module, UnsupportedModelError, words, lambda: fit(module))
     module.change = None
     assert_trains(module, lambda: fit(module))
