@@ -140,11 +140,8 @@ class Executor:
 
     def buffer_of_several_visits(self) -> str | None:
         """In a step, a buffer that a microbatch changes in one visit of a layer and finds in another; None if none is."""
-        for progress in self._step.turns.running:
-            found = self._model.buffer_of_several_visits(progress.calls)
-            if found is not None:
-                return found
-        return None
+        found = (self._model.buffer_of_several_visits(progress.calls) for progress in self._step.turns.running)
+        return next((each for each in found if each is not None), None)
 
     def buffers_of_layers(self) -> Iterator[BufferKey]:
         """The buffers of layers, which their own code alone changes."""
@@ -402,8 +399,7 @@ class Executor:
 
     def start_over(self) -> None:
         """A training step did not fit, and is to run again in smaller microbatches."""
-        plan = self.planner.start_over()
-        if plan is not None:
+        if (plan := self.planner.start_over()) is not None:
             self._go_by(plan)
 
     def forget_evaluations(self) -> None:
