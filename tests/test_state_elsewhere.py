@@ -294,7 +294,7 @@ def test_a_set_of_tensors_is_as_it_was() -> None:
     assert sorted(map(float, content)) == list(range(20))
 
 
-OF_AN_EARLIER_FIT = SimpleNamespace(state={})
+OF_AN_EARLIER_FIT = SimpleNamespace(state={}, optimizer=[])
 
 
 class NamesAGlobal(Net):
@@ -308,6 +308,7 @@ def test_what_is_held_on_the_host_takes_nothing_of_a_device() -> None:
     peaks = []
     for number in (0, 24):
         OF_AN_EARLIER_FIT.state = {str(each): torch.zeros(1024) for each in range(number)}
+        OF_AN_EARLIER_FIT.optimizer = [torch.zeros(1024) for _ in range(number)]
         module = NamesAGlobal(nets.Language())
         strategy = HarmonyStrategy(device_memory="120KiB", num_microbatches=4, profile_cache=False)
         peaks.append(
@@ -316,5 +317,5 @@ def test_what_is_held_on_the_host_takes_nothing_of_a_device() -> None:
                 for r in train_harmony(module, nets.tokens(24), strategy, 8, with_gradients=False).reports
             ]
         )
-    OF_AN_EARLIER_FIT.state = {}
+    OF_AN_EARLIER_FIT.state, OF_AN_EARLIER_FIT.optimizer = {}, []
     assert peaks[0] == peaks[1]
