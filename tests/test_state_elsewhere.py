@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_harmony import HarmonyStrategy
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
 from lightning_harmony.engine.memory.stash import Alias
 from lightning_harmony.errors import UnsupportedModelError
@@ -20,7 +19,7 @@ from lightning_harmony.held.held_state import Held, Kind
 from lightning_harmony.microbatches.state_elsewhere import _Moment
 from support import nets
 from support.counters import counter
-from support.same_training import Net, assert_same_training, train_harmony
+from support.same_training import Net, assert_same_training
 from support.sampling import combined
 from support.taking_turns import samples
 
@@ -292,30 +291,3 @@ def test_a_set_of_tensors_is_as_it_was() -> None:
     tensors[3].add_(100)
     moment.put(held)
     assert sorted(map(float, content)) == list(range(20))
-
-
-OF_AN_EARLIER_FIT = SimpleNamespace(state={}, optimizer=[])
-
-
-class NamesAGlobal(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * (1 if OF_AN_EARLIER_FIT.state is not None else 0)
-
-
-@pytest.mark.cpu
-def test_what_is_held_on_the_host_takes_nothing_of_a_device() -> None:
-    """What a script keeps of one fit was copied for each call of the next one, and counted on its virtual device."""
-    peaks = []
-    for number in (0, 24):
-        OF_AN_EARLIER_FIT.state = {str(each): torch.zeros(1024) for each in range(number)}
-        OF_AN_EARLIER_FIT.optimizer = [torch.zeros(1024) for _ in range(number)]
-        module = NamesAGlobal(nets.Language())
-        strategy = HarmonyStrategy(device_memory="120KiB", num_microbatches=4, profile_cache=False)
-        peaks.append(
-            [
-                r.peak_device_bytes
-                for r in train_harmony(module, nets.tokens(24), strategy, 8, with_gradients=False).reports
-            ]
-        )
-    OF_AN_EARLIER_FIT.state, OF_AN_EARLIER_FIT.optimizer = {}, []
-    assert peaks[0] == peaks[1]
