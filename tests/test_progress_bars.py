@@ -35,8 +35,10 @@ def test_what_is_logged_stands_above_a_bar_of_rich(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "stderr", terminal)
     handler = logging.StreamHandler()
     logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
     logger.addHandler(handler)
     try:
+        logger.setLevel(logging.INFO)
         shown = console.Console(file=terminal, force_terminal=True)
         with progress_of.Progress(console=shown, auto_refresh=False) as progress:
             progress.add_task("bar", total=8)
@@ -45,5 +47,6 @@ def test_what_is_logged_stands_above_a_bar_of_rich(monkeypatch: pytest.MonkeyPat
         assert handler.stream is terminal
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
     # The bar's line is erased, or the line would stand behind it.
     assert "\r\x1b[2Ksaid\n" in terminal.getvalue()
