@@ -118,7 +118,7 @@ class LayerCall(Call):
             return self._run_in_graph(args, kwargs)
         recorded = recordings.find(layer, arguments, residency)
         if recorded is not None:
-            return RecordedCall(layer, recorded, recordings, runtime).run(self._anchor, arguments.tensors, residency)
+            return RecordedCall(recorded, recordings, runtime).run(self._anchor, arguments.tensors, residency)
         before = recordings.begin_call(layer, residency, runtime)
         result = self._run_in_graph(args, kwargs)
         if before is not None:

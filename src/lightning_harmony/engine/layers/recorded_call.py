@@ -15,7 +15,6 @@ from lightning_harmony.engine.layers.recorded_layer import Backward, Gradients, 
 from lightning_harmony.engine.layers.recordings import Recordings
 from lightning_harmony.engine.layers.runtime import Runtime
 from lightning_harmony.engine.memory.kept_tensor import KeptTensor
-from lightning_harmony.engine.model.layer import SwappedLayer
 from lightning_harmony.engine.model.pack import Residency
 from lightning_harmony.engine.structures.strides import copied
 from lightning_harmony.engine.updates.requested_gradients import requested_gradients
@@ -27,8 +26,7 @@ class RecordedCall:
     """One call of a recorded layer: nothing of its code runs.
 
     Args:
-        layer: what is called.
-        recorded: what runs in its place.
+        recorded: what runs in the place of the layer.
         recordings: keep that.
         runtime: the engine.
 
@@ -36,8 +34,8 @@ class RecordedCall:
         have_gradients: whether each tensor that it returns has one.
     """
 
-    def __init__(self, layer: SwappedLayer, recorded: RecordedLayer, recordings: Recordings, runtime: Runtime) -> None:
-        self._layer, self._recorded, self._recordings, self._runtime = layer, recorded, recordings, runtime
+    def __init__(self, recorded: RecordedLayer, recordings: Recordings, runtime: Runtime) -> None:
+        self._layer, self._recorded, self._recordings, self._runtime = recorded.layer, recorded, recordings, runtime
         self.have_gradients = recorded.have_gradients
         self._inputs: list[KeptTensor] | None = None
 
@@ -57,7 +55,7 @@ class RecordedCall:
         # First: to keep inputs may take room, for which what is recorded would go.
         outputs = recorded.forward(residency, inputs)
         if random is not None and not is_compared:
-            self._recordings.compare(self._layer, recorded, residency, inputs, random, outputs)
+            self._recordings.compare(recorded, residency, inputs, random, outputs)
         self._is_announced = bool(recorded.trained)
         self._use = runtime.expect_backward(self._layer) if self._is_announced else 0
         self._inputs = [KeptTensor(runtime.stash(tensor), tensor) for tensor in tensors]
@@ -102,7 +100,7 @@ class RecordedCall:
                 f"layer {layer.name!r} does something else when it runs again than when it was recorded ({error}): use "
                 "HarmonyStrategy(cuda_graphs=False)"
             ) from error
-        self._recordings.note_backward(layer, self._recorded, coming, found)
+        self._recordings.note_backward(self._recorded, coming, found)
         return found
 
 

@@ -107,6 +107,7 @@ class RecordedLayer:
         draws: whether that call has drawn random numbers.
 
     Attributes:
+        layer: the same.
         key: of calls that it is for.
         uses: the numbers of the inputs that are used, in the order in which a backward comes to the uses.
         trained: the parameters that need gradients.
@@ -127,7 +128,7 @@ class RecordedLayer:
         draws: bool,
     ) -> None:
         self.key, self.uses, self.draws = key, list[int](), draws
-        self._layer, self._own, self._runtime, self._memory = layer, own, runtime, memory
+        self.layer, self._own, self._runtime, self._memory = layer, own, runtime, memory
         self._again = arguments.again
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in arguments.leaves]
         self._needs = [tensor.requires_grad for tensor in arguments.tensors]
@@ -159,15 +160,15 @@ class RecordedLayer:
             key == self.key
             and self._fits(residency)
             and self._ambient.is_as(AmbientState.capture())
-            and self._layer.attributes.read() is self._attributes
+            and self.layer.attributes.read() is self._attributes
             and not any(self._hooks)
         )
 
     def _fits(self, residency: Residency) -> bool:
         """Whether weights are of the types and in the places that it knows."""
         if residency is not self._known():
-            is_as_known = residency.device is self._device and self._narrow is self._layer.narrow
-            fits = is_as_known and signature(self._layer, residency) == self._signature
+            is_as_known = residency.device is self._device and self._narrow is self.layer.narrow
+            fits = is_as_known and signature(self.layer, residency) == self._signature
             if not fits:
                 return False
             self._known = weakref.ref(residency)
@@ -387,7 +388,7 @@ class RecordedLayer:
         self, residency: Residency, inputs: Sequence[Tensor], uses: InputUses, weights: Sequence[Tensor] | None = None
     ) -> Any:
         """Run the layer's own code as it ran when it was recorded."""
-        layer, bound = self._layer, CallWeights(self._layer, self._runtime)
+        layer, bound = self.layer, CallWeights(self.layer, self._runtime)
         if weights is None:
             weights = [detached(residency.leaves[p]).requires_grad_() for p in self.trained]
         args, kwargs = self._again(inputs, self._leaves)

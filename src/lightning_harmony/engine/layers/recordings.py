@@ -35,12 +35,10 @@ class _Compared(NamedTuple):
     """A comparison of recorded work with code.
 
     Attributes:
-        layer: whose they are.
         differs: a flag on the host.
         when: it is known.
     """
 
-    layer: SwappedLayer
     differs: Tensor
     when: Event
 
@@ -129,7 +127,6 @@ class Recordings:
 
     def compare(
         self,
-        layer: SwappedLayer,
         recorded: RecordedLayer,
         residency: Residency,
         tensors: Sequence[Tensor],
@@ -139,7 +136,6 @@ class Recordings:
         """Compare a call that has run what is recorded with the layer's code.
 
         Args:
-            layer: the layer.
             recorded: what has run.
             residency: of the layer's pack.
             tensors: the call's.
@@ -147,7 +143,7 @@ class Recordings:
             made: the tensors that it returns.
         """
         differs = recorded.differs(residency, tensors, random, made).to("cpu", non_blocking=True)
-        self._compared[recorded] = _Compared(layer, differs, residency.device.record())
+        self._compared[recorded] = _Compared(differs, residency.device.record())
 
     def begin_call(self, layer: SwappedLayer, residency: Residency, runtime: Runtime) -> Before | None:
         """The layer's code is about to run: what it finds, if the call will be recorded."""
@@ -184,16 +180,17 @@ class Recordings:
             self._note(layer, residency.device, error)
         else:
             self._of_layers.setdefault(place, []).append(recorded)
-            self._compared[recorded] = _Compared(layer, torch.zeros((), dtype=torch.bool), Happened())
+            self._compared[recorded] = _Compared(torch.zeros((), dtype=torch.bool), Happened())
 
-    def note_backward(self, layer: SwappedLayer, recorded: RecordedLayer, coming: Backward, found: Gradients) -> None:
+    def note_backward(self, recorded: RecordedLayer, coming: Backward, found: Gradients) -> None:
         """A backward of a recorded call has run: record it, if it is not."""
-        if not recorded.lacks_backward or layer in self.refused or not coming.residency.device.records:
+        device = coming.residency.device
+        if not recorded.lacks_backward or recorded.layer in self.refused or not device.records:
             return
         try:
             recorded.record_backward(coming, found)
         except (RecordingError, torch.OutOfMemoryError) as error:
-            self._note(layer, coming.residency.device, error)
+            self._note(recorded.layer, device, error)
 
     def _note(self, layer: SwappedLayer, device: Device, error: Exception) -> None:
         """A recording has failed."""
@@ -262,11 +259,11 @@ class Recordings:
             RecordingChangedError: if one does not. Nothing is recorded of it any more.
         """
         changed: list[SwappedLayer] = []
-        for layer, differs, when in self._compared.values():
+        for recorded, (differs, when) in self._compared.items():
             # Not for what has been launched since.
             when.synchronize()
             if differs:
-                changed.append(layer)
+                changed.append(recorded.layer)
         for layer in changed:
             self._give_up(layer, RecordingError("its code has come to do something else"))
         if changed:
